@@ -1,0 +1,25 @@
+"""What is checked before any work is spent: the task and its data, the model, the store, the run's configuration."""
+
+from flows.config import RunConfig
+from flows.machine import model_folder
+from storage.store import RunStore
+from tba.searcher import checked_rewards, stop_tokens
+from tba.tasks import load_task
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raises: ValueError, storage.errors.StoreError: something could not work; the message says what and what would."""
+    from transformers import AutoTokenizer
+
+    store = RunStore(config.store, config.run)
+    store.check_writable()
+    store.check_config(config.recorded())
+    task = load_task(config.task.name, data=config.task.data, seed=config.seed)
+    problem = task.train[0]
+    checked_rewards(task, [problem], [problem.answer])
+    if len(task.train) < config.sampling.prompts_per_batch:
+        raise ValueError(
+            f"task {config.task.name}: {len(task.train)} training problems, but sampling.prompts_per_batch (B) is "
+            f"{config.sampling.prompts_per_batch}; a batch draws that many distinct prompts"
+        )
+    stop_tokens(task, AutoTokenizer.from_pretrained(model_folder(config.model)))

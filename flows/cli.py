@@ -1,0 +1,348 @@
+"""The command line: `tba up`, `tba down`, `tba train`, `tba sql`. Run in the project's folder.
+
+Exit status: 0 done, 1 failed (the reason and the log's tail are shown), 2 bad input (nothing was started), 130 Ctrl-C.
+Imports are inside the commands: `tba --help` and `tba sql` need neither Prefect nor torch.
+"""
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from flows.config import RunConfig
+    from storage.store import RunStore
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous RL post-training of language models by Trajectory Balance.",
+)
+
+HEARTBEAT = "trainer/heartbeat.json"  # the live Trainer overwrites it every few seconds
+SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back
+PROCESS_SILENCE_S = 30  # a flow process ends a moment before its last state is known
+TRAINER_WATCH_S = 15  # several heartbeats
+
+
+class Format(StrEnum):
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+def main() -> None:
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # `timeout` and a closing terminal end a run in order, as Ctrl-C does
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
+    app()
+
+
+@app.command()
+def up() -> None:
+    """Start the local stack (Prefect server, work pool, deployments, worker), or what is missing of it."""
+    from flows import stack
+
+    try:
+        url = stack.up(_project(), keep=True, say=_say)
+    except stack.StackError as error:
+        _fail(str(error))
+    _say(f"The stack is up: {url.removesuffix('/api')}. `tba down` stops what was started here.")
+
+
+@app.command()
+def down() -> None:
+    """Stop what `tba up` started, running flows included. A run that was training resumes with the next `tba train`."""
+    from flows import stack
+
+    stopped = stack.down(_project())
+    _say(f"Stopped: {', '.join(stopped)}." if stopped else "Nothing of this project's stack was running.")
+
+
+@app.command()
+def train(
+    run: Annotated[str | None, typer.Argument(help="Name of the run; default: the task's name.")] = None,
+    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
+    task: Annotated[str | None, typer.Option(help="arithmetic or gsm8k.")] = None,
+    data: Annotated[str | None, typer.Option(help="Local JSONL file or Hugging Face dataset of the task.")] = None,
+    model: Annotated[str | None, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Policy steps to train for.")] = None,
+    searchers: Annotated[int | None, typer.Option(help="Searchers to start.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of prompts' order, sampling and every draw.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any other setting; repeatable.")
+    ] = None,
+) -> None:
+    """Train a run, or resume it (same name, same settings), starting the local stack if none runs."""
+    project = _project()
+    given = {
+        "run": run,
+        "store": store and _as_url(store),
+        "task.name": task,
+        "task.data": data and _absolute_if_there(data),
+        "model": model and _absolute_if_there(model),
+        "train.steps": steps,
+        "searchers": searchers,
+        "seed": seed,
+    }
+    config = _config({key: value for key, value in given.items() if value is not None}, settings or [])
+    run_store = _check_inputs(config)
+    if (summary := _read(run_store, "summary.json")) is not None:
+        _say(f"Run {config.run!r} is finished. To train on, choose another name.")
+        _print_summary(summary)
+        return
+    _train(project, config, run_store)
+
+
+@app.command()
+def sql(
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    query: Annotated[str, typer.Argument(help='Such as "SELECT count(*), avg(reward) FROM trajectories".')],
+    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
+    form: Annotated[Format, typer.Option("--format", help="How rows are printed.")] = Format.table,
+) -> None:
+    """Ask a run's replay buffer and training ledger, read-only, during or after the run.
+
+    Views: trajectories, batches, search_rounds, training_steps, evaluations, syncs. DESCRIBE <view> lists its columns.
+    """
+    import duckdb
+
+    from flows.config import default_store
+    from flows.table import print_table
+    from storage.errors import StoreError
+    from storage.inspect import query as run_query
+    from storage.store import RunStore
+
+    try:
+        run_store = RunStore(_as_url(store) if store else default_store(), run)
+        if not run_store.exists("run.json"):
+            _fail(f"There is no run {run!r} in {store or default_store()}.", status=2)
+        rows = run_query(run_store, query)
+    except (StoreError, ValueError, duckdb.Error) as error:
+        _fail(str(error), status=2)
+    print_table(rows, form)
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def _config(given: dict[str, object], settings: list[str]) -> "RunConfig":
+    """The run's configuration; exits with one line a mistake."""
+    from pydantic import ValidationError
+
+    from flows.config import RunConfig
+
+    values: dict = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            _fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.05", status=2)
+        given[key] = None if value == "null" else value
+    for key, value in given.items():
+        *path, name = key.split(".")
+        node = values
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                _fail(f"--set {key}: {part} is one setting, not a group of them", status=2)
+        node[name] = value
+    if "run" not in given and "task.name" in given:
+        values["run"] = given["task.name"]
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        _fail("\n".join(_explain(mistake, RunConfig) for mistake in error.errors()), status=2)
+
+
+def _explain(mistake: dict, model: type) -> str:
+    """One line of a pydantic error: field, rule, value got, and for an unknown field the known ones."""
+    *path, name = [str(part) for part in mistake["loc"]] or ["configuration"]
+    field = ".".join([*path, name])
+    if mistake["type"] == "extra_forbidden":
+        for part in path:
+            model = model.model_fields[part].annotation
+        return f"{field}: there is no such setting; known here: {', '.join(model.model_fields)}"
+    message = mistake["msg"].removeprefix("Value error, ")
+    return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"
+
+
+def _check_inputs(config: "RunConfig") -> "RunStore":
+    """All that can be known to be wrong before anything is started; exits with the reason."""
+    from flows.checks import check_inputs
+    from storage.errors import StoreError
+    from storage.store import RunStore
+
+    try:
+        check_inputs(config)
+        return RunStore(config.store, config.run)
+    except (ValueError, OSError, ImportError, StoreError) as error:
+        _fail(str(error), status=2)
+
+
+def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
+    """Bring the stack up, submit or join the run's flow run, show it to its end, leave the stack. Exits on failure."""
+    from flows import runs, stack
+
+    flow_run = None
+    submitted = False
+    try:
+        url = stack.up(project, keep=False, say=_say)
+        old = _read(store, HEARTBEAT)
+        with stack.api(url) as client:
+            flow_run = runs.live_run(client, config)
+            if flow_run:
+                _say(f"Run {config.run!r} is being trained already: following it.")
+                old = None
+            else:
+                _refuse_live_trainer(store)
+                if num_dead := runs.mark_crashed(client, config):
+                    _say(f"Marked {num_dead} flow runs of a stack that was killed as Crashed.")
+                _say(f"{'Starting' if old is None else 'Resuming'} run {config.run!r}.")
+                flow_run, submitted = runs.submit(client, config), True
+            _say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")
+            state = _follow(project, client, flow_run, store, old)
+        if not state.is_completed():
+            _fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
+    except stack.StackError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        if submitted:
+            runs.cancel(url, flow_run)
+        _say(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
+        raise typer.Exit(130) from None
+    finally:
+        with _uninterrupted():
+            stack.leave(project, say=_say)
+    summary = _read(store, "summary.json")
+    if summary is None:
+        _fail(f"The flow run completed without a summary.\n{stack.log_tail(project, 'worker')}")
+    _print_summary(summary)
+
+
+def _refuse_live_trainer(store: "RunStore") -> None:
+    """A Trainer that no flow run of this server accounts for: another server's, or one that lost its flow."""
+    from storage.ledger import run_is_alive
+
+    if run_is_alive(store, watch_s=TRAINER_WATCH_S):
+        owner = (_read(store, HEARTBEAT) or {}).get("owner", {})
+        _fail(
+            f"Run {store.run!r} has a live Trainer (host {owner.get('host')}, pid {owner.get('pid')}) that this "
+            "Prefect server does not know. Follow it where it was started, or stop it; then the same command resumes."
+        )
+
+
+def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None):
+    """Show progress until the flow run ends; returns its final state. old: a heartbeat that is no news."""
+    import httpx
+    from rich.console import Console
+
+    from flows import runs, stack
+    from flows.progress import Progress
+
+    heard_at = alive_at = time.monotonic()
+    with Progress(Console()) as progress:
+        while True:
+            stack.check(project)
+            try:
+                flow_run = client.read_flow_run(flow_run.id)
+                heard_at = time.monotonic()
+            except httpx.HTTPError as error:
+                if time.monotonic() - heard_at > SERVER_SILENCE_S:
+                    raise stack.StackError(f"The Prefect server does not answer any more: {error!r}") from error
+            state = flow_run.state
+            if state.is_final():
+                return state
+            if not state.is_running() or runs.is_alive(client, flow_run):
+                alive_at = time.monotonic()
+            elif time.monotonic() - alive_at > PROCESS_SILENCE_S:
+                raise stack.StackError(f"The flow's process is gone.\n{stack.log_tail(project, 'worker')}")
+            heartbeat = _read(store, HEARTBEAT)
+            if heartbeat == old:
+                heartbeat = None
+            progress.show(_stage(state, heartbeat), heartbeat)
+            time.sleep(1)
+
+
+def _stage(state, heartbeat: dict | None) -> str:
+    if heartbeat:
+        return heartbeat.get("message") or heartbeat["state"]
+    return "starting" if state.is_running() else f"{state.name.lower()}: waiting for the worker"
+
+
+def _read(store: "RunStore", path: str) -> dict | None:
+    from storage.errors import NotFound
+
+    try:
+        return json.loads(store.get(path))
+    except NotFound:
+        return None
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _project() -> Path:
+    """The working folder, which must be the project's: prefect.yaml there names what is deployed."""
+    folder = Path.cwd()
+    if not (folder / "prefect.yaml").exists():
+        _fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)
+    return folder
+
+
+def _as_url(store: str) -> str:
+    return store if "://" in store else Path(store).absolute().as_uri()
+
+
+def _absolute_if_there(name: str) -> str:
+    """A local path as seen from anywhere; a Hugging Face id as it is."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def _command_line() -> str:
+    import shlex
+
+    return shlex.join(["tba", *sys.argv[1:]])
+
+
+def _print_summary(summary: dict) -> None:
+    from rich.console import Console
+
+    from flows.progress import summary_table
+
+    Console().print(summary_table(summary))
+
+
+def _say(message: str) -> None:
+    typer.echo(message)
+
+
+def _fail(message: str, status: int = 1):
+    typer.echo(message, err=True)
+    raise typer.Exit(status)
+
+
+@contextlib.contextmanager
+def _uninterrupted():
+    """Ctrl-C pressed again must not leave processes behind."""
+    handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

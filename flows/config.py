@@ -1,0 +1,54 @@
+"""The configuration of a run: one pydantic model, from which Prefect validates parameters and builds its form."""
+
+import json
+import os
+from pathlib import Path
+
+from pydantic import Field, field_validator, model_validator
+
+from storage.buffer import Sampling
+from storage.store import check_run_name
+from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
+
+
+def default_store() -> str:
+    """`.tba/` in the working folder, which git ignores; TBA_STORE names another."""
+    return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
+
+
+class RunConfig(Settings):
+    """Everything that decides what a run does. The same name with the same configuration resumes the run."""
+
+    run: str = Field("arithmetic", description="Name of the run: its folder in the store.")
+    store: str = Field(default_factory=default_store, description="Root URL: file:///folder or s3://bucket/prefix.")
+    model: str = Field("smollm2-135m-instruct", description="The embedded model, a local folder or a Hugging Face id.")
+    seed: int = Field(0, ge=0, description="Of prompts' order, sampling and every draw.")
+    searchers: int = Field(1, ge=1, description="Searchers that the flow starts; more may join at any time.")
+    task: TaskSettings = TaskSettings()
+    search: SearchSettings = SearchSettings()
+    sampling: Sampling = Sampling()
+    train: TrainSettings = TrainSettings()
+
+    @field_validator("run")
+    @classmethod
+    def _run_is_a_plain_name(cls, run: str) -> str:
+        return check_run_name(run)
+
+    @model_validator(mode="after")
+    def _enough_samples_for_a_draw(self):
+        K, S = self.sampling.responses_per_prompt, self.search.samples_per_prompt
+        if K > S:
+            raise ValueError(
+                f"sampling.responses_per_prompt (K) is {K}, but search.samples_per_prompt (S) is {S}: a round must bring "
+                f"at least the responses that a draw takes. Set K <= {S}, or S >= {K}."
+            )
+        return self
+
+    def recorded(self) -> dict:
+        """What run.json keeps: all but where the store is, so that a run may be moved."""
+        return self.model_dump(mode="json", exclude={"store"})
+
+
+def load_run(store) -> RunConfig:
+    """The configuration that a run was created with. Raises: storage.errors.NotFound: there is no such run."""
+    return RunConfig(**json.loads(store.get("run.json")), store=store.url)

@@ -1,0 +1,205 @@
+"""The Trainer's process: `python -m flows.learn STORE RUN`. Joins tba.trainer with the store.
+
+It is one process beside the flow, so that neither Prefect's threads nor its failures touch training, and so that a
+launcher for many devices can take its place. It reads the run's configuration from run.json and nowhere else.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+
+from flows.config import RunConfig, load_run
+from flows.machine import cpu_threads, model_folder, this_process
+from storage import ledger, policies
+from storage.buffer import NotEnoughExperience, ReplayBuffer
+from storage.store import RunStore
+from tba.policy import Group
+from tba.trainer import Batch, Draw, Trainer, train
+from tba.weights import fingerprint, write_weights
+
+HEARTBEAT_S = 2.0
+# Older ones are deleted: a checkpoint is 3 x the float32 weights, and only the newest whole one is resumed from.
+KEPT_CHECKPOINTS = 2
+# A Searcher fetches the newest; one more may be in flight while the next is published, and one is spare.
+KEPT_POLICIES = 3
+
+
+class StoredExperience:
+    """tba.trainer's Experience over storage's replay buffer."""
+
+    def __init__(self, buffer: ReplayBuffer, attempt: int) -> None:
+        self.buffer, self._attempt = buffer, attempt
+
+    def sync(self, step: int) -> None:
+        self.buffer.sync(step, self._attempt)
+
+    def draw(self, step: int) -> Batch | None:
+        try:
+            return self._batch(self.buffer.draw(step), step)
+        except NotEnoughExperience:
+            return None
+
+    def _batch(self, rows: pa.Table, step: int) -> Batch:
+        by_prompt: dict[int, list[dict]] = {}
+        for row in rows.to_pylist():
+            by_prompt.setdefault(row["prompt_index"], []).append(row)
+        staleness = [step - 1 - policy_step for policy_step in rows["policy_step"].to_pylist()]
+        recent = [reward for reward, is_recent in zip(*columns(rows, "reward", "recent"), strict=True) if is_recent]
+        facts = {
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": max(staleness),
+            "reward_recent_mean": sum(recent) / len(recent) if recent else None,
+            "num_trajectories": self.buffer.num_trajectories,
+            "num_prompts": self.buffer.num_prompts,
+        }
+        return Batch([_draw(of_prompt) for of_prompt in by_prompt.values()], facts, rows)
+
+
+def columns(rows: pa.Table, *names: str) -> list[list]:
+    return [rows[name].to_pylist() for name in names]
+
+
+def _draw(rows: list[dict]) -> Draw:
+    """A trajectory that fills several slots is computed once."""
+    distinct = list({row["trajectory_id"]: row for row in rows}.values())
+    place = {row["trajectory_id"]: number for number, row in enumerate(distinct)}
+    return Draw(
+        group=Group(rows[0]["prompt_tokens"], [row["response_tokens"] for row in distinct]),
+        slot=[place[row["trajectory_id"]] for row in rows],
+        reference_logprob=[sum(row["reference_logprobs"]) for row in rows],
+        reward=[row["reward"] for row in rows],
+    )
+
+
+class StoreOutbox:
+    """tba.trainer's Outbox over the store. One background thread writes in the order of the calls, so training does not wait."""
+
+    def __init__(self, store: RunStore, config: RunConfig, attempt: int, template: Path) -> None:
+        """`template` is the model's folder, from which published policies take configuration and tokenizer."""
+        self._store, self._config, self._attempt, self._template = store, config, attempt, template
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
+        self._pending: list[Future] = []
+        self._started = time.monotonic()
+        self._first_step: int | None = None
+        self._beat = {"state": "starting", "step": 0}
+        self._closing = threading.Event()
+        self._heart = threading.Thread(target=self._beat_on, daemon=True)
+        self._heart.start()
+
+    def status(self, state: str, step: int, metrics: dict | None = None) -> None:
+        if state == "training" and self._first_step is None:
+            self._first_step, self._started = step, time.monotonic()
+        self._beat = self._beat | {"state": state, "step": step} | (metrics or {})
+
+    def record(self, step: int, batch: Batch, metrics: dict) -> None:
+        self._later(self._write_record, step, batch.record, metrics)
+
+    def publish(self, step: int, weights: dict, final: bool) -> None:
+        self._later(self._write_policy, step, weights, final)
+
+    def checkpoint(self, step: int, trainer: Trainer) -> None:
+        with tempfile.TemporaryDirectory(prefix="tba-checkpoint-") as folder:
+            trainer.save(Path(folder))
+            ledger.save_checkpoint(self._store, step, Path(folder))
+        ledger.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
+
+    def close(self, state: str, message: str = "") -> None:
+        """Waits until all is written, then says how it ended. Raises what the writer raised."""
+        self._writer.shutdown(wait=True)
+        errors = [error for future in self._pending if (error := future.exception())]
+        if errors:
+            state, message = "failed", message or f"{type(errors[0]).__name__}: {errors[0]}"
+        self._closing.set()
+        self._heart.join()
+        self._beat = self._beat | {"state": state, "message": message}
+        self._write_beat()
+        if errors:
+            raise errors[0]
+
+    def _later(self, write, *arguments) -> None:
+        done = [future for future in self._pending if future.done()]
+        for future in done:
+            future.result()  # an error of the writer stops training at the next hand-over
+        self._pending = [future for future in self._pending if not future.done()]
+        self._pending.append(self._writer.submit(write, *arguments))
+
+    def _write_record(self, step: int, rows: pa.Table, metrics: dict) -> None:
+        ledger.record_batch(self._store, self._attempt, step, rows)
+        ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step} | metrics)
+
+    def _write_policy(self, step: int, weights: dict, final: bool) -> None:
+        with tempfile.TemporaryDirectory(prefix="tba-policy-") as folder:
+            for file in self._template.iterdir():
+                if file.is_file() and file.suffix != ".safetensors":
+                    shutil.copy(file, folder)
+            write_weights(weights, folder)
+            mark = fingerprint(weights.items())
+            policies.publish_policy(self._store, Path(folder), step, mark, attempt=self._attempt, final=final)
+        policies.prune_policies(self._store, keep=KEPT_POLICIES)
+
+    def _beat_on(self) -> None:
+        parent = os.getppid()
+        while not self._closing.wait(HEARTBEAT_S):
+            if os.getppid() != parent:
+                os._exit(1)  # the flow was killed: nobody watches this process or would end the run
+            self._write_beat()
+
+    def _write_beat(self) -> None:
+        steps, step = self._config.train.steps, self._beat["step"]
+        since_first = step - self._first_step if self._first_step is not None else 0
+        seconds_left = (time.monotonic() - self._started) / since_first * (steps - step) if since_first else None
+        ledger.heartbeat(
+            self._store,
+            self._beat
+            | {
+                "attempt": self._attempt,
+                "steps": steps,
+                "min_size": self._config.sampling.min_size,
+                "seconds_left": seconds_left,
+                "owner": this_process(),
+                "at": datetime.now(UTC).isoformat(),
+            },
+        )
+
+
+def learn(store_url: str, run: str) -> None:
+    """Trains the run to its end, from its newest checkpoint if it has one."""
+    store = RunStore(store_url, run)
+    config = load_run(store)
+    steps = ledger.list_checkpoints(store)
+    resumed_from = steps[-1] if steps else 0
+    attempt = ledger.start_attempt(store, resumed_from, this_process())
+    import torch
+
+    torch.set_num_threads(cpu_threads(config.searchers))
+    folder = model_folder(config.model)
+    outbox = StoreOutbox(store, config, attempt, folder)
+    state, message = "failed", ""
+    try:
+        trainer = Trainer(folder, config.train)
+        if steps:
+            with tempfile.TemporaryDirectory(prefix="tba-resume-") as local:
+                store.download_folder(ledger.checkpoint_path(resumed_from), Path(local))
+                trainer.load(Path(local))
+        buffer = ReplayBuffer(store, config.sampling, config.seed)
+        buffer.rebuild(resumed_from)
+        train(trainer, StoredExperience(buffer, attempt), outbox)
+        state = "finished"
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        outbox.close(state, message)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    learn(*sys.argv[1:])

@@ -1,0 +1,48 @@
+"""What a process of a run asks of the machine it is on."""
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from tba.embedded import resolve_model
+
+
+def local_folder() -> Path:
+    """What is of this machine and of no run: Prefect's database, logs, converted models. Git ignores it."""
+    return Path.cwd() / ".tba" / ".local"
+
+
+def model_folder(name: str) -> Path:
+    """The folder of the model called `name`; a Hugging Face id is downloaded (once). Raises: ValueError: it does not load."""
+    resolved = resolve_model(name, local_folder() / "models")
+    if isinstance(resolved, Path):
+        return resolved
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(resolved, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+
+
+def cpu_threads(num_searchers: int) -> int:
+    """Threads for one process, when a Trainer and so many Searchers share this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // (1 + num_searchers))
+
+
+def this_process() -> dict:
+    """Who writes: enough to tell on the same machine whether it still lives."""
+    process = psutil.Process()
+    return {"host": socket.gethostname(), "pid": process.pid, "started": process.create_time()}
+
+
+def code_version() -> str:
+    """The project's git commit, or "unknown" outside a checkout; "+" marks uncommitted changes."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return described.stdout.strip() or "unknown"

@@ -1,0 +1,106 @@
+"""The flow runs of one training run on a Prefect server: which is alive, submit one, stop one.
+
+A flow run's own record does not tell whether it is alive: after a SIGKILL it says Running for ever. Its processes tell:
+each carries the flow run's id in its environment (PREFECT__FLOW_RUN_ID), which the worker sets and children inherit.
+On a server that is not on this machine they cannot be seen, and there the record is believed.
+"""
+
+import contextlib
+
+from pydantic import ValidationError
+
+from flows import stack
+from flows.config import RunConfig
+
+DEPLOYMENT = "tba/train"
+FLOWS = ["tba", "search"]
+
+
+def live_run(client, config: RunConfig):
+    """The flow run that trains this run now, or None. Returns prefect.client.schemas.FlowRun."""
+    return next((r for r in _unfinished(client, config, ["tba"]) if is_alive(client, r)), None)
+
+
+def mark_crashed(client, config: RunConfig) -> int:
+    """Mark flow runs of this run that a killed stack left behind as Crashed, stopping what is left of them.
+
+    Returns how many. Those still waiting for a worker count too: they would start beside what is submitted next."""
+    from prefect.states import Crashed
+
+    dead = [r for r in _unfinished(client, config, FLOWS) if not is_alive(client, r)]
+    for flow_run in dead:
+        stack.stop_processes(_processes(flow_run))
+        state = Crashed(message="Its stack was killed; found by a later `tba train`.")
+        client.set_flow_run_state(flow_run.id, state, force=True)
+    return len(dead)
+
+
+def submit(client, config: RunConfig):
+    """A new flow run of tba/train with this configuration. Returns prefect.client.schemas.FlowRun."""
+    deployment = client.read_deployment_by_name(DEPLOYMENT)
+    return client.create_flow_run_from_deployment(
+        deployment.id,
+        parameters={"config": config.model_dump(mode="json")},
+        name=config.run,
+        tags=[f"run:{config.run}"],
+    )
+
+
+def cancel(url: str, flow_run) -> None:
+    """Stop a flow run and the Searchers that it started, and say so in their records if the server still answers.
+
+    After Ctrl-C in a terminal it may not: a server that is a child of `tba train` gets the signal too."""
+    import httpx
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
+    from prefect.states import Cancelled
+
+    family = [flow_run]
+    with contextlib.suppress(httpx.HTTPError), stack.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5}) as client:
+        children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]))
+        family += [r for r in client.read_flow_runs(flow_run_filter=children) if not r.state.is_final()]
+        for member in family:  # before their processes end: the worker does not overwrite a final state with Crashed
+            client.set_flow_run_state(member.id, Cancelled(message="Stopped by `tba train`."), force=True)
+    stack.stop_processes([process for member in family for process in _processes(member)])
+
+
+def is_alive(client, flow_run) -> bool:
+    """Whether the flow run's process runs; True where that cannot be seen from here."""
+    if not stack.is_loopback(str(client.api_url)):
+        return True
+    # the flow's own process, not only a Trainer or engine that outlived it
+    return any("prefect.engine" in process.cmdline() for process in _processes(flow_run))
+
+
+def _processes(flow_run) -> list:
+    return stack.find_processes("PREFECT__FLOW_RUN_ID", str(flow_run.id))
+
+
+def _unfinished(client, config: RunConfig, flows: list[str]) -> list:
+    """Flow runs of these flows, for this run in this store, that have not come to an end."""
+    from prefect.client.schemas.filters import (
+        FlowFilter,
+        FlowFilterName,
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+    )
+    from prefect.client.schemas.objects import TERMINAL_STATES
+
+    unfinished = FlowRunFilterState(type=FlowRunFilterStateType(not_any_=list(TERMINAL_STATES)))
+    flow_runs = client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=flows)), flow_run_filter=FlowRunFilter(state=unfinished)
+    )
+    return [flow_run for flow_run in flow_runs if _is_of(flow_run, config)]
+
+
+def _is_of(flow_run, config: RunConfig) -> bool:
+    """Both flows by their parameters: tba takes a configuration (or none: the default), search a store and a run."""
+    given = flow_run.parameters
+    try:
+        named = RunConfig.model_validate(
+            {k: given[k] for k in ("store", "run") if k in given} or given.get("config", {})
+        )
+    except ValidationError:  # of another version of this project, or of another flow by that name
+        return False
+    return (named.run, named.store) == (config.run, config.store)

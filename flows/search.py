@@ -1,0 +1,172 @@
+"""search/searcher: one Searcher. Start more at any time, from any machine that sees the store: they join by run name."""
+
+import contextlib
+import hashlib
+import os
+import time
+
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.config import RunConfig, load_run
+from flows.machine import code_version, cpu_threads, local_folder, model_folder
+from storage import ledger, policies, quality, shards
+from storage.errors import AlreadyExists, NotFound
+from storage.schema import TRAJECTORY, to_table
+from storage.store import RunStore
+
+# A Searcher whose run nobody trains ends by itself, this long after the Trainer's last sign of life.
+TRAINER_SILENT_S = 180
+# A reward or an engine that spoils this many rounds running will spoil the next one too.
+MAX_SPOILED_ROUNDS = 3
+POLL_S = 0.5
+
+
+@flow(name="search")
+def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> int:
+    """Searches until the run's final policy is published. Returns the number of rounds committed.
+
+    `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures the first
+    and the final policy on held-out problems.
+    """
+    run_store = RunStore(store, run)
+    config = load_run(run_store)
+    first = number = shards.next_round(run_store, name)
+    searcher = start_searcher(config, name, first)
+    pulse = TrainerPulse(run_store)
+    served = None
+    while policy := next_policy(run_store, pulse):
+        if policy != served:
+            if not deliver(run_store, searcher, policy):
+                continue
+            served = policy
+            if evaluates and (policy.step == 0 or policy.final):
+                evaluate(run_store, searcher, config.task.num_heldout, policy.step)
+        if policy.final:
+            break
+        search_round.with_options(task_run_name=f"round {number}")(run_store, searcher, number)
+        number += 1
+    return number - first
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def start_searcher(config: RunConfig, name: str, next_round: int):
+    """Loads engine and reference policy (seconds to minutes)."""
+    threads = cpu_threads(config.searchers)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from transformers import AutoTokenizer
+
+    from tba.engine import make_engine
+    from tba.searcher import Searcher
+    from tba.tasks import load_task
+
+    folder = model_folder(config.model)
+    task_ = load_task(config.task.name, data=config.task.data, seed=config.seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    longest = max(map(len, tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]))
+    engine = make_engine(
+        folder,
+        max_tokens=longest + task_.max_response_tokens,
+        max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
+        # Not the run's seed alone: Searchers, and lives of one Searcher, must not sample alike.
+        seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
+        threads=threads,
+    )
+    return Searcher(
+        name,
+        task_,
+        tokenizer,
+        engine,
+        folder,
+        config.search,
+        temperature=config.train.temperature,
+        seed=config.seed,
+        code_version=code_version(),
+    )
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+def search_round(store: RunStore, searcher, number: int) -> None:
+    """Samples, scores, validates and commits one shard. A retry repeats the round: its shard's name is the same.
+
+    Raises: RuntimeError: no shard passed validation in `MAX_SPOILED_ROUNDS` tries.
+    """
+    for _ in range(MAX_SPOILED_ROUNDS):
+        found = searcher.round(number)
+        table = to_table(found.trajectories, TRAJECTORY)
+        reasons = quality.validate_shard(table, searcher.vocabulary_size)
+        ledger_row = found.metrics | {"quarantined": bool(reasons)}
+        if not reasons:
+            commit(store, table, ledger_row)
+            return
+        kept = shards.quarantine_shard(store, table, reasons)
+        get_run_logger().error("round %d failed validation and is kept in %s: %s", number, kept, "; ".join(reasons))
+    raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see {kept}")
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def evaluate(store: RunStore, searcher, num_problems: int, policy_step: int) -> None:
+    """Greedy accuracy on held-out problems, once for a policy step."""
+    if policy_step in ledger.evaluated_steps(store):
+        return
+    result = searcher.evaluate(num_problems)
+    with contextlib.suppress(AlreadyExists):
+        ledger.record_evaluation(store, result)
+    get_run_logger().info("policy step %d: accuracy %.3f on %d held-out problems", policy_step, result["accuracy"], num_problems)
+
+
+def commit(store: RunStore, table, metrics: dict) -> None:
+    try:
+        shards.commit_shard(store, table)
+    except AlreadyExists:
+        # A retry of a round whose first try was committed before it was interrupted: that shard is the round's.
+        get_run_logger().warning("round %d was committed already; this copy is dropped", metrics["round"])
+        return
+    ledger.record_search_round(store, metrics)
+    get_run_logger().info(
+        "round %d: %d trajectories of policy step %d, mean reward %.3f",
+        metrics["round"], metrics["num_trajectories"], metrics["policy_step"], metrics["reward_mean"],
+    )  # fmt: skip
+
+
+def deliver(store: RunStore, searcher, policy: policies.PolicyRef) -> bool:
+    """Has the engine serve the policy. False: it was replaced by a newer one and deleted before it was fetched.
+
+    Raises: RuntimeError: the engine took in other weights than were published.
+    """
+    try:
+        folder = policies.fetch_policy(store, policy, local_folder() / "policies" / store.run)
+        fingerprint = searcher.load(folder, policy.step)
+    except (NotFound, FileNotFoundError):
+        return False
+    if fingerprint != policy.fingerprint:
+        raise RuntimeError(
+            f"searcher: the engine serves weights {fingerprint}, but policy step {policy.step} was published as "
+            f"{policy.fingerprint}: {policy.path} is damaged or was changed after it was published"
+        )
+    return True
+
+
+class TrainerPulse:
+    """Whether somebody trains the run: its heartbeat changes. Needs no common clock."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self._last, self._seen = store, None, time.monotonic()
+
+    def is_silent(self) -> bool:
+        with contextlib.suppress(NotFound):
+            beat = self._store.get("trainer/heartbeat.json")
+            if beat != self._last:
+                self._last, self._seen = beat, time.monotonic()
+        return time.monotonic() - self._seen > TRAINER_SILENT_S
+
+
+def next_policy(store: RunStore, pulse: TrainerPulse) -> policies.PolicyRef | None:
+    """The newest policy; waits for the first one. None: the Trainer has been silent for `TRAINER_SILENT_S`."""
+    while not pulse.is_silent():
+        if policy := policies.latest_policy(store):
+            return policy
+        time.sleep(POLL_S)
+    get_run_logger().warning("no sign of life from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)
+    return None

@@ -1,0 +1,395 @@
+"""The local stack: a Prefect server, the work pool `tba`, the deployments of prefect.yaml and a worker.
+
+    up()      reuses the server that answers, else starts one on loopback; deploys; starts a worker if ours is not there
+    leave()   the end of `tba train`: stops the stack unless `tba up` or another `tba train` still wants it
+    down()    stops exactly what this project started
+
+Two lives. `tba up` starts daemons in sessions of their own. `tba train` without a running stack starts children in its
+own process group, so that a SIGKILL to the group takes all of it, flow processes included (Prefect's process worker
+opens no sessions). What was started is written to `.tba/.local/stack.json` with each process's start time, so that a
+recycled pid is never signalled; what a killed stack left there is recognised by the same means.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+WORK_POOL = "tba"
+SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
+STOP_TIMEOUT_S = 15  # a flow process that is told to stop reports its state to the server first
+WORKER_QUERY_S = 2  # Prefect polls every 10 s; a run of minutes should not begin with that
+STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of all that its stack runs
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class StackError(RuntimeError):
+    """The stack could not be started, or something of it died. The message ends with the tail of a log."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by pid and start time (s since the epoch): together they are never reused."""
+
+    pid: int
+    started: float
+
+    @classmethod
+    def current(cls) -> "Process":
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        return cls(pid, psutil.Process(pid).create_time())
+
+    def find(self) -> psutil.Process | None:
+        """The living process, or None if it ended (a zombie has ended)."""
+        try:
+            process = psutil.Process(self.pid)
+            # the kernel's clock and the wall clock drift apart by a little while a stack lives
+            same = abs(process.create_time() - self.started) < 2 and process.status() != psutil.STATUS_ZOMBIE
+            return process if same else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+@dataclass
+class State:
+    """What stack.json holds."""
+
+    url: str | None = None
+    """API of the server that the processes talk to."""
+    own_server: bool = False
+    """The server there is ours."""
+    keep: bool = False
+    """`tba up` asked for it, so only `tba down` stops it."""
+    users: list[Process] = field(default_factory=list)
+    """`tba train` processes that rely on it."""
+    processes: dict[str, Process] = field(default_factory=dict)
+    """What we started: `server` (unless one was there) and `worker`."""
+
+
+def local_folder(project: Path) -> Path:
+    """Where logs, state and Prefect's database of this project are."""
+    return project / ".tba" / ".local"
+
+
+def work_queue(project: Path) -> str:
+    """This checkout's own queue, so that of two checkouts on one server neither's worker runs the other's flows."""
+    return f"{project.name}-{zlib.crc32(bytes(project)):08x}"
+
+
+def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
+    """Make the stack run and return its API's URL. keep: as daemons, until down(); else as children, until leave().
+
+    Raises StackError, after stopping what this call started."""
+    with _locked_state(project) as state:
+        before = dict(state.processes)
+        try:
+            _bring_up(project, state, keep, say)
+        except BaseException:
+            _stop(project, {name: state.processes.pop(name) for name in set(state.processes) - set(before)})
+            raise
+        if keep:
+            state.keep = True
+        else:
+            state.users.append(Process.current())
+        return state.url
+
+
+def leave(project: Path, say: Callable[[str], None] = print) -> None:
+    """The end of an up(keep=False): stop the stack, unless someone else still wants it."""
+    with _locked_state(project) as state:
+        state.users = [user for user in state.users if user.pid != os.getpid()]
+        if state.processes and not state.keep and not state.users:
+            say("Stopping the local stack.")
+            _stop(project, state.processes)
+
+
+def down(project: Path) -> list[str]:
+    """Stop what this project started, whoever uses it. Returns the names of what was running."""
+    with _locked_state(project) as state:
+        names = sorted(state.processes)
+        _stop(project, state.processes)
+        state.keep = False
+        return names
+
+
+def check(project: Path) -> None:
+    """Raise StackError if something that we started has died."""
+    state = _read_state(project)
+    for name, process in state.processes.items():
+        if process.find() is None:
+            raise StackError(f"The Prefect {name} (pid {process.pid}) has died.\n{log_tail(project, name)}")
+
+
+def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
+    """The last lines of the log of `server` or `worker` (the worker's carries its flows' output), and its path."""
+    path = local_folder(project) / f"{name}.log"
+    lines = path.read_text(errors="replace").splitlines()[-num_lines:] if path.exists() else []
+    return "\n".join([f"--- the last lines of {path}", *lines])
+
+
+def is_loopback(url: str) -> bool:
+    return urlsplit(url).hostname in LOOPBACK
+
+
+def find_processes(variable: str, value: str) -> list[psutil.Process]:
+    """Processes that carry this environment variable: children inherit it, whoever their parent is later."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or it is another user's
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
+def stop_processes(processes: list[psutil.Process]) -> None:
+    """Terminate, wait, kill what is left."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, left = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=STOP_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def api(url: str, settings: dict | None = None) -> Iterator:
+    """Prefect's client for this URL, with the credentials of the user's own Prefect settings."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: url, **(settings or {})}), get_client(sync_client=True) as client:
+        yield client
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
+    url = _find_server(state, say)
+    if url is None:
+        _start_server(project, state, keep, say)
+    else:
+        say(f"Using the Prefect server at {url}.")
+        state.url, state.own_server = url, "server" in state.processes
+    pool_type = _create_work_pool(state.url)
+    if "worker" not in state.processes and pool_type == "process":  # another type of pool has workers of its own
+        name = f"{work_queue(project)}@{socket.gethostname()}"
+        command = ["worker", "start", "--pool", WORK_POOL, "--type", "process", "--name", name]
+        command += ["--work-queue", work_queue(project), "--work-queue", "default"]
+        _start(project, state, "worker", command, keep)
+    _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
+    if (worker := state.processes.get("worker")) and worker.find() is None:
+        raise StackError(f"The Prefect worker died while starting.\n{log_tail(project, 'worker')}")
+
+
+def _find_server(state: State, say: Callable[[str], None]) -> str | None:
+    """The URL of a compatible server that answers: the one PREFECT_API_URL asks for, ours, or the configured one."""
+    from prefect.settings import get_current_settings
+
+    asked = os.environ.get("PREFECT_API_URL")
+    ours = state.url if state.processes else None
+    configured = get_current_settings().api.url  # environment, else prefect.toml, else the active profile
+    for url in dict.fromkeys(filter(None, (asked, ours, configured))):
+        version = _server_version(url)
+        if version is None:
+            problem = "nothing answers there"
+        elif not _compatible(version):
+            problem = f"it is Prefect {version}, whose API differs from this client's"
+        elif ours and url != ours:
+            raise StackError(
+                f"This project's stack runs with the server at {ours}, but PREFECT_API_URL is {url}. "
+                "Run `tba down` first, or unset PREFECT_API_URL."
+            )
+        else:
+            return url
+        if not is_loopback(url):
+            raise StackError(
+                f"PREFECT_API_URL is {url}, but {problem}. Start that server, or unset PREFECT_API_URL for a local one."
+            )
+        if version is not None:
+            say(f"Not using the server at {url}: {problem}.")
+    return None
+
+
+def _server_version(url: str) -> str | None:
+    """The Prefect version that answers at this URL; None if there is none."""
+    import httpx
+    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
+
+    try:
+        with api(url, {PREFECT_API_REQUEST_TIMEOUT: 10, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
+            version = client.api_version()
+    except (httpx.HTTPError, ValueError):  # nothing listens, or something that speaks no HTTP, or no JSON
+        return None
+    return version if isinstance(version, str) else None
+
+
+def _compatible(version: str) -> bool:
+    """Prefect's own rule: clients and servers of one major version understand each other."""
+    from prefect import __version__
+
+    return version.split(".")[0] == __version__.split(".")[0]
+
+
+def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
+    from prefect.settings import get_current_settings
+
+    if "server" in state.processes:  # alive, yet it does not answer
+        raise StackError(f"Our Prefect server does not answer. Run `tba down`.\n{log_tail(project, 'server')}")
+    configured = get_current_settings().api.url
+    preferred = urlsplit(configured).port if configured else None
+    port = _free_port(preferred or 4200)
+    _stop_workers(project, None)  # they talked to a server that is gone
+    state.processes.clear()
+    state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
+    say(f"Starting a Prefect server at {state.url} (about ten seconds).")
+    command = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--analytics-off"]
+    process = _start(project, state, "server", command, keep)
+    deadline = time.monotonic() + SERVER_START_TIMEOUT_S
+    while _server_version(state.url) is None:
+        if process.find() is None or time.monotonic() > deadline:
+            raise StackError(f"The Prefect server did not start.\n{log_tail(project, 'server')}")
+        time.sleep(0.2)
+    if port != preferred:
+        say(f"Port {preferred or 4200} is taken. For the prefect command: export PREFECT_API_URL={state.url}")
+
+
+def _free_port(preferred: int) -> int:
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is not taken
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return probe.getsockname()[1]
+    raise StackError("No free port on 127.0.0.1.")
+
+
+def _create_work_pool(url: str) -> str:
+    """Make sure of the work pool; returns its type."""
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectNotFound
+    from prefect.workers.process import ProcessWorker
+
+    with api(url) as client:
+        try:
+            return client.read_work_pool(WORK_POOL).type
+        except ObjectNotFound:
+            template = ProcessWorker.get_default_base_job_template()
+            return client.create_work_pool(
+                WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template)
+            ).type
+
+
+def _deploy(project: Path, state: State) -> None:
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    done = subprocess.run(
+        command, cwd=project, env=_environment(project, state), stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise StackError(f"`prefect deploy --all` failed.\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def _start(project: Path, state: State, name: str, command: list[str], keep: bool) -> Process:
+    """Start `prefect <command>`, logging to <name>.log, and record it before anything else can go wrong."""
+    with open(local_folder(project) / f"{name}.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", *command],
+            cwd=project,
+            env=_environment(project, state),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=keep,
+        )
+    state.processes[name] = started = Process.of(process.pid)
+    _write_state(project, state)
+    return started
+
+
+def _environment(project: Path, state: State) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "PREFECT_API_URL": state.url,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_WORKER_QUERY_SECONDS": str(WORKER_QUERY_S),
+        # flows import this project's packages, whatever folder the worker opens their processes in
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(project), os.environ.get("PYTHONPATH")))),
+        "PYTHONUNBUFFERED": "1",  # logs are read while they are written
+        "TBA_WORK_QUEUE": work_queue(project),  # read by prefect.yaml
+        STACK_VARIABLE: str(project),
+    }
+    if state.own_server:  # a server that was there before may need the credentials of the user's own PREFECT_HOME
+        environment["PREFECT_HOME"] = str(local_folder(project) / "prefect")
+    return environment
+
+
+# --- stopping, and the state's file -----------------------------------------------------------------------------------
+
+
+def _stop(project: Path, processes: dict[str, Process]) -> None:
+    """Worker and flows, then the server, so that flows can report how they ended."""
+    server = processes.pop("server", None)
+    _stop_workers(project, server)
+    processes.clear()
+    if server and (process := server.find()):
+        stop_processes([process])
+
+
+def _stop_workers(project: Path, server: Process | None) -> None:
+    """All that the stack runs but the server: also flow processes, and theirs, that have lost their parents."""
+    processes = find_processes(STACK_VARIABLE, str(project))
+    stop_processes([process for process in processes if server is None or process.pid != server.pid])
+
+
+@contextlib.contextmanager
+def _locked_state(project: Path) -> Iterator[State]:
+    """The state without what is dead, written back on leaving (removed when nothing is left). One process at a time."""
+    folder = local_folder(project)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "stack.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        state = _read_state(project)
+        state.users = [user for user in state.users if user.find()]
+        state.processes = {name: process for name, process in state.processes.items() if process.find()}
+        state.keep = state.keep and bool(state.processes)
+        try:
+            yield state
+        finally:
+            _write_state(project, state)
+
+
+def _read_state(project: Path) -> State:
+    try:
+        stored = json.loads((local_folder(project) / "stack.json").read_text())
+    except FileNotFoundError:
+        return State()
+    users = [Process(**user) for user in stored["users"]]
+    processes = {name: Process(**process) for name, process in stored["processes"].items()}
+    return State(stored["url"], stored["own_server"], stored["keep"], users, processes)
+
+
+def _write_state(project: Path, state: State) -> None:
+    path = local_folder(project) / "stack.json"
+    if not state.processes:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(state), indent=2))
+    os.replace(temporary, path)

@@ -1,0 +1,74 @@
+"""summary.json: what a run came to, computed from the store alone."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from statistics import median
+
+from storage import inspect, ledger
+from storage.store import RunStore
+
+Interval = tuple[datetime, datetime]
+
+
+def summarise(store: RunStore) -> dict:
+    """Writes `summary.json` and returns it. Shares are of time; definitions are beside each key's computation."""
+    steps = inspect.query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
+    rounds = inspect.query(store, "SELECT * FROM search_rounds ORDER BY started_at").to_pylist()
+    accuracy = {
+        row["policy_step"]: row["accuracy"] for row in inspect.query(store, "SELECT * FROM evaluations").to_pylist()
+    }
+    training = [(step["started_at"], step["ended_at"]) for step in steps]
+    sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
+    attempts = inspect.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
+    # Of the Trainer's time from its first step to its last: a resumed run's standstill is nobody's waiting.
+    wait_s = sum(step["wait_s"] for step in steps[1:])
+    summary = {
+        "run": store.run,
+        "accuracy_before": accuracy.get(0),
+        "accuracy_after": accuracy.get(steps[-1]["step"]),
+        "steps": steps[-1]["step"],
+        "trajectories": inspect.query(store, "SELECT count(*) FROM trajectories").column(0)[0].as_py(),
+        "staleness_mean": sum(step["staleness_mean"] for step in steps) / len(steps),
+        "staleness_max": max(step["staleness_max"] for step in steps),
+        "trainer_wait_share": wait_s / (wait_s + length(training)),
+        "searcher_idle_share": idle_share(rounds),
+        "overlap_share": length(intersection(union(training), sampling)) / length(training),
+        "wall_s": (datetime.now(UTC) - ledger.first_attempt_at(store)).total_seconds(),
+        "step_s_median": median(step["step_s"] for step in steps),
+        "attempts": attempts,
+        "finished_at": datetime.now(UTC).isoformat(),
+    }
+    store.put("summary.json", json.dumps(summary, indent=1).encode())
+    return summary
+
+
+def idle_share(rounds: list[dict]) -> float:
+    """Of the Searchers' time, each from its first round to its last, the share spent neither sampling nor scoring."""
+    busy = present = timedelta()
+    for searcher in {row["searcher"] for row in rounds}:
+        own = [(row["started_at"], row["ended_at"]) for row in rounds if row["searcher"] == searcher]
+        busy += sum((end - start for start, end in own), timedelta())
+        present += max(end for _, end in own) - min(start for start, _ in own)
+    return 1 - busy / present
+
+
+def union(intervals: list[Interval]) -> list[Interval]:
+    """The same time as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(these: list[Interval], those: list[Interval]) -> list[Interval]:
+    """The time in both, each given as disjoint intervals."""
+    both = [(max(a, c), min(b, d)) for a, b in these for c, d in those]
+    return [(start, end) for start, end in both if start < end]
+
+
+def length(intervals: list[Interval]) -> float:
+    """Seconds in disjoint intervals."""
+    return sum((end - start).total_seconds() for start, end in intervals)

@@ -1,0 +1,153 @@
+"""tba/train: starts or resumes a run, watches its Trainer and Searchers, and ends it well."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.deployments import run_deployment
+from prefect.runtime import flow_run
+from prefect.states import Cancelling
+
+from flows.config import RunConfig
+from flows.summary import summarise
+from storage import ledger, policies
+from storage.errors import NotFound
+from storage.store import RunStore
+
+# A Searcher that fell is replaced; one that falls this often has a fault that a new one would share.
+MAX_REPLACEMENTS = 3
+POLL_S = 2.0
+# From the final policy to its evaluation: a Searcher finishes its round, loads the policy, answers the held-out problems.
+EVALUATION_TIMEOUT_S = 600
+
+
+def name_after_run() -> str:
+    return RunConfig.model_validate(flow_run.parameters["config"]).run
+
+
+@flow(name="tba", flow_run_name=name_after_run)
+def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
+    """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes. Returns the run's summary."""
+    store = prepare(config)
+    if summary := finished(store):
+        get_run_logger().info("run %s is finished; choose another name to train again", config.run)
+        return summary
+    searchers = Searchers(config)
+    try:
+        training = train_policy.submit(config.store, config.run)
+        while not training.state.is_final():
+            searchers.replace_fallen()
+            time.sleep(POLL_S)
+        training.result()
+        await_evaluation(store, searchers)
+    finally:
+        searchers.stop()
+    return summarise(store)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def prepare(config: RunConfig) -> RunStore:
+    """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
+    from flows.checks import check_inputs
+
+    check_inputs(config)
+    store = RunStore(config.store, config.run)
+    store.create_run(config.recorded())
+    return store
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+def train_policy(store: str, run: str) -> None:
+    """Runs the Trainer's process to its end. A retry resumes from the last checkpoint.
+
+    Raises: RuntimeError: it failed; the message has the reason.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run])
+    try:
+        status = process.wait()
+    finally:
+        process.kill()  # when this task is cancelled
+    if status:
+        raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(RunStore(store, run))}")
+
+
+class Searchers:
+    """The run's Searchers, each a flow run of its own on whatever machine the work pool has."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._replacements = config, 0
+        self._runs = {f"s{number}": self._start(f"s{number}") for number in range(config.searchers)}
+
+    def replace_fallen(self) -> None:
+        """Starts anew each Searcher that failed, crashed or was lost.
+
+        Raises: RuntimeError: too many fell.
+        """
+        for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
+            self._replacements += 1
+            if self._replacements > MAX_REPLACEMENTS:
+                raise RuntimeError(
+                    f"searchers fell {self._replacements} times, last {name}; its flow run's log in Prefect says why"
+                )
+            get_run_logger().warning("searcher %s fell and is started again", name)
+            self._runs[name] = self._start(name)
+
+    def stop(self) -> None:
+        """Ends those that still run. Nothing is lost: what they committed is in the store."""
+        with get_client(sync_client=True) as client:
+            for run in self._runs.values():
+                state = client.read_flow_run(run.id).state
+                if not state.is_final():
+                    client.set_flow_run_state(run.id, Cancelling(message="the run is over"), force=True)
+
+    def _start(self, name: str) -> FlowRun:
+        config = self._config
+        return run_deployment(
+            "search/searcher",
+            parameters={"store": config.store, "run": config.run, "name": name, "evaluates": name == "s0"},
+            flow_run_name=f"{config.run}/{name}",
+            tags=[f"run:{config.run}"],
+            timeout=0,
+        )
+
+    @staticmethod
+    def _has_fallen(run: FlowRun) -> bool:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(run.id).state
+        return state.is_failed() or state.is_crashed() or state.is_cancelled()
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def await_evaluation(store: RunStore, searchers: Searchers) -> None:
+    """Waits for the final policy's accuracy, which a Searcher measures because it has an engine.
+
+    Raises: TimeoutError: none came in `EVALUATION_TIMEOUT_S`.
+    """
+    final = policies.latest_policy(store).step
+    deadline = time.monotonic() + EVALUATION_TIMEOUT_S
+    while final not in ledger.evaluated_steps(store):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"policy step {final} was not evaluated within {EVALUATION_TIMEOUT_S} s")
+        searchers.replace_fallen()
+        time.sleep(POLL_S)
+
+
+def finished(store: RunStore) -> dict | None:
+    """The summary of a run that ended well."""
+    with contextlib.suppress(NotFound):
+        return json.loads(store.get("summary.json"))
+    return None
+
+
+def last_words(store: RunStore) -> str:
+    with contextlib.suppress(NotFound):
+        if message := json.loads(store.get("trainer/heartbeat.json")).get("message"):
+            return message
+    return "it was killed, or died before it could say why; the flow run's log has its output"

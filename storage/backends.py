@@ -1,0 +1,181 @@
+"""The two kinds of store: a folder and an S3 prefix. storage/store.py is what everything else uses.
+
+Both promise the same: a file is seen whole or not at all, whoever is killed; of writers racing to create one path
+exactly one wins; a listing shows every file put before it. Paths are relative, with `/`; exceptions are the backend's.
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow.fs
+
+_TEMPORARY = ".tmp-"  # begins the name of a file still being written: no listing and no *.parquet glob shows it
+
+
+class LocalFolder:
+    """A folder. Written to a temporary file beside its place, synced to disk, then linked or renamed there."""
+
+    def __init__(self, root: str):
+        self._root = Path(root)
+
+    def put(self, path: str, data: bytes) -> None:
+        self._write(path, lambda file: file.write(data), os.replace)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        # a link appears whole, and only where nothing is: rename would replace what another writer put
+        self._write(path, lambda file: file.write(data), os.link)
+
+    def put_file(self, path: str, local: Path) -> None:
+        with open(local, "rb") as source:
+            self._write(path, lambda file: shutil.copyfileobj(source, file), os.replace)
+
+    def _write(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            publish(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        # the name itself survives a power cut only once its folder is on disk
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def get(self, path: str) -> bytes:
+        return (self._root / path).read_bytes()
+
+    def get_file(self, path: str, local: Path) -> None:
+        shutil.copyfile(self._root / path, local)
+
+    def exists(self, path: str) -> bool:
+        return (self._root / path).is_file()
+
+    def files(self, folder: str, start_after: str) -> list[str]:
+        return sorted(path for path in self._walk(folder) if path > start_after)
+
+    def _walk(self, folder: str) -> Iterator[str]:
+        for parent, _, names in os.walk(self._root / folder):
+            prefix = Path(parent).relative_to(self._root).as_posix()
+            for name in names:
+                if not name.startswith(_TEMPORARY):
+                    yield name if prefix == "." else f"{prefix}/{name}"
+
+    def folders(self, folder: str) -> list[str]:
+        try:
+            with os.scandir(self._root / folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def delete(self, path: str) -> None:
+        (self._root / path).unlink()
+
+    def delete_folder(self, folder: str) -> None:
+        with suppress(FileNotFoundError):  # somebody else is deleting it too
+            shutil.rmtree(self._root / folder)
+
+    def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        return pyarrow.fs.LocalFileSystem(), str(self._root)
+
+    def local_path(self, path: str) -> Path:
+        return self._root / path
+
+
+class S3Prefix:
+    """Objects under `bucket/prefix`, through s3fs. Address and credentials come from AWS's environment and files."""
+
+    def __init__(self, root: str):
+        import s3fs  # half a second, and a local store needs none of it
+
+        self._root = root
+        self._bucket, _, self._prefix = root.partition("/")
+        # an own instance sees the environment as it is now; without a cache of listings it sees other writers at once
+        self._fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+
+    def put(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(f"{self._root}/{path}", data)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        # a put whose answer got lost is sent again by s3fs and meets its own object: the mark tells it from a rival's
+        mark = uuid.uuid4().hex
+        try:
+            self._fs.pipe_file(f"{self._root}/{path}", data, mode="create", Metadata={"writer": mark})
+        except OSError as error:
+            if not _lost_the_race(error):
+                raise
+            if self._head(path)["Metadata"].get("writer") != mark:
+                raise FileExistsError(path) from error
+
+    def put_file(self, path: str, local: Path) -> None:
+        self._fs.put_file(str(local), f"{self._root}/{path}")
+
+    def get(self, path: str) -> bytes:
+        return self._fs.cat_file(f"{self._root}/{path}")
+
+    def get_file(self, path: str, local: Path) -> None:
+        self._fs.get_file(f"{self._root}/{path}", str(local))
+
+    def exists(self, path: str) -> bool:
+        with suppress(FileNotFoundError):
+            return bool(self._head(path))
+        return False
+
+    def _head(self, path: str) -> dict:
+        return self._fs.call_s3("head_object", Bucket=self._bucket, Key=self._key(path))
+
+    def _key(self, path: str) -> str:
+        return f"{self._prefix}/{path}".lstrip("/")
+
+    def files(self, folder: str, start_after: str) -> list[str]:
+        # StartAfter skips on the server: what was listed before costs nothing
+        skip = {"StartAfter": self._key(start_after)} if start_after else {}
+        start = len(self._key(""))
+        return [item["Key"][start:] for page in self._pages(folder, **skip) for item in page.get("Contents", [])]
+
+    def folders(self, folder: str) -> list[str]:
+        pages = self._pages(folder, Delimiter="/")
+        return sorted(Path(item["Prefix"]).name for page in pages for item in page.get("CommonPrefixes", []))
+
+    def _pages(self, folder: str, **arguments) -> Iterator[dict]:
+        prefix = self._key(f"{folder}/" if folder else "")
+        while True:
+            page = self._fs.call_s3("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **arguments)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            arguments["ContinuationToken"] = page["NextContinuationToken"]
+
+    def delete(self, path: str) -> None:
+        self._head(path)  # S3 deletes what is not there without a word
+        self._fs.rm_file(f"{self._root}/{path}")
+
+    def delete_folder(self, folder: str) -> None:
+        for path in self.files(folder, ""):
+            self._fs.rm_file(f"{self._root}/{path}")
+
+    def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        # s3fs again, not Arrow's own client: one place that finds address and credentials
+        return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(self._fs)), self._root
+
+    def local_path(self, path: str) -> None:
+        return None
+
+
+def _lost_the_race(error: OSError) -> bool:
+    """Whether a create-if-absent put failed because the object is there; stores word it in different ways."""
+    response = getattr(error.__cause__, "response", {})
+    code = response.get("Error", {}).get("Code")
+    # 409: another writer was in the middle of it
+    return isinstance(error, FileExistsError) or code in ("PreconditionFailed", "412", "ConditionalRequestConflict")

@@ -1,0 +1,251 @@
+"""The replay buffer: shards in, batches out.
+
+    shards in the store ──sync──► index (DuckDB: metadata) + word file (tokens, log-probabilities) ──draw──► batch
+
+The shards are the truth. Index and word file are one process's cache of them, gone with it and rebuilt at will.
+
+    sync     produces: a sync record, rows to draw   consumes: shards committed since the last sync
+    draw     produces: a batch                       consumes: nothing, rows stay
+             waits for nothing: raises NotEnoughExperience until syncs took in `min_size` trajectories
+    rebuild  produces: the buffer as it was at some step, from shards and sync records alone
+
+A draw depends on nothing but (seed, step) and the rows stored, and those only on the syncs so far: "what would step 420
+have drawn?" is `rebuild(420)`, `draw(420)`, on any machine, any day. The choosing is storage/sql/choose_batch.sql.
+
+B prompts a batch, K responses a prompt.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from storage import ledger
+from storage.shards import new_shards, read_shards
+from storage.sql import sql
+from storage.store import RunStore
+
+SHARDS_PER_READ = 64  # bounds memory while taking in a backlog: 64 shards of 1000 x 128 tokens are 110 MB
+WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
+
+
+class NotEnoughExperience(RuntimeError):
+    """The buffer has not taken in `min_size` trajectories yet."""
+
+
+class Sampling(BaseModel):
+    """How batches are drawn: MOP, the mix of on-policy and off-policy data of TBA (arXiv 2503.18929, section 4)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompts_per_batch: int = Field(8, ge=1, description="B, prompts in a batch")
+    responses_per_prompt: int = Field(16, ge=2, description="K, responses drawn of each prompt; the loss compares them")
+    recent_probability: float = Field(0.75, ge=0, le=1, description="m, share of prompts drawn from the newest sync")
+    reward_temperature: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="tau: other draws weigh softmax(reward / tau); None: all the same"
+    )
+    uniform_fraction: float = Field(0.0, ge=0, le=1, description="share of the uniform distribution in that softmax")
+    capacity_per_prompt: int = Field(100, ge=2, description="distinct responses kept of each prompt, the newest")
+    min_size: int = Field(256, ge=1, description="trajectories taken in before the first batch, repeats included")
+
+    @model_validator(mode="after")
+    def _capacity_holds_a_draw(self) -> "Sampling":
+        if self.capacity_per_prompt < self.responses_per_prompt:
+            raise ValueError(
+                f"capacity_per_prompt={self.capacity_per_prompt} must be at least "
+                f"responses_per_prompt={self.responses_per_prompt}, or no prompt ever has enough; raise it"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What one sync took in."""
+
+    number: int  # counts from 1
+    step: int  # the first training step that could draw it
+    attempt: int
+    rounds: dict[str, list[int]]  # by searcher, in order
+    num_trajectories: int
+
+
+class WordFile:
+    """Tokens and log-probabilities of the stored trajectories, in one append-only temporary file of 4-byte words.
+
+    A record is one trajectory: prompt tokens, response tokens, behavior and reference log-probabilities. The file has
+    no name, so nothing is left behind however the process ends. It is read with pread: through a memory map every page
+    ever touched would count as resident. Records of trajectories the index dropped stay until the process ends.
+    """
+
+    COLUMNS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "reference_logprobs")
+    TYPES = (pa.int32(), pa.int32(), pa.float32(), pa.float32())
+
+    def __init__(self):
+        self._file = tempfile.TemporaryFile(prefix="tba-words-")  # noqa: SIM115, closed with the object
+        self._num_words = 0
+
+    def append(self, table: pa.Table) -> dict[str, np.ndarray]:
+        """Append each row's record. Returns what the index keeps of it: place, lengths, digest of the response."""
+        columns = [table[name].combine_chunks() for name in self.COLUMNS]
+        words = [column.values.to_numpy().view(np.int32) for column in columns]
+        ends = np.stack([column.offsets.to_numpy() for column in columns], axis=1)  # [rows + 1, columns]
+        lengths = np.diff(ends, axis=0)  # [rows, columns]
+        pieces = [
+            column[start:end]
+            for starts_of_row, ends_of_row in pairwise(ends.tolist())
+            for column, start, end in zip(words, starts_of_row, ends_of_row, strict=True)
+        ]
+        self._file.seek(self._num_words * WORD_BYTES)
+        self._file.write(b"".join(pieces))
+        self._file.flush()
+        record_lengths = lengths.sum(axis=1)
+        record_starts = self._num_words + np.cumsum(record_lengths) - record_lengths
+        self._num_words += int(record_lengths.sum())
+        digests = b"".join(hashlib.blake2b(piece, digest_size=8).digest() for piece in pieces[1 :: len(columns)])
+        return {
+            "word_offset": record_starts,
+            "num_prompt_tokens": lengths[:, 0],
+            "num_response_tokens": lengths[:, 1],
+            "response_digest": np.frombuffer(digests, np.int64),
+        }
+
+    def read(self, word_offset: np.ndarray, num_prompt_tokens: np.ndarray, num_response_tokens: np.ndarray) -> dict:
+        """The records at the given places, in that order, as the four list columns."""
+        places = zip(word_offset.tolist(), num_prompt_tokens.tolist(), num_response_tokens.tolist(), strict=True)
+        records = []
+        for offset, p, r in places:
+            record = os.pread(self._file.fileno(), (p + 3 * r) * WORD_BYTES, offset * WORD_BYTES)
+            words = np.frombuffer(record, np.int32)
+            records.append((words[:p], words[p : p + r], words[p + r : p + 2 * r], words[p + 2 * r :]))
+        columns = {}
+        for name, word_type, pieces in zip(self.COLUMNS, self.TYPES, zip(*records, strict=True), strict=True):
+            ends = np.cumsum([0, *map(len, pieces)]).astype(np.int32)
+            columns[name] = pa.ListArray.from_arrays(ends, pa.array(np.concatenate(pieces)).view(word_type))
+        return columns
+
+
+class ReplayBuffer:
+    """All trajectories of a run, without repeats and bounded by prompt, sampled by recency and reward.
+
+    Identical responses to one prompt count once, the newest stays; of each prompt the newest `capacity_per_prompt`
+    stay. Age is (sync, policy_step, trajectory_id), so what is stored does not depend on the order shards are read in.
+    """
+
+    def __init__(self, store: RunStore, sampling: Sampling, seed: int):
+        self._store = store
+        self._sampling = sampling
+        self._seed = seed
+        self._clear()
+
+    def sync(self, step: int, attempt: int) -> Sync | None:
+        """Take in every shard committed since the last sync, before `step` is drawn; what they hold becomes "recent".
+
+        Without new shards nothing changes (recent stays what the last sync took in) and the result is None. The sync
+        is in the ledger before its rows can be drawn, so every batch ever drawn can be drawn again. On an error nothing
+        is taken in: TornShard, or AlreadyExists where another Trainer records syncs of the same attempt.
+        """
+        rounds = new_shards(self._store, self._seen)
+        if not rounds:
+            return None
+        number = self.newest_sync + 1
+        with self._transaction():
+            num_trajectories = self._take_in({s: dict.fromkeys(rounds[s], number) for s in rounds})
+            sync = Sync(number, step, attempt, rounds, num_trajectories)
+            ledger.record_sync(self._store, sync)
+        self._advance(number, rounds, num_trajectories)
+        return sync
+
+    def rebuild(self, step: int) -> None:
+        """Become the buffer `step` was drawn from: the shards of the recorded syncs that count, up to that step's.
+
+        The next sync() takes in the rest. Raises NotFound or TornShard where a recorded shard is gone or unreadable.
+        """
+        self._clear()
+        sync_of_round: dict[str, dict[int, int]] = defaultdict(dict)
+        for record in ledger.effective_syncs(self._store, step):
+            rounds = range(record["first_round"], record["last_round"] + 1)
+            sync_of_round[record["searcher"]] |= dict.fromkeys(rounds, record["sync"])
+        with self._transaction():
+            num_trajectories = self._take_in(sync_of_round)
+        newest_sync = max((max(syncs.values()) for syncs in sync_of_round.values()), default=0)
+        self._advance(newest_sync, sync_of_round, num_trajectories)
+
+    def draw(self, step: int) -> pa.Table:
+        """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).
+
+        Columns: prompt_index, slot, trajectory_id, prompt_id, recent, draw_probability (of being the first of the K
+        drawn, given its prompt and `recent`), reward, policy_step, sync (the newest when drawn), prompt_tokens,
+        response_tokens, behavior_logprobs, reference_logprobs. Raises NotEnoughExperience before `min_size` came in.
+        """
+        if self._num_taken_in < self._sampling.min_size:
+            raise NotEnoughExperience(
+                f"min_size={self._sampling.min_size}, but the {self.newest_sync} syncs so far took in "
+                f"{self._num_taken_in} trajectories: sync again when Searchers have committed more, or lower min_size"
+            )
+        settings = self._sampling.model_dump(exclude={"capacity_per_prompt", "min_size"})
+        here = {"seed": self._seed, "step": step, "newest_sync": self.newest_sync}
+        chosen = self._index.execute(sql("choose_batch"), settings | here).fetchnumpy()
+        places = {name: chosen.pop(name) for name in ("word_offset", "num_prompt_tokens", "num_response_tokens")}
+        return pa.table(chosen | self._words.read(**places))
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories stored: what was taken in, less repeated responses and what capacity pushed out."""
+        return self._index.execute("SELECT count(*) FROM trajectories").fetchone()[0]
+
+    @property
+    def num_prompts(self) -> int:
+        return self._index.execute("SELECT count(*) FROM prompts").fetchone()[0]
+
+    def _clear(self) -> None:
+        # One thread: queries of milliseconds gain nothing from more, and the policy wants the cores.
+        self._index = duckdb.connect(config={"threads": 1})
+        self._index.execute(sql("create_index"))
+        self._words = WordFile()
+        self._seen: dict[str, int] = {}  # last round taken in, by searcher
+        self._num_taken_in = 0
+        self.newest_sync = 0
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._index.begin()
+        try:
+            yield
+        except BaseException:
+            self._index.rollback()
+            raise
+        self._index.commit()
+
+    def _take_in(self, sync_of_round: dict[str, dict[int, int]]) -> int:
+        """Index the given rounds of each searcher, each as part of its sync. Returns the number of trajectories."""
+        num_trajectories = 0
+        for searcher, syncs in sync_of_round.items():
+            rounds = sorted(syncs)
+            for start in range(0, len(rounds), SHARDS_PER_READ):
+                shards = read_shards(self._store, searcher, rounds[start : start + SHARDS_PER_READ])
+                arrivals = shards.select(["trajectory_id", "prompt_id", "policy_step", "reward"])
+                arrivals = arrivals.append_column("sync", [[syncs[round_] for round_ in shards["round"].to_pylist()]])
+                for name, column in self._words.append(shards).items():
+                    arrivals = arrivals.append_column(name, [column])
+                self._index.register("arrivals", arrivals)
+                self._index.execute(sql("insert_prompts"))
+                self._index.execute(sql("insert_trajectories"))
+                capacity = {"capacity_per_prompt": self._sampling.capacity_per_prompt}
+                self._index.execute(sql("delete_superseded"), capacity)
+                self._index.unregister("arrivals")
+                num_trajectories += shards.num_rows
+        return num_trajectories
+
+    def _advance(self, newest_sync: int, rounds: dict[str, Iterable[int]], num_trajectories: int) -> None:
+        self.newest_sync = newest_sync
+        self._seen |= {searcher: max(rounds[searcher]) for searcher in rounds}
+        self._num_taken_in += num_trajectories

@@ -1,0 +1,63 @@
+"""What can go wrong with a store, and the one table from backends' exceptions to these."""
+
+
+class StoreError(Exception):
+    """A store did not do what was asked. The message says what, where and what to do."""
+
+
+class NotFound(StoreError):
+    """Nothing is stored under this path."""
+
+
+class AlreadyExists(StoreError):
+    """Something is stored under this path, and it is never replaced."""
+
+
+class StoreUnreachable(StoreError):
+    """The store cannot be reached, read or written: address, credentials or permissions."""
+
+
+class RunConfigMismatch(StoreError):
+    """The run exists with another configuration."""
+
+
+class TornShard(StoreError):
+    """A shard cannot be read, or holds something else than trajectories."""
+
+
+class DamagedPolicy(StoreError):
+    """A published policy's files are not those that were published."""
+
+
+class Superseded(StoreError):
+    """A later Trainer has taken over the run; this one must stop."""
+
+
+class ReadOnly(StoreError):
+    """A statement that would do more than read."""
+
+
+# By class name, so that a local store never imports botocore; an exception's nearest ancestor in the table counts.
+_BACKEND_ERRORS: dict[str, tuple[type[StoreError], str]] = {
+    "FileNotFoundError": (NotFound, "it is not there"),
+    "FileExistsError": (AlreadyExists, "it is there already and is never replaced"),
+    "PermissionError": (StoreUnreachable, "permission denied; check credentials, and what they may do there"),
+    "NoCredentialsError": (
+        StoreUnreachable,
+        "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give the machine a role",
+    ),
+    "BotoCoreError": (StoreUnreachable, "no answer; check the network, AWS_ENDPOINT_URL and AWS_REGION"),
+    "TimeoutError": (StoreUnreachable, "no answer in time; check the network and AWS_ENDPOINT_URL"),
+    "ConnectionError": (StoreUnreachable, "no connection; check the network and AWS_ENDPOINT_URL"),
+    "OSError": (StoreError, "the store refused"),
+    "ClientError": (StoreError, "the store refused"),
+}
+
+
+def translate(error: Exception, action: str, where: str) -> StoreError | None:
+    """The StoreError for a backend's exception while doing `action` at `where`; None when it is not a backend's."""
+    for ancestor in type(error).__mro__:
+        if known := _BACKEND_ERRORS.get(ancestor.__name__):
+            kind, remedy = known
+            return kind(f"cannot {action} {where}: {remedy} ({type(error).__name__}: {error})")
+    return None

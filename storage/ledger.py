@@ -1,0 +1,222 @@
+"""The ledger: what was searched, taken in, drawn, trained and measured, one immutable Parquet file an entry.
+
+    trainer/attempt=00000001.json                            one life of the Trainer, and where it resumed from
+    trainer/step=00000100/                                   checkpoint, whole once its state.json is there
+    trainer/heartbeat.json                                   the live Trainer's newest sign of life
+    syncs/attempt=00000001/sync=00000003.parquet             the rounds that a sync took in
+    batches/attempt=00000001/step=00000012.parquet           the slots that a batch drew
+    metrics/training/attempt=00000001/step=00000012.parquet  one training step
+    metrics/search/searcher=<id>/round=00000042.parquet      one search round
+    metrics/evaluations/step=00000000.parquet                one policy on held-out problems
+
+A resumed Trainer starts from a checkpoint, and what its predecessors did after that checkpoint is undone: an entry of
+attempt a at step t counts if no later attempt resumed from before t. Entries that do not count are kept.
+"""
+
+import json
+import os
+import socket
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from storage.errors import NotFound
+from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
+from storage.shards import check_searcher_id, parquet_bytes
+from storage.store import RunStore, transfer_all
+
+HEARTBEAT = "trainer/heartbeat.json"
+_CHECKPOINT_COMPLETE = "state.json"
+_POLL_S = 0.2
+
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> None:
+    """The batch of a training step, as ReplayBuffer.draw returned it; what the shards hold of it is left out."""
+    # Step t changes the policy of step t - 1: a trajectory of that policy is on-policy, its staleness 0.
+    staleness = pc.subtract(pa.scalar(step - 1, pa.int64()), rows["policy_step"])
+    ours = {"attempt": [attempt] * rows.num_rows, "step": [step] * rows.num_rows, "staleness": staleness}
+    columns = [ours[name] if name in ours else rows[name] for name in BATCH.names]
+    table = pa.table(columns, names=BATCH.names).cast(BATCH)
+    store.put_new(f"batches/attempt={attempt:08d}/step={step:08d}.parquet", parquet_bytes(table))
+
+
+def record_training_step(store: RunStore, row: dict) -> None:
+    """row: TRAINING_STEP columns."""
+    path = f"metrics/training/attempt={row['attempt']:08d}/step={row['step']:08d}.parquet"
+    store.put_new(path, parquet_bytes(to_table([row], TRAINING_STEP)))
+
+
+def record_search_round(store: RunStore, row: dict) -> None:
+    """row: SEARCH_ROUND columns."""
+    path = f"metrics/search/searcher={check_searcher_id(row['searcher'])}/round={row['round']:08d}.parquet"
+    store.put_new(path, parquet_bytes(to_table([row], SEARCH_ROUND)))
+
+
+def record_evaluation(store: RunStore, row: dict) -> None:
+    """row: EVALUATION columns. AlreadyExists if that policy step was evaluated before."""
+    path = f"metrics/evaluations/step={row['policy_step']:08d}.parquet"
+    store.put_new(path, parquet_bytes(to_table([row], EVALUATION)))
+
+
+def evaluated_steps(store: RunStore) -> list[int]:
+    return [_number(path) for path in store.list("metrics/evaluations")]
+
+
+def record_sync(store: RunStore, sync: Any) -> None:
+    """sync: a storage.buffer.Sync that took something in; `rounds` of each searcher are in order and without gaps."""
+    rows = [
+        {
+            "attempt": sync.attempt,
+            "sync": sync.number,
+            "step": sync.step,
+            "searcher": searcher,
+            "first_round": rounds[0],
+            "last_round": rounds[-1],
+        }
+        for searcher, rounds in sync.rounds.items()
+    ]
+    path = f"syncs/attempt={sync.attempt:08d}/sync={sync.number:08d}.parquet"
+    store.put_new(path, parquet_bytes(to_table(rows, SYNC)))
+
+
+def effective_syncs(store: RunStore, step: int) -> list[dict]:
+    """SYNC rows up to `step` that count, in the order of syncs."""
+    ends = _effective_until(store)
+
+    def read(path: str) -> list[dict]:
+        return pq.read_table(pa.BufferReader(store.get(path))).to_pylist()
+
+    rows = [row for rows in transfer_all(read, store.list("syncs")) for row in rows]
+    return [row for row in rows if row["step"] <= min(step, ends[row["attempt"]])]
+
+
+# --- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def start_attempt(store: RunStore, resumed_from: int, owner: dict) -> int:
+    """Begin a life of the Trainer at a checkpoint's step (0: from scratch). Returns its number; they count from 1.
+
+    owner: host, pid, started: who trains. AlreadyExists if another Trainer began at this very moment. The number fences:
+    a later attempt takes the run over, and what the earlier one still writes does not count.
+    """
+    attempt = latest_attempt(store) + 1
+    record = {
+        "attempt": attempt,
+        "resumed_from": resumed_from,
+        "owner": owner,
+        "created_at": datetime.now(UTC).isoformat(),
+    }
+    store.put_new(_attempt_path(attempt), json.dumps(record, indent=2).encode())
+    return attempt
+
+
+def latest_attempt(store: RunStore) -> int:
+    """The newest attempt's number; 0 before the first."""
+    return max((record["attempt"] for record in attempts(store)), default=0)
+
+
+def attempts(store: RunStore) -> list[dict]:
+    """Every attempt's record, oldest first."""
+    return [json.loads(store.get(path)) for path in store.list("trainer") if path.startswith("trainer/attempt=")]
+
+
+def first_attempt_at(store: RunStore) -> datetime:
+    """When training began. NotFound before that."""
+    return datetime.fromisoformat(json.loads(store.get(_attempt_path(1)))["created_at"])
+
+
+def _attempt_path(attempt: int) -> str:
+    return f"trainer/attempt={attempt:08d}.json"
+
+
+def _effective_until(store: RunStore) -> dict[int, float]:
+    """By attempt, the last step at which its entries count: the earliest that a later attempt resumed from."""
+    records = attempts(store)
+    return {
+        record["attempt"]: min((later["resumed_from"] for later in records[number + 1 :]), default=float("inf"))
+        for number, record in enumerate(records)
+    }
+
+
+# --- signs of life ----------------------------------------------------------------------------------------------------
+
+
+def heartbeat(store: RunStore, beat: dict) -> None:
+    """Replace the sign of life. beat: JSON values, different each time."""
+    store.put(HEARTBEAT, json.dumps(beat).encode())
+
+
+def run_is_alive(store: RunStore, watch_s: float) -> bool:
+    """Whether a Trainer works on the run: its process is not known to be dead, and its heartbeat changes in `watch_s`.
+
+    Compares no clocks. Takes up to `watch_s`; less where the answer is clear before.
+    """
+    records = attempts(store)
+    if not records or _is_gone(records[-1]["owner"]):
+        return False
+    first = _heartbeat_bytes(store)
+    deadline = time.monotonic() + watch_s
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        if _heartbeat_bytes(store) != first:
+            return True
+    return False
+
+
+def _heartbeat_bytes(store: RunStore) -> bytes | None:
+    try:
+        return store.get(HEARTBEAT)
+    except NotFound:
+        return None
+
+
+def _is_gone(owner: dict) -> bool:
+    """Whether the process is surely dead. On another machine that cannot be known."""
+    if owner["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(owner["pid"], 0)  # sends nothing, only looks
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # somebody else's, alive
+    return False
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_path(step: int) -> str:
+    return f"trainer/step={step:08d}"
+
+
+def save_checkpoint(store: RunStore, step: int, local_folder: str | Path) -> None:
+    """Upload a checkpoint's folder; it counts once its state.json, copied last, is there."""
+    store.upload_folder(local_folder, checkpoint_path(step), last=_CHECKPOINT_COMPLETE)
+
+
+def list_checkpoints(store: RunStore) -> list[int]:
+    """Steps of the complete checkpoints, in order."""
+    steps = [_number(name) for name in store.folders("trainer")]
+    return [step for step in steps if store.exists(f"{checkpoint_path(step)}/{_CHECKPOINT_COMPLETE}")]
+
+
+def delete_checkpoints(store: RunStore, keep: int) -> None:
+    """Delete all but the newest `keep` complete checkpoints, and what is left of incomplete ones before them."""
+    kept = list_checkpoints(store)[-keep:]
+    for name in store.folders("trainer"):
+        if kept and _number(name) < kept[0]:
+            store.delete_folder(f"trainer/{name}", first=_CHECKPOINT_COMPLETE)
+
+
+def _number(path: str) -> int:
+    """The 42 of …/step=00000042.parquet."""
+    return int(path.rpartition("=")[2].removesuffix(".parquet"))

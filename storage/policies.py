@@ -1,0 +1,139 @@
+"""Published policies: from the Trainer to whoever samples from them or evaluates them.
+
+policies/step=00000040/          Hugging Face format; policy.json, written last, says which files make it whole
+policies/step=00000044-a0002/    published by the run's second Trainer: what the first published is not touched
+policies/latest.json             names the newest; replaced in one put, after everything that it names is there
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from storage.errors import DamagedPolicy, NotFound, Superseded
+from storage.store import RunStore
+
+MANIFEST = "policy.json"
+LATEST = "policies/latest.json"
+_FOLDER = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
+_CACHED_POLICIES = 2  # the one that is served, and the next one coming in
+_STALE_DOWNLOAD_S = 3600  # a download that old died with its process
+
+
+@dataclass(frozen=True)
+class PolicyRef:
+    """What policies/latest.json says."""
+
+    step: int
+    path: str  # of the folder, inside the run
+    fingerprint: str  # checksum of the weights
+    final: bool  # the run's last: Searchers stop here
+    attempt: int
+    published_at: str  # UTC, ISO 8601
+
+
+def publish_policy(
+    store: RunStore, local_folder: str | Path, step: int, fingerprint: str, *, attempt: int, final: bool = False
+) -> PolicyRef:
+    """Upload a policy, then point policies/latest.json to it.
+
+    Superseded if a later attempt has published: two Trainers would take turns at leading the Searchers.
+    """
+    local_folder = Path(local_folder)
+    latest = latest_policy(store)
+    if latest is not None and latest.attempt > attempt:
+        raise Superseded(
+            f"attempt {attempt} at run {store.run} cannot publish policy step {step}: attempt {latest.attempt} has "
+            f"published step {latest.step}, so another Trainer has taken over. Stop this one."
+        )
+    path = f"policies/step={step:08d}" + (f"-a{attempt:04d}" if attempt > 1 else "")
+    files = {
+        file.relative_to(local_folder).as_posix(): file.stat().st_size
+        for file in sorted(local_folder.rglob("*"))
+        if file.is_file() and file.name != MANIFEST
+    }
+    manifest = {"step": step, "fingerprint": fingerprint, "attempt": attempt, "files": files}
+    (local_folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    store.upload_folder(local_folder, path, last=MANIFEST)
+    ref = PolicyRef(step, path, fingerprint, final, attempt, datetime.now(UTC).isoformat())
+    store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
+    return ref
+
+
+def latest_policy(store: RunStore) -> PolicyRef | None:
+    """The newest policy that is there in full; None before the first."""
+    try:
+        return PolicyRef(**json.loads(store.get(LATEST)))
+    except NotFound:
+        return None
+
+
+def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path:
+    """A local folder with the whole policy: the store's own if the store is on this machine, else a copy in the cache.
+
+    The cache keeps the newest two. NotFound if the policy was pruned; DamagedPolicy if files are not as published.
+    """
+    own = store.local_path(ref.path)
+    if own is not None:
+        _check_whole(store, ref, own)
+        return own
+    # the fingerprint tells apart runs of one name in different stores
+    cached = Path(cache_dir) / f"{Path(ref.path).name}-{ref.fingerprint[:16]}"
+    if not cached.is_dir():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        download = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache_dir))
+        try:
+            store.download_folder(ref.path, download)
+            _check_whole(store, ref, download)
+            with suppress(OSError):  # another process of this machine was faster: its copy is as good
+                os.rename(download, cached)
+        finally:
+            shutil.rmtree(download, ignore_errors=True)
+        _trim_cache(Path(cache_dir))
+    return cached
+
+
+def _check_whole(store: RunStore, ref: PolicyRef, folder: Path) -> None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        found = {name: (folder / name).stat().st_size for name in manifest["files"]}
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"policy {ref.path} of run {store.run} in {store.url} is not there in full ({error}): it was pruned, or its "
+            "files were removed by hand. Fetch the latest policy."
+        ) from error
+    for name, published in manifest["files"].items():
+        if found[name] != published:
+            raise DamagedPolicy(
+                f"policy {ref.path} of run {store.run} in {store.url}: {name} has {found[name]} bytes, but {published} "
+                "were published. The store lost or changed it; publish the policy again."
+            )
+
+
+def _trim_cache(cache_dir: Path) -> None:
+    newest_first = sorted(cache_dir.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    policies = [folder for folder in newest_first if _FOLDER.match(folder.name)]
+    dead_downloads = [
+        folder
+        for folder in newest_first
+        if folder.name.startswith(".tmp-") and time.time() - folder.stat().st_mtime > _STALE_DOWNLOAD_S
+    ]
+    for folder in policies[_CACHED_POLICIES:] + dead_downloads:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune_policies(store: RunStore, keep: int) -> None:
+    """Delete all but the newest `keep` policies. A later attempt's are newer, whatever their step: it began anew."""
+
+    def age(name: str) -> tuple[int, int]:
+        match = _FOLDER.fullmatch(name)
+        return int(match["attempt"] or 1), int(match["step"])
+
+    for name in sorted(store.folders("policies"), key=age)[:-keep]:
+        store.delete_folder(f"policies/{name}", first=MANIFEST)

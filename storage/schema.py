@@ -1,0 +1,131 @@
+"""The columns of everything stored as Parquet: the one definition.
+
+A trajectory is one prompt with one sampled response and its reward. The other schemas are the ledger: what was sampled,
+drawn, trained and measured, one row each. Times are UTC, durations seconds (`_s`), log-probabilities natural logs.
+"""
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1  # of TRAJECTORY, kept in each row; raise it when a column changes meaning, type or name
+
+_TIME = pa.timestamp("us", tz="UTC")
+
+TRAJECTORY = pa.schema(
+    {
+        "trajectory_id": pa.string(),  # searcher-round-index: the same for a retried round, so nothing counts twice
+        "prompt_id": pa.string(),
+        "prompt": pa.string(),
+        "response": pa.string(),
+        "prompt_tokens": pa.list_(pa.int32()),
+        "response_tokens": pa.list_(pa.int32()),  # the stop token included
+        "behavior_logprobs": pa.list_(pa.float32()),  # one a response token, as sampled
+        "reference_logprobs": pa.list_(pa.float32()),  # one a response token, by the reference policy
+        "reward": pa.float32(),
+        "rewards": pa.map_(pa.string(), pa.float32()),  # components of the reward
+        "finish_reason": pa.string(),  # stop, or length (cut at the task's limit)
+        "policy_step": pa.int64(),  # of the weights that sampled it
+        "policy_fingerprint": pa.string(),  # checksum of the weights actually served
+        "searcher": pa.string(),
+        "round": pa.int64(),
+        "temperature": pa.float32(),
+        "top_p": pa.float32(),
+        "reward_version": pa.string(),
+        "code_version": pa.string(),
+        "schema_version": pa.int32(),
+        "created_at": _TIME,
+    }
+)
+
+# One drawn slot of a training batch.
+BATCH = pa.schema(
+    {
+        "attempt": pa.int64(),
+        "step": pa.int64(),
+        "sync": pa.int64(),  # the newest sync when the batch was drawn
+        "prompt_index": pa.int32(),  # 0..B-1
+        "slot": pa.int32(),  # 0..K-1
+        "trajectory_id": pa.string(),
+        "prompt_id": pa.string(),
+        "recent": pa.bool_(),  # drawn among what the newest sync took in
+        "draw_probability": pa.float64(),  # of being the first of the K drawn for its prompt
+        "reward": pa.float32(),
+        "policy_step": pa.int64(),
+        "staleness": pa.int64(),  # step - policy_step
+    }
+)
+
+TRAINING_STEP = pa.schema(
+    {
+        "attempt": pa.int64(),
+        "step": pa.int64(),
+        "started_at": _TIME,
+        "ended_at": _TIME,
+        "wait_s": pa.float64(),  # without a batch, before this step
+        "step_s": pa.float64(),
+        "loss": pa.float64(),
+        "reward_mean": pa.float64(),
+        "reward_recent_mean": pa.float64(),  # null where the batch has no recent trajectory
+        "log_z_mean": pa.float64(),
+        "residual_abs_mean": pa.float64(),
+        "logprob_gap_mean": pa.float64(),
+        "gradient_norm": pa.float64(),
+        "learning_rate": pa.float64(),
+        "beta": pa.float64(),
+        "staleness_mean": pa.float64(),
+        "staleness_max": pa.int64(),
+        "num_trajectories": pa.int64(),  # in the buffer
+        "num_prompts": pa.int64(),  # in the buffer
+        "num_response_tokens": pa.int64(),  # in the batch
+        "num_unique": pa.int64(),  # distinct trajectories in the batch
+        "skipped": pa.bool_(),  # the weights were left as they were
+    }
+)
+
+SEARCH_ROUND = pa.schema(
+    {
+        "searcher": pa.string(),
+        "round": pa.int64(),
+        "policy_step": pa.int64(),
+        "started_at": _TIME,
+        "sampling_started_at": _TIME,
+        "sampling_ended_at": _TIME,
+        "ended_at": _TIME,
+        "num_trajectories": pa.int64(),
+        "num_response_tokens": pa.int64(),
+        "reward_mean": pa.float64(),
+        "quarantined": pa.bool_(),
+    }
+)
+
+# The rounds of one Searcher that one sync took in.
+SYNC = pa.schema(
+    {
+        "attempt": pa.int64(),
+        "sync": pa.int64(),
+        "step": pa.int64(),
+        "searcher": pa.string(),
+        "first_round": pa.int64(),
+        "last_round": pa.int64(),
+    }
+)
+
+EVALUATION = pa.schema(
+    {
+        "policy_step": pa.int64(),
+        "split": pa.string(),
+        "num_problems": pa.int64(),
+        "accuracy": pa.float64(),
+        "mean_response_tokens": pa.float64(),
+        "created_at": _TIME,
+    }
+)
+
+
+def to_table(rows: list[dict], schema: pa.Schema) -> pa.Table:
+    """Rows as a table of `schema`. ValueError names missing and unknown columns: pyarrow would fill or drop them."""
+    names = set(schema.names)
+    for index, row in enumerate(rows):
+        if row.keys() != names:
+            missing, unknown = sorted(names - row.keys()), sorted(row.keys() - names)
+            raise ValueError(f"row {index} does not fit the schema: missing {missing}, unknown {unknown}")
+    return pa.Table.from_pylist(rows, schema)

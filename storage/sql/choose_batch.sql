@@ -1,0 +1,109 @@
+-- Choose the B x K trajectories of one training step by MOP (mixing on- and off-policy; TBA, arXiv 2503.18929, section 4).
+-- Every random number is uniform_number($seed, $step, purpose, id), so the same stored rows give the same batch.
+WITH
+-- the B places of the batch: recent with probability m; `turn` counts within the pool the place draws from
+places AS (
+    SELECT prompt_index, recent, row_number() OVER (PARTITION BY recent ORDER BY prompt_index) - 1 AS turn
+    FROM (
+        SELECT
+            prompt_index,
+            uniform_number($seed, $step, 'recent', prompt_index) < $recent_probability AS recent
+        FROM range($prompts_per_batch) AS places(prompt_index)
+    )
+),
+-- B prompts, in random order, of those that got trajectories in the newest sync
+recent_pool AS (
+    SELECT prompt, prompt_id, row_number() OVER (ORDER BY number, prompt_id) - 1 AS turn
+    FROM (
+        SELECT prompt, prompt_id, uniform_number($seed, $step, 'recent prompt', prompt_id) AS number
+        FROM prompts
+        WHERE prompt IN (SELECT prompt FROM trajectories WHERE sync = $newest_sync)
+        ORDER BY number, prompt_id
+        LIMIT $prompts_per_batch
+    )
+),
+-- prompts of the recent places; fewer prompts than places: each in turn
+recent_prompts AS (
+    SELECT prompt_index, recent, prompt, prompt_id
+    FROM places
+    JOIN recent_pool ON recent_pool.turn = places.turn % (SELECT count(*) FROM recent_pool)
+    WHERE recent
+),
+-- B prompts, in random order, of all; those already in the batch come last, so that they repeat only where they must
+whole_pool AS (
+    SELECT prompt, prompt_id, row_number() OVER (ORDER BY taken, number, prompt_id) - 1 AS turn
+    FROM (
+        SELECT
+            prompt,
+            prompt_id,
+            prompt IN (SELECT prompt FROM recent_prompts) AS taken,
+            uniform_number($seed, $step, 'prompt', prompt_id) AS number
+        FROM prompts
+        ORDER BY taken, number, prompt_id
+        LIMIT $prompts_per_batch
+    )
+),
+-- the prompt of each place
+batch_prompts AS (
+    SELECT * FROM recent_prompts
+    UNION ALL
+    SELECT prompt_index, recent, prompt, prompt_id
+    FROM places
+    JOIN whole_pool ON whole_pool.turn = places.turn % (SELECT count(*) FROM whole_pool)
+    WHERE NOT recent
+),
+-- what each place may draw: a recent place its prompt's trajectories of the newest sync, another all of its prompt's.
+-- The best reward weighs 1, so that exp() cannot overflow; no temperature means equal weights
+candidates AS (
+    SELECT
+        *,
+        CASE
+            WHEN recent OR $reward_temperature IS NULL THEN 1.0
+            ELSE exp((reward - max(reward) OVER (PARTITION BY prompt_index)) / $reward_temperature)
+        END AS weight
+    FROM batch_prompts
+    JOIN trajectories USING (prompt)
+    WHERE NOT recent OR sync = $newest_sync
+),
+-- probability to be the first of the K drawn for its place. Summed in the order of ids: to the last bit the same anywhere
+weighted AS (
+    SELECT
+        *,
+        count(*) OVER place AS num_candidates,
+        (1 - $uniform_fraction) * weight / sum(weight) OVER place + $uniform_fraction / count(*) OVER place
+            AS draw_probability
+    FROM candidates
+    WINDOW place AS (
+        PARTITION BY prompt_index ORDER BY trajectory_id ROWS BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING
+    )
+),
+-- drawing without replacement is an exponential race, -ln(u) / p, first come first drawn (the Gumbel-top-k trick);
+-- where p underflows to 0 the better reward goes first
+drawn AS (
+    SELECT
+        *,
+        row_number() OVER (
+            PARTITION BY prompt_index
+            ORDER BY
+                -ln(uniform_number($seed, $step, 'trajectory', prompt_index || '/' || trajectory_id)) / draw_probability,
+                reward DESC,
+                trajectory_id
+        ) - 1 AS finish
+    FROM weighted
+)
+-- the K slots; fewer candidates than K: each in turn, which puts the one that finished at f in slots f, f + n, f + 2n ...
+SELECT
+    prompt_index::INTEGER AS prompt_index,
+    unnest(range(finish, $responses_per_prompt, num_candidates))::INTEGER AS slot,
+    trajectory_id,
+    prompt_id,
+    recent,
+    draw_probability,
+    reward,
+    policy_step,
+    $newest_sync::BIGINT AS sync,
+    word_offset,
+    num_prompt_tokens,
+    num_response_tokens
+FROM drawn
+ORDER BY prompt_index, slot;

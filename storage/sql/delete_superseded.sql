@@ -1,0 +1,28 @@
+-- Of every prompt in `arrivals`, keep each distinct response once (its newest copy), and of those the newest
+-- $capacity_per_prompt. Age is (sync, policy_step, trajectory_id): a total order, the same on every rebuilt index.
+-- What stays does not depend on how arrivals were split over calls, nor on the order of the calls.
+DELETE FROM trajectories
+WHERE rowid IN (
+    WITH
+    -- every stored row of the prompts that got something
+    touched AS (
+        SELECT rowid AS stored_row, prompt, response_digest, sync, policy_step, trajectory_id
+        FROM trajectories
+        WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
+    ),
+    -- copy 1 is the newest of identical responses
+    copies AS (
+        SELECT *, row_number() OVER (
+            PARTITION BY prompt, response_digest ORDER BY sync DESC, policy_step DESC, trajectory_id DESC
+        ) AS copy
+        FROM touched
+    ),
+    -- age rank among the distinct responses of a prompt: older copies rank behind every newest one
+    ranks AS (
+        SELECT stored_row, copy, row_number() OVER (
+            PARTITION BY prompt ORDER BY copy > 1, sync DESC, policy_step DESC, trajectory_id DESC
+        ) AS age_rank
+        FROM copies
+    )
+    SELECT stored_row FROM ranks WHERE copy > 1 OR age_rank > $capacity_per_prompt
+);

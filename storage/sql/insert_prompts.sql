@@ -1,0 +1,7 @@
+-- Give every prompt seen for the first time in `arrivals` its key, one past the last.
+INSERT INTO prompts
+SELECT
+    (SELECT count(*) FROM prompts) + row_number() OVER (ORDER BY prompt_id) - 1,
+    prompt_id
+FROM (SELECT DISTINCT prompt_id FROM arrivals) AS arrived_prompts
+ANTI JOIN prompts USING (prompt_id);

@@ -1,0 +1,14 @@
+-- Index the trajectories of `arrivals` (an Arrow table: the columns below, and prompt_id in place of prompt).
+INSERT INTO trajectories BY NAME
+SELECT
+    prompt,
+    sync,
+    policy_step,
+    trajectory_id,
+    response_digest,
+    reward,
+    word_offset,
+    num_prompt_tokens,
+    num_response_tokens
+FROM arrivals
+JOIN prompts USING (prompt_id);

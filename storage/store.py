@@ -1,0 +1,212 @@
+"""RunStore: everything one run keeps, as files under `<store>/<run>/`. The layout is in design.md.
+
+Writing has two verbs. `put_new` creates and never replaces: what it wrote is immutable, and of two writers racing for
+one path one gets AlreadyExists. `put` replaces in one step and is for the few pointers that move. Whatever dies, a
+reader sees a whole file or none.
+"""
+
+from __future__ import annotations  # the method `list` hides the type from the annotations after it
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pyarrow.fs
+
+from storage.backends import LocalFolder, S3Prefix
+from storage.errors import AlreadyExists, NotFound, RunConfigMismatch, StoreError, StoreUnreachable, translate
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PARALLEL_TRANSFERS = 8  # hides the latency of an object store without flooding it
+
+
+def check_run_name(run: str) -> str:
+    """The name, if it can be a folder's on any store. ValueError otherwise."""
+    if not _RUN_NAME.fullmatch(run) or ".." in run:
+        raise ValueError(
+            f"run: got {run!r}; a run's name is 1 to 64 letters, digits, '.', '_' or '-', begins with a letter or "
+            "digit and has no '..': it becomes a folder. Choose another name."
+        )
+    return run
+
+
+def transfer_all(transfer: Callable, items: Iterable) -> list:
+    """transfer(item) of each, a few at a time, results in order: the waits for an object store overlap."""
+    with ThreadPoolExecutor(_PARALLEL_TRANSFERS) as pool:
+        return list(pool.map(transfer, items))
+
+
+class RunStore:
+    """One run's files in a store. Paths are relative to the run, with `/`. Safe to use from several threads."""
+
+    def __init__(self, url: str, run: str):
+        """url: the store's root, file:///folder or s3://bucket/prefix. ValueError for another url or a bad run name."""
+        self.url = url
+        self.run = check_run_name(run)
+        self._backend, self._store_root = _parse_url(url)
+        self._files = self._backend(f"{self._store_root}/{run}")
+
+    def __repr__(self) -> str:
+        return f"RunStore({self.url!r}, {self.run!r})"
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Create. AlreadyExists if something is there; of writers racing exactly one succeeds."""
+        with self._errors("create", path):
+            self._files.put_new(path, data)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Create or replace, in one step."""
+        with self._errors("write", path):
+            self._files.put(path, data)
+
+    def get(self, path: str) -> bytes:
+        """NotFound if nothing is there."""
+        with self._errors("read", path):
+            return self._files.get(path)
+
+    def exists(self, path: str) -> bool:
+        with self._errors("look up", path):
+            return self._files.exists(path)
+
+    def list(self, folder: str, *, start_after: str | None = None) -> list[str]:
+        """Paths of all files in a folder, at any depth, sorted; only those that sort after `start_after` if given.
+
+        Empty if there is no such folder. Nothing is cached: what any writer has put is there.
+        """
+        with self._errors("list", folder):
+            return self._files.files(folder.rstrip("/"), start_after or "")
+
+    def folders(self, folder: str) -> list[str]:
+        """Names of the folders directly in a folder, sorted."""
+        with self._errors("list", folder):
+            return self._files.folders(folder.rstrip("/"))
+
+    def delete(self, path: str) -> None:
+        """NotFound if nothing is there."""
+        with self._errors("delete", path):
+            self._files.delete(path)
+
+    def delete_folder(self, folder: str, *, first: str) -> None:
+        """Delete every file in a folder; before the others the file whose presence means "complete"."""
+        with self._errors("delete", folder):
+            if self._files.exists(f"{folder}/{first}"):
+                self._files.delete(f"{folder}/{first}")
+            self._files.delete_folder(folder)
+
+    def upload_folder(self, local: str | Path, folder: str, *, last: str | None = None) -> None:
+        """Copy every file of a local folder, replacing what is there.
+
+        last: the file (its path inside the folder) to copy after all others: its presence means "complete".
+        """
+        local = Path(local)
+        names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
+        with self._errors("upload to", folder):
+            transfer_all(lambda name: self._files.put_file(f"{folder}/{name}", local / name), set(names) - {last})
+            if last is not None:
+                self._files.put_file(f"{folder}/{last}", local / last)
+
+    def download_folder(self, folder: str, local: str | Path) -> None:
+        """Copy every file of a folder to a local one. NotFound if the folder is empty."""
+        paths = self.list(folder)
+        if not paths:
+            raise NotFound(f"cannot download {self._where(folder)}: it is not there")
+
+        def download(path: str) -> None:
+            target = Path(local) / Path(path).relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._files.get_file(path, target)
+
+        with self._errors("download", folder):
+            transfer_all(download, paths)
+
+    def local_path(self, path: str) -> Path | None:
+        """Where the file or folder lies on this machine; None if the store is elsewhere."""
+        return self._files.local_path(path)
+
+    def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        """For pyarrow.dataset: the filesystem and the run's folder in it."""
+        return self._files.arrow_filesystem()
+
+    def check_writable(self) -> None:
+        """Write, read and remove a probe beside the runs. StoreUnreachable if that fails, or if the store replaces what
+        put_new must not: two writers of one shard would then both believe they had won."""
+        files, probe = self._backend(self._store_root), f".probe-{uuid.uuid4().hex}"
+        try:
+            with self._errors("write", probe):
+                files.put_new(probe, b"probe")
+                try:
+                    files.put_new(probe, b"second probe")
+                except FileExistsError:
+                    refused_second = True
+                else:
+                    refused_second = False
+                files.delete(probe)
+        except StoreError as error:
+            raise StoreUnreachable(f"store: cannot write to {self.url}. {error}") from error
+        if not refused_second:
+            raise StoreUnreachable(
+                f"store: {self.url} does not honour create-if-absent (If-None-Match on PUT), so it cannot keep shards "
+                "immutable. Use a store that does: AWS S3, Ceph's radosgw, MinIO, a local folder."
+            )
+
+    def create_run(self, config: dict) -> dict:
+        """Record the resolved configuration (JSON values) of a new run, or find that the run has exactly this one.
+
+        Returns the recorded configuration. RunConfigMismatch names every setting that differs.
+        """
+        try:
+            self.put_new("run.json", json.dumps(config, indent=2, sort_keys=True).encode())
+        except AlreadyExists:
+            self.check_config(config)
+        return json.loads(self.get("run.json"))
+
+    def check_config(self, config: dict) -> None:
+        """RunConfigMismatch if the run exists with another configuration; names every setting that differs."""
+        if not self.exists("run.json"):
+            return
+        recorded = json.loads(self.get("run.json"))
+        if differences := list(_differences(recorded, json.loads(json.dumps(config)))):
+            raise RunConfigMismatch(
+                f"run {self.run!r} exists in {self.url} with another configuration: {'; '.join(differences)}. "
+                "Use its configuration to continue it, or another run name to start anew."
+            )
+
+    def _where(self, path: str) -> str:
+        return f"{path} (run {self.run} in {self.url})"
+
+    @contextmanager
+    def _errors(self, action: str, path: str) -> Iterator[None]:
+        """Backends' exceptions leave as StoreError."""
+        try:
+            yield
+        except Exception as error:
+            if translated := translate(error, action, self._where(path)):
+                raise translated from error
+            raise
+
+
+def _parse_url(url: str) -> tuple[type, str]:
+    """The backend for a store's URL, and the root as it understands it."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc:  # the message must not repeat them
+        raise ValueError("store: the URL holds credentials; give them in AWS's environment variables or files instead")
+    path = parts.path.rstrip("/")
+    if parts.scheme == "file" and not parts.netloc and path:
+        return LocalFolder, unquote(path)
+    if parts.scheme == "s3" and parts.netloc:
+        return S3Prefix, f"{parts.netloc}{path}"
+    raise ValueError(f"store: got {url!r}; a store is file:///absolute/folder or s3://bucket/prefix")
+
+
+def _differences(recorded: object, wanted: object, key: str = "") -> Iterator[str]:
+    """`dotted.key is A, asked for B` for every leaf that differs."""
+    if isinstance(recorded, dict) and isinstance(wanted, dict):
+        for name in sorted(recorded.keys() | wanted.keys()):
+            yield from _differences(recorded.get(name), wanted.get(name), f"{key}.{name}" if key else name)
+    elif recorded != wanted:
+        yield f"{key} is {recorded!r}, asked for {wanted!r}"

@@ -1,0 +1,1 @@
+"""Trajectory Balance with Asynchrony: the method. Imports neither flows nor storage."""

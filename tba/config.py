@@ -1,0 +1,44 @@
+"""Settings of the method. Each is a pydantic model, so a bad value is refused when a run is submitted, by name.
+
+flows/config.py joins these with the buffer's settings (storage.buffer.Sampling) into the one configuration of a run.
+"""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Unknown names are errors (a misspelt setting must not be ignored) and values never change during a run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskSettings(Settings):
+    """What is asked and how a response is rewarded."""
+
+    name: str = Field("arithmetic", description="Task: arithmetic or gsm8k.")
+    data: str | None = Field(None, description="Local JSONL file or Hugging Face dataset; None: the task's own.")
+    num_heldout: int = Field(256, ge=1, description="Held-out problems in an evaluation.")
+
+
+class SearchSettings(Settings):
+    """How Searchers explore."""
+
+    samples_per_prompt: int = Field(20, ge=2, description="S: responses sampled a prompt in a round.")
+    prompts_per_round: int = Field(8, ge=1, description="Prompts in a round; a round is one shard.")
+    temperature: float = Field(1.0, gt=0, description="Temperature that responses are sampled at.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus that responses are sampled from.")
+
+
+class TrainSettings(Settings):
+    """How the Trainer steps the policy. Loss: Trajectory Balance in VarGrad form (arXiv 2503.18929, eq. 4-5)."""
+
+    steps: int = Field(100, ge=1, description="Policy steps to train for.")
+    beta: float = Field(0.1, gt=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
+    temperature: float = Field(1.0, gt=0, description="T that policy and reference logits are divided by.")
+    learning_rate: float = Field(3e-5, gt=0, description="AdamW's step size, after warm-up.")
+    warmup_steps: int = Field(5, ge=0, description="Steps over which the learning rate rises from zero.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")
+    micro_batch_tokens: int = Field(16384, ge=1, description="Tokens a forward pass holds; larger batches are split.")
+    sync_interval: int = Field(2, ge=1, description="k: steps between published policies, each followed by a sync.")
+    checkpoint_interval: int = Field(20, ge=1, description="Steps between checkpoints that training resumes from.")

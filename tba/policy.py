@@ -1,0 +1,212 @@
+"""Log-probabilities of responses under a causal language model, without waste.
+
+A batch is groups: one prompt and its K responses. The tokens of all groups lie in one packed row, no padding, and a
+prompt is computed once for its K responses:
+
+    [ prompt a | a's response 1 | a's response 2 | … | prompt b | b's response 1 | … ]
+
+Positions restart behind the prompt for each response. Everything but attention works token by token, so only
+attention must know the layout: `_shared_prefix_attention` lets a prompt attend to itself and each response to its
+prompt and itself. Gradients through the shared prompt are exact. A response's last token predicts nothing and is not
+computed; the prompt's last token predicts the first token of all its responses.
+
+Dimensions: N packed tokens, G groups, K responses of a group, P prompt tokens, R response tokens (padded, in
+attention only), H heads, D head size, M response tokens scored, V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+# Rows of logits that exist at once: 512 x 49,152 float32 is 100 MB, and larger chunks were no faster.
+LOGIT_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and its responses, as token ids. Responses differ in length; none is empty."""
+
+    prompt: Sequence[int]
+    responses: Sequence[Sequence[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the packed row holds for this group."""
+        return len(self.prompt) + sum(len(response) - 1 for response in self.responses)
+
+
+@dataclass(frozen=True)
+class _GroupLayout:
+    prompt: slice  # of the packed row
+    rows: Tensor | None  # [K', R] packed positions of the responses that are longer than one token; None: there are none
+    is_token: Tensor | None  # [K', R] False where `rows` is padding
+    may_attend: Tensor | None  # [R, P + R]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    input_ids: Tensor  # [1, N]
+    position_ids: Tensor  # [1, N]
+    groups: list[_GroupLayout]
+    target_rows: Tensor  # [M] packed position whose hidden state predicts the m-th response token
+    target_ids: Tensor  # [M]
+
+
+def load_policy(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a Hugging Face folder or id, ready for `response_logprobs`; dropout is off.
+
+    Raises: ValueError: its architecture does not go through transformers' attention interface.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    if not model._supports_attention_backend:
+        raise ValueError(
+            f"model {folder}: {type(model).__name__} does not use transformers' attention interface, which a prompt "
+            "shared by its responses needs. Llama, Qwen, Mistral, Gemma, GPT-NeoX and GPT-2 do."
+        )
+    model.set_attn_implementation("tba_shared_prefix")
+    return model.eval()
+
+
+def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperature: float) -> list[list[Tensor]]:
+    """log p(token | prompt, earlier tokens) of every response token, logits divided by `temperature` (natural logs).
+
+    Returns for each group, for each of its responses, a float32 tensor [number of response tokens]. Differentiable.
+    Raises: ValueError: an empty prompt or response.
+    """
+    device = model.device
+    packed = _pack(groups, device)
+    autocast = (
+        torch.autocast(device.type, torch.bfloat16) if model.dtype == torch.float32 else contextlib.nullcontext()
+    )
+    with autocast:
+        hidden = model.base_model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, tba_groups=packed.groups
+        ).last_hidden_state[0]  # [N, hidden]
+        rows, target_index = packed.target_rows.unique(return_inverse=True)
+        logprobs = _target_logprobs(
+            model.get_output_embeddings(), hidden[rows], target_index, packed.target_ids, temperature
+        )  # [M]
+    lengths = [[len(response) for response in group.responses] for group in groups]
+    by_group = logprobs.split([sum(of_group) for of_group in lengths])
+    return [list(flat.split(of_group)) for flat, of_group in zip(by_group, lengths, strict=True)]
+
+
+def sequence_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperature: float) -> list[Tensor]:
+    """log p(response | prompt): `response_logprobs` summed over tokens; for each group a float32 tensor [K]."""
+    return [
+        torch.stack([tokens.sum() for tokens in of_group])
+        for of_group in response_logprobs(model, groups, temperature)
+    ]
+
+
+def _pack(groups: Sequence[Group], device: torch.device) -> _Packed:
+    input_ids, position_ids, target_rows, target_ids, layouts = [], [], [], [], []
+    for number, group in enumerate(groups):
+        if not len(group.prompt) or not all(len(response) for response in group.responses):
+            raise ValueError(f"group {number}: prompt and responses need at least one token each")
+        P, start = len(group.prompt), len(input_ids)
+        input_ids.extend(group.prompt)
+        position_ids.extend(range(P))
+        # The first tokens of all responses are predicted by one row: written together, its logits are computed once.
+        begins = []
+        for response in group.responses:
+            begins.append(len(input_ids))
+            input_ids.extend(response[:-1])
+            position_ids.extend(range(P, P + len(response) - 1))
+        for response, begin in zip(group.responses, begins, strict=True):
+            target_rows.extend([start + P - 1, *range(begin, begin + len(response) - 1)])
+            target_ids.extend(response)
+        layouts.append(_layout(slice(start, start + P), begins, [len(r) - 1 for r in group.responses], device))
+    return _Packed(
+        input_ids=torch.tensor([input_ids], device=device),
+        position_ids=torch.tensor([position_ids], device=device),
+        groups=layouts,
+        target_rows=torch.tensor(target_rows, device=device),
+        target_ids=torch.tensor(target_ids, device=device),
+    )
+
+
+def _layout(prompt: slice, begins: list[int], lengths: list[int], device: torch.device) -> _GroupLayout:
+    longer = [(begin, length) for begin, length in zip(begins, lengths, strict=True) if length]
+    if not longer:
+        return _GroupLayout(prompt, None, None, None)
+    begin, length = torch.tensor(longer).T.unsqueeze(2).to(device)  # [K', 1] each
+    R, P = int(length.max()), prompt.stop - prompt.start
+    offset = torch.arange(R, device=device)  # [R]
+    is_token = offset < length  # [K', R]
+    rows = torch.where(is_token, begin + offset, begin)
+    causal = offset <= offset.unsqueeze(1)  # [R, R]; padding lies behind a response's tokens, so they never see it
+    may_attend = torch.cat([torch.ones(R, P, dtype=torch.bool, device=device), causal], dim=1)
+    return _GroupLayout(prompt, rows, is_token, may_attend)
+
+
+def _shared_prefix_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,  # [1, H', N, D] with H' key-value heads
+    value: Tensor,  # [1, H', N, D]
+    attention_mask: None,
+    tba_groups: list[_GroupLayout],
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of the packed row: within a prompt, and of each response to its prompt and itself. [1, N, H, D]"""
+    repeat = query.shape[1] // key.shape[1]
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H or H', D]
+    key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **masking) -> Tensor:
+        """[K', tokens, H, D] each -> [K', tokens, H, D]"""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking).transpose(1, 2)
+
+    outputs = []  # in the packed row's order: group by group, each prompt before its responses
+    for group in tba_groups:
+        q, k, v = (x[group.prompt].unsqueeze(0) for x in (query, key, value))  # [1, P, H, D]
+        outputs.append(attend(q, k, v, is_causal=True)[0])
+        if group.rows is not None:
+            num_responses = len(group.rows)
+            k = torch.cat([k.expand(num_responses, -1, -1, -1), key[group.rows]], dim=1)  # [K', P + R, H, D]
+            v = torch.cat([v.expand(num_responses, -1, -1, -1), value[group.rows]], dim=1)
+            outputs.append(attend(query[group.rows], k, v, attn_mask=group.may_attend)[group.is_token])
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+AttentionInterface.register("tba_shared_prefix", _shared_prefix_attention)
+
+
+def _target_logprobs(
+    head: torch.nn.Module, hidden: Tensor, target_index: Tensor, target_ids: Tensor, temperature: float
+) -> Tensor:
+    """log softmax(head(hidden) / temperature) at the targets: [M] float32, from hidden rows [rows, hidden size].
+
+    The [rows, V] logits never exist whole: chunks of rows, each computed again in the backward pass.
+    """
+    order = target_index.argsort(stable=True)
+    sorted_index = target_index[order]
+    starts = range(0, len(hidden), LOGIT_ROWS)
+    cuts = torch.searchsorted(sorted_index, torch.tensor([*starts, len(hidden)], device=hidden.device)).tolist()
+
+    def chunk_logprobs(rows: Tensor, index: Tensor, ids: Tensor) -> Tensor:
+        logits = head(rows)  # [chunk, V]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        return logits[index, ids] - logits.logsumexp(dim=-1)[index]
+
+    chunks = [
+        checkpoint(
+            chunk_logprobs,
+            hidden[start : start + LOGIT_ROWS],
+            sorted_index[low:high] - start,
+            target_ids[order[low:high]],
+            use_reentrant=False,
+        )
+        for start, low, high in zip(starts, cuts, cuts[1:], strict=False)
+    ]
+    return torch.cat(chunks)[order.argsort()]

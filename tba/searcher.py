@@ -1,0 +1,208 @@
+"""The Searcher: samples responses with a slightly old policy and scores them.
+
+    produces      one shard of trajectories a round
+    consumes      prompts of the task, and the newest policy when a round begins
+    waits for     nothing: an old policy is good enough, Trajectory Balance learns from any
+    unblocks      the Trainer's first batch; afterwards nobody waits for it
+
+It keeps no state: a round's prompts follow from (seed, searcher, round), so it can be killed, added or removed at any time.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tba.config import SearchSettings
+from tba.engine import Engine, Response, Sampling
+from tba.policy import Group, load_policy, response_logprobs
+from tba.tasks.base import Problem, Task
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round brought: one dictionary a trajectory, and one about the round itself."""
+
+    trajectories: list[dict]
+    metrics: dict
+
+
+class Searcher:
+    """Samples S responses to each prompt of a round, and adds reward and reference log-probabilities."""
+
+    def __init__(
+        self,
+        name: str,
+        task: Task,
+        tokenizer,
+        engine: Engine,
+        reference: str | Path,
+        settings: SearchSettings,
+        *,
+        temperature: float,
+        seed: int,
+        code_version: str,
+    ) -> None:
+        """`temperature` is the objective's T, which the reference's logits are divided by."""
+        self._name, self._task, self._tokenizer, self._engine = name, task, tokenizer, engine
+        self._settings, self._temperature, self._seed = settings, temperature, seed
+        self._code_version = code_version
+        self._reference = load_policy(reference)
+        self._stop_tokens = stop_tokens(task, tokenizer)
+        self.vocabulary_size = self._reference.config.vocab_size
+        self._policy_step = self._fingerprint = None
+
+    def load(self, folder: Path, policy_step: int) -> str:
+        """Serves the policy in `folder` from the next round on; returns the fingerprint of the weights that the engine took in."""
+        self._fingerprint = self._engine.load(folder)
+        self._policy_step = policy_step
+        return self._fingerprint
+
+    def round(self, number: int) -> Round:
+        """One round: sample, reward, score under the reference policy.
+
+        Raises: ValueError: the reward function returned something that is not a finite number.
+        """
+        started = datetime.now(UTC)
+        order = random.Random(f"{self._seed}/{self._name}/{number}")
+        problems = order.sample(self._task.train, min(self._settings.prompts_per_round, len(self._task.train)))
+        prompts = [self._tokenizer.encode(problem.prompt) for problem in problems]
+        sampling_started = datetime.now(UTC)
+        responses = self._engine.sample(
+            prompts,
+            Sampling(
+                self._settings.samples_per_prompt,
+                self._settings.temperature,
+                self._settings.top_p,
+                self._task.max_response_tokens,
+                self._stop_tokens,
+            ),
+        )
+        sampling_ended = datetime.now(UTC)
+        references = self._reference_logprobs(prompts, responses)
+        flat = [
+            (problem, prompt, response, reference)
+            for problem, prompt, of_prompt, of_reference in zip(problems, prompts, responses, references, strict=True)
+            for response, reference in zip(of_prompt, of_reference, strict=True)
+        ]
+        texts = [self._text(response) for _, _, response, _ in flat]
+        rewards = checked_rewards(self._task, [problem for problem, *_ in flat], texts)
+        trajectories = [
+            self._trajectory(number, index, *parts, text, reward)
+            for index, (parts, text, reward) in enumerate(zip(flat, texts, rewards, strict=True))
+        ]
+        metrics = {
+            "searcher": self._name,
+            "round": number,
+            "policy_step": self._policy_step,
+            "started_at": started,
+            "sampling_started_at": sampling_started,
+            "sampling_ended_at": sampling_ended,
+            "ended_at": datetime.now(UTC),
+            "num_trajectories": len(trajectories),
+            "num_response_tokens": sum(len(trajectory["response_tokens"]) for trajectory in trajectories),
+            "reward_mean": sum(rewards) / len(rewards),
+        }
+        return Round(trajectories, metrics)
+
+    def evaluate(self, num_problems: int) -> dict:
+        """Greedy accuracy (mean reward) of the served policy on held-out problems."""
+        problems = self._task.heldout[:num_problems]
+        prompts = [self._tokenizer.encode(problem.prompt) for problem in problems]
+        greedy = Sampling(1, 0.0, 1.0, self._task.max_response_tokens, self._stop_tokens)
+        responses = [only for (only,) in self._engine.sample(prompts, greedy)]
+        rewards = checked_rewards(self._task, problems, [self._text(response) for response in responses])
+        return {
+            "policy_step": self._policy_step,
+            "split": "heldout",
+            "num_problems": len(problems),
+            "accuracy": sum(rewards) / len(rewards),
+            "mean_response_tokens": sum(len(response.tokens) for response in responses) / len(responses),
+            "created_at": datetime.now(UTC),
+        }
+
+    def _reference_logprobs(self, prompts: list[list[int]], responses: list[list[Response]]) -> list[list[list[float]]]:
+        """For each prompt, each response: the reference policy's log-probability of each token. Equal responses once."""
+        distinct = [list({tuple(response.tokens): None for response in of_prompt}) for of_prompt in responses]
+        groups = [Group(prompt, of_prompt) for prompt, of_prompt in zip(prompts, distinct, strict=True)]
+        with torch.inference_mode():
+            scored = response_logprobs(self._reference, groups, self._temperature)
+        by_tokens = [
+            {tokens: logprobs.tolist() for tokens, logprobs in zip(*pair, strict=True)}
+            for pair in zip(distinct, scored, strict=True)
+        ]
+        return [
+            [known[tuple(response.tokens)] for response in of_prompt]
+            for known, of_prompt in zip(by_tokens, responses, strict=True)
+        ]
+
+    def _trajectory(
+        self,
+        number: int,
+        index: int,
+        problem: Problem,
+        prompt: list[int],
+        response: Response,
+        reference: list[float],
+        text: str,
+        reward: float,
+    ) -> dict:
+        return {
+            "trajectory_id": f"{self._name}-{number:08d}-{index:05d}",
+            "prompt_id": problem.prompt_id,
+            "prompt": problem.prompt,
+            "response": text,
+            "prompt_tokens": prompt,
+            "response_tokens": response.tokens,
+            "behavior_logprobs": response.logprobs,
+            "reference_logprobs": [min(value, 0.0) for value in reference],  # rounding can leave +1e-8
+            "reward": reward,
+            "rewards": {self._task.name: reward},
+            "finish_reason": response.finish_reason,
+            "policy_step": self._policy_step,
+            "policy_fingerprint": self._fingerprint,
+            "searcher": self._name,
+            "round": number,
+            "temperature": self._settings.temperature,
+            "top_p": self._settings.top_p,
+            "reward_version": self._task.version,
+            "code_version": self._code_version,
+            "created_at": datetime.now(UTC),
+        }
+
+    def _text(self, response: Response) -> str:
+        return self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+
+
+def checked_rewards(task: Task, problems: list[Problem], responses: list[str]) -> list[float]:
+    """The task's reward of each response.
+
+    Raises: ValueError: the reward function returned too few or too many, or one that is not a finite number.
+    """
+    rewards = task.rewards(problems, responses)
+    if len(rewards) != len(responses):
+        raise ValueError(f"task {task.name}: {len(rewards)} rewards for {len(responses)} responses; one each is expected")
+    for problem, response, reward in zip(problems, responses, rewards, strict=True):
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(
+                f"task {task.name}: the reward of {problem.prompt_id} for response {response!r} is {reward!r}; "
+                "a reward is a finite number"
+            )
+    return [float(reward) for reward in rewards]
+
+
+def stop_tokens(task: Task, tokenizer) -> list[int]:
+    """Ids of the tokens that end a response: the tokenizer's end of sequence, and the task's stop strings.
+
+    Raises: ValueError: a stop string is not a single token of this tokenizer.
+    """
+    ids = [tokenizer.eos_token_id]
+    for text in task.stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise ValueError(f"task {task.name}: stop {text!r} is {len(tokens)} tokens of this tokenizer, and must be one")
+        ids += tokens
+    return ids

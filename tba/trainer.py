@@ -1,0 +1,203 @@
+"""The Trainer: steps the policy with the Trajectory Balance loss on batches drawn from the replay buffer.
+
+    produces      a policy every k steps
+    consumes      batches: B prompts, K responses to each, sampled by any policy
+    waits for     the buffer's first `min_size` trajectories; afterwards nothing
+    unblocks      the Searchers' next policy; they never wait for it
+
+Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones among them.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tba.config import TrainSettings
+from tba.objective import log_partition, residual, trajectory_balance_loss
+from tba.policy import Group, load_policy, sequence_logprobs
+
+# One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One prompt of a batch and the K responses drawn for it, of which U are distinct."""
+
+    group: Group  # the prompt and the U distinct responses
+    slot: list[int]  # [K] which of the distinct responses each slot holds
+    reference_logprob: list[float]  # [K] summed over tokens
+    reward: list[float]  # [K]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains on, and what the ledger and the metrics say of it."""
+
+    draws: list[Draw]
+    facts: dict  # of the buffer's draw, for the metrics: staleness, share of recent ones, …
+    record: object  # the buffer's own row for each slot, handed back to the ledger as it is
+
+
+class Experience(Protocol):
+    """The replay buffer, as the Trainer sees it."""
+
+    def sync(self, step: int) -> None:
+        """Takes in what Searchers committed since the last sync."""
+
+    def draw(self, step: int) -> Batch | None:
+        """The batch for a step; None while there is not enough experience."""
+
+
+class Outbox(Protocol):
+    """Where the Trainer's results go. What is handed over is durable when `close` returns."""
+
+    def status(self, state: str, step: int, metrics: dict | None = None) -> None: ...
+    def record(self, step: int, batch: Batch, metrics: dict) -> None: ...
+    def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None: ...
+    def checkpoint(self, step: int, trainer: "Trainer") -> None: ...
+
+
+class Trainer:
+    """Policy, optimizer and the step. Float32 master weights under bfloat16 compute; the learning rate follows from the step."""
+
+    def __init__(self, model: str | Path, settings: TrainSettings) -> None:
+        self.settings = settings
+        self.step = 0  # policy steps done
+        self._skipped_in_a_row = 0
+        self._policy = load_policy(model)
+        self._optimizer = torch.optim.AdamW(
+            self._policy.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+        )
+
+    def train_step(self, draws: Sequence[Draw]) -> dict:
+        """One policy step. Returns its metrics.
+
+        Raises: RuntimeError: the gradient was not finite `MAX_SKIPPED_IN_A_ROW` times running.
+        """
+        started = time.monotonic()
+        learning_rate = self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        beta, totals = self.settings.beta, {}
+        for micro_batch in _micro_batches(draws, self.settings.micro_batch_tokens):
+            loss, metrics = self._loss(micro_batch, beta)
+            share = len(micro_batch) / len(draws)
+            (loss * share).backward()
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value * share
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self.settings.gradient_clip).item()
+        skipped = not torch.isfinite(torch.tensor(norm))
+        if not skipped:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise RuntimeError(
+                f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps running, up to step {self.step}; "
+                "the policy is as it was before them. Lower train.learning_rate or raise train.beta, and resume."
+            )
+        return totals | {
+            "gradient_norm": norm,
+            "learning_rate": learning_rate,
+            "beta": beta,
+            "skipped": skipped,
+            "step_s": time.monotonic() - started,
+            "num_response_tokens": sum(len(r) for draw in draws for r in draw.group.responses),
+            "num_unique": sum(len(draw.group.responses) for draw in draws),
+        }
+
+    def _loss(self, draws: Sequence[Draw], beta: float) -> tuple[Tensor, dict]:
+        distinct = sequence_logprobs(self._policy, [draw.group for draw in draws], self.settings.temperature)  # B x [U]
+        device = distinct[0].device
+        policy_logprob = torch.stack([of[draw.slot] for of, draw in zip(distinct, draws, strict=True)])  # [B, K]
+        reference_logprob = torch.tensor([draw.reference_logprob for draw in draws], device=device)  # [B, K]
+        reward = torch.tensor([draw.reward for draw in draws], device=device)  # [B, K]
+        arguments = (policy_logprob, reference_logprob, reward, beta)
+        loss = trajectory_balance_loss(*arguments)
+        with torch.no_grad():
+            metrics = {
+                "loss": loss.item(),
+                "reward_mean": reward.mean().item(),
+                "log_z_mean": log_partition(*arguments).mean().item(),
+                "residual_abs_mean": residual(*arguments).abs().mean().item(),
+                "logprob_gap_mean": (policy_logprob - reference_logprob).mean().item(),
+            }
+        return loss, metrics
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the policy's weights in bfloat16, as they are published; tied ones once."""
+        tied = set(self._policy.all_tied_weights_keys)
+        return {
+            name: tensor.detach().to("cpu", torch.bfloat16, copy=True)
+            for name, tensor in self._policy.state_dict().items()
+            if name not in tied
+        }
+
+    def save(self, folder: Path) -> None:
+        """Everything that training goes on from: weights, optimizer state, step. safetensors and JSON only."""
+        state = {f"policy.{name}": parameter for name, parameter in self._policy.named_parameters()}
+        for name, parameter in self._policy.named_parameters():
+            for key, tensor in self._optimizer.state[parameter].items():
+                state[f"{key}.{name}"] = tensor
+        save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / "trainer.safetensors")
+        (folder / "state.json").write_text(json.dumps({"step": self.step}))
+
+    def load(self, folder: Path) -> None:
+        """Continues from what `save` wrote."""
+        tensors = load_file(folder / "trainer.safetensors")
+        with torch.no_grad():
+            for name, parameter in self._policy.named_parameters():
+                parameter.copy_(tensors[f"policy.{name}"])
+                self._optimizer.state[parameter] = {
+                    key: tensors[f"{key}.{name}"].to(parameter.device if key != "step" else "cpu")
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                }
+        self.step = json.loads((folder / "state.json").read_text())["step"]
+
+
+def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float = 0.2) -> None:
+    """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done."""
+    settings = trainer.settings
+    # Searchers start from here; a run killed between its last checkpoint and its last policy publishes that one now.
+    outbox.publish(trainer.step, trainer.weights(), final=trainer.step >= settings.steps)
+    experience.sync(trainer.step)
+    while trainer.step < settings.steps:
+        step = trainer.step + 1
+        wait_started = time.monotonic()
+        while (batch := experience.draw(step)) is None:
+            outbox.status("waiting", trainer.step)
+            time.sleep(poll_s)
+            experience.sync(trainer.step)
+        wait_s, started_at = time.monotonic() - wait_started, datetime.now(UTC)
+        metrics = trainer.train_step(batch.draws)
+        times = {"wait_s": wait_s, "started_at": started_at, "ended_at": datetime.now(UTC)}
+        outbox.record(step, batch, metrics | batch.facts | times)
+        outbox.status("training", step, metrics | batch.facts)
+        last = step == settings.steps
+        if last or step % settings.checkpoint_interval == 0:
+            outbox.checkpoint(step, trainer)
+        if last or step % settings.sync_interval == 0:
+            outbox.publish(step, trainer.weights(), final=last)
+            experience.sync(step)
+
+
+def _micro_batches(draws: Sequence[Draw], max_tokens: int) -> Iterator[list[Draw]]:
+    """Whole prompts, as many as fit: a prompt's responses stay together, so that no mean is taken over a part of them."""
+    micro_batch, tokens = [], 0
+    for draw in draws:
+        if micro_batch and tokens + draw.group.num_tokens > max_tokens:
+            yield micro_batch
+            micro_batch, tokens = [], 0
+        micro_batch.append(draw)
+        tokens += draw.group.num_tokens
+    yield micro_batch

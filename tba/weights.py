@@ -1,0 +1,55 @@
+"""A policy's weights as files: safetensors in and out, and the fingerprint that proves which weights spoke."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of every weight in a Hugging Face folder, one at a time.
+
+    Raises: FileNotFoundError: the folder holds no safetensors file.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no .safetensors file; a policy is a folder in Hugging Face format")
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a dictionary
+                yield name, weights.get_tensor(name)
+
+
+def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
+    """The weights as one safetensors file that `from_pretrained` and vLLM load."""
+    save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+class Fingerprint:
+    """BLAKE2 over every tensor's name, type, shape and bytes; the order in which they come does not matter."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, bytes] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        self._digests[name] = digest.digest()
+
+    def hexdigest(self) -> str:
+        whole = hashlib.blake2b(digest_size=16)
+        for name in sorted(self._digests):
+            whole.update(self._digests[name])
+        return whole.hexdigest()
+
+
+def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """32 hex digits that differ as soon as one bit of one weight does."""
+    result = Fingerprint()
+    for name, tensor in weights:
+        result.add(name, tensor)
+    return result.hexdigest()

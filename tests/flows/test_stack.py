@@ -1,0 +1,220 @@
+"""The local stack with a real Prefect server and worker; a stand-in flow takes the place of training.
+
+Claims
+- `tba up` on a taken port takes another one; a second up starts nothing new
+- `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
+- a flow that fails ends `tba train` with status 1, the reason and the worker's log
+- Ctrl-C stops the flow run that this command submitted, and says how to resume
+- SIGKILL to the process group of `tba train` leaves no process; the same command then finds the stale state and the
+  flow run left Running, marks that Crashed, and trains to the end
+- a recycled pid (another start time) is never taken for ours
+
+Run: pytest tests/flows/test_stack.py -m slow
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows import stack
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Trains in no time, except: seed 1 fails, seed 2 hangs until its second attempt.
+STAND_IN_TRAIN = """
+import json, time, urllib.parse
+from pathlib import Path
+from prefect import flow
+
+@flow(name="tba")
+def tba(config: dict) -> None:
+    run = Path(urllib.parse.urlsplit(config["store"]).path) / config["run"]
+    (run / "trainer").mkdir(parents=True, exist_ok=True)
+    beat = run / "trainer" / "heartbeat.json"
+    resumed = beat.exists()
+    beat.write_text(json.dumps({"state": "training", "step": 3, "steps": 4, "reward_mean": 0.5, "resumed": resumed}))
+    if config["seed"] == 1:
+        raise ValueError("the stand-in was told to fail")
+    if config["seed"] == 2 and not resumed:
+        time.sleep(600)
+    time.sleep(2)
+    (run / "summary.json").write_text(json.dumps({"run": config["run"], "steps": 4, "accuracy_after": 0.75}))
+"""
+STAND_IN_SEARCH = """
+from prefect import flow
+
+@flow(name="search")
+def search(store: str, run: str) -> None:
+    pass
+"""
+# The command without what needs a model: inputs are checked in tests/flows/test_checks.py.
+COMMAND = """
+import sys, types
+sys.modules["flows.checks"] = types.SimpleNamespace(check_inputs=lambda config: None)
+sys.modules.setdefault("storage.ledger", types.SimpleNamespace(run_is_alive=lambda *a, **k: False))#TEMP
+from flows.cli import main
+main()
+"""
+
+
+def make_project(folder: Path) -> Path:
+    (folder / "flows").mkdir(parents=True)
+    (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)
+    (folder / "flows" / "search.py").write_text(STAND_IN_SEARCH)
+    shutil.copy(REPOSITORY / "prefect.yaml", folder)
+    return folder
+
+
+def tba(project: Path, *arguments: str, url: str) -> subprocess.Popen:
+    """`tba ...` in the project's folder, as the leader of a process group as a shell's job is."""
+    script = project / "command" / "run_tba.py"  # its folder, not the project's, is first on its import path
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(COMMAND)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PREFECT_API_URL": url}
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        cwd=project,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+
+
+def unused_url() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}/api"
+
+
+def wait_for(condition, timeout_s: float = 90):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    raise TimeoutError
+
+
+def processes_of(project: Path) -> list[psutil.Process]:
+    return stack.find_processes(stack.STACK_VARIABLE, str(project))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A project with a stack that was started on a taken port: (project, URL, the port that was taken)."""
+    project = make_project(tmp_path_factory.mktemp("first"))
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as occupant:
+        occupant.bind(("127.0.0.1", 0))
+        taken = occupant.getsockname()[1]
+        patch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{taken}/api")
+        url = stack.up(project, keep=True)
+        patch.setenv("PREFECT_API_URL", url)
+        try:
+            yield project, url, taken
+        finally:
+            assert stack.down(project) == ["server", "worker"]
+            assert processes_of(project) == []
+            assert not (stack.local_folder(project) / "stack.json").exists()
+
+
+@pytest.fixture
+def project(tmp_path):
+    project = make_project(tmp_path / "project")
+    yield project
+    stack.stop_processes(processes_of(project))
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_left_alone_and_a_second_up_starts_nothing(server):
+    project, url, taken = server
+    assert f":{taken}/" not in url
+    before = {process.pid for process in processes_of(project)}
+    assert stack.up(project, keep=True) == url
+    assert {process.pid for process in processes_of(project)} == before
+
+
+@pytest.mark.slow
+def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
+    _, url, _ = server
+    command = tba(project, "train", "quick", url=url)
+    output, _ = command.communicate(timeout=120)
+    assert command.returncode == 0, output
+    assert f"Using the Prefect server at {url}" in output
+    assert "step 3/4" in output and "0.750" in output  # progress, then the summary
+    assert processes_of(project) == []
+    assert stack._server_version(url)
+
+    again = tba(project, "train", "quick", url=url)
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 0 and "finished" in output and "0.750" in output
+
+
+@pytest.mark.slow
+def test_a_failed_flow_is_told_with_its_reason(server, project):
+    _, url, _ = server
+    command = tba(project, "train", "broken", "--seed", "1", url=url)
+    output, _ = command.communicate(timeout=120)
+    assert command.returncode == 1
+    assert "the stand-in was told to fail" in output
+    assert "worker.log" in output
+    assert processes_of(project) == []
+
+
+@pytest.mark.slow
+def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, project):
+    _, url, _ = server
+    command = tba(project, "train", "patient", "--seed", "2", url=url)
+    wait_for((project / ".tba" / "patient" / "trainer" / "heartbeat.json").exists)
+    command.send_signal(signal.SIGINT)
+    output, _ = command.communicate(timeout=60)
+    assert command.returncode == 130
+    assert "tba train patient --seed 2" in output
+    assert processes_of(project) == []
+    assert states(url, "patient") == ["Cancelled"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_group_leaves_nothing_and_the_same_command_resumes(project):
+    url = unused_url()
+    command = tba(project, "train", "killed", "--seed", "2", url=url)
+    wait_for((project / ".tba" / "killed" / "trainer" / "heartbeat.json").exists)
+    os.killpg(command.pid, signal.SIGKILL)
+    wait_for(lambda: not processes_of(project), timeout_s=5)
+    command.communicate()
+    assert json.loads((stack.local_folder(project) / "stack.json").read_text())["processes"]  # stale
+
+    command = tba(project, "train", "killed", "--seed", "2", url=url)
+    lines = []
+    for line in command.stdout:
+        lines.append(line)
+        if "step 3/4" in line:
+            assert states(url, "killed") == ["Crashed", "Running"]
+    assert command.wait() == 0, "".join(lines)
+    assert processes_of(project) == []
+    assert not (stack.local_folder(project) / "stack.json").exists()
+
+
+def test_a_recycled_pid_is_not_ours():
+    here = stack.Process.current()
+    assert here.find().pid == os.getpid()
+    assert stack.Process(here.pid, here.started - 60).find() is None
+
+
+def states(url: str, run: str) -> list[str]:
+    """The names of the states of this run's flow runs, in order of start."""
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    with stack.api(url) as client:
+        flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags={"all_": [f"run:{run}"]}))
+    return [r.state_name for r in sorted(flow_runs, key=lambda r: r.created)]

@@ -1,0 +1,96 @@
+"""Log-probabilities with a shared prompt equal those of one response at a time.
+
+- Values and gradients equal a plain forward pass a response, for five architectures, any lengths.
+- Chunks of logits change nothing.
+- Empty prompts or responses are refused.
+
+python -m pytest tests/tba/test_policy.py
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tba import policy
+from tba.policy import Group, response_logprobs, sequence_logprobs
+
+SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SPECIAL = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, **SPECIAL, num_key_value_heads=2),
+    "qwen2": Qwen2Config(**SHAPE, **SPECIAL, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SHAPE, **SPECIAL, num_key_value_heads=2, head_dim=8),
+    "gpt_neox": GPTNeoXConfig(**SHAPE, **SPECIAL),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, **SPECIAL),
+}
+# Responses of one token, prompts of one token, uneven lengths, a response twice, one response alone.
+GROUPS = [
+    Group([5, 6, 7], [[1, 2, 3], [4], [9, 8, 7, 6, 5], [4]]),
+    Group([3], [[2], [1]]),
+    Group([1, 2], [[5, 4], [3]]),
+    Group([11, 12, 13, 14], [[15, 16]]),
+]
+TEMPERATURE = 0.7
+
+
+def model_of(architecture: str, attention: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[architecture]), attn_implementation="sdpa").double().eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def plain_logprobs(model) -> list[torch.Tensor]:
+    """One forward pass a response, whole logits: slower and obvious."""
+    result = []
+    for group in GROUPS:
+        for response in group.responses:
+            logits = model(torch.tensor([[*group.prompt, *response]])).logits[0]
+            logprobs = (logits / TEMPERATURE).log_softmax(-1)
+            first = len(group.prompt) - 1
+            result.append(torch.stack([logprobs[first + place, token] for place, token in enumerate(response)]))
+    return result
+
+
+def gradients(model, logprobs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    # Weighted by place, so that mixed-up tokens or responses show.
+    total = sum((n + 1) * (tokens * torch.arange(1, len(tokens) + 1)).sum() for n, tokens in enumerate(logprobs))
+    model.zero_grad()
+    total.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_values_and_gradients_equal_one_response_at_a_time(architecture):
+    slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
+    expected = plain_logprobs(slow)
+    got = [tokens for of_group in response_logprobs(fast, GROUPS, TEMPERATURE) for tokens in of_group]
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    expected_gradients = gradients(slow, expected)
+    for name, gradient in gradients(fast, got).items():
+        # The RMS norms of Llama and Qwen compute in float32 whatever the weights are: that is their rounding.
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-6, atol=5e-6, msg=name)
+
+
+def test_logits_in_chunks_give_the_same(monkeypatch):
+    model = model_of("llama", "tba_shared_prefix")
+    whole = sequence_logprobs(model, GROUPS, TEMPERATURE)
+    monkeypatch.setattr(policy, "LOGIT_ROWS", 3)
+    for one, other in zip(whole, sequence_logprobs(model, GROUPS, TEMPERATURE), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", [Group([], [[1]]), Group([1], [[]])])
+def test_empty_prompts_and_responses_are_refused(group):
+    with pytest.raises(ValueError, match="at least one token"):
+        response_logprobs(model_of("gpt2", "tba_shared_prefix"), [group], TEMPERATURE)
