@@ -113,7 +113,7 @@ def sql(
 ) -> None:
     """Ask a run's replay buffer and training ledger, read-only, during or after the run.
 
-    Views: trajectories, batches, search_rounds, training_steps, evaluations, syncs. DESCRIBE <view> lists its columns.
+    SHOW TABLES lists the views (trajectories, batches, search_rounds, training_steps, ...), DESCRIBE <view> columns.
     """
     import duckdb
 

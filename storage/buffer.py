@@ -34,7 +34,7 @@ from storage.shards import new_shards, read_shards
 from storage.sql import sql
 from storage.store import RunStore
 
-SHARDS_PER_READ = 64  # bounds memory while taking in a backlog: 64 shards of 1000 x 128 tokens are 110 MB
+SHARDS_PER_READ = 16  # bounds memory while taking in a backlog: 16 shards of 1000 x 128 tokens are 40 MB, some copies held
 WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
 
 

@@ -89,13 +89,17 @@ def record_sync(store: RunStore, sync: Any) -> None:
 
 def effective_syncs(store: RunStore, step: int) -> list[dict]:
     """SYNC rows up to `step` that count, in the order of syncs."""
-    ends = _effective_until(store)
+    resumes = attempts(store)
+
+    def counts(row: dict) -> bool:
+        later = (resume for resume in resumes if resume["attempt"] > row["attempt"])
+        return all(row["step"] <= resume["resumed_from"] for resume in later)
 
     def read(path: str) -> list[dict]:
         return pq.read_table(pa.BufferReader(store.get(path))).to_pylist()
 
     rows = [row for rows in transfer_all(read, store.list("syncs")) for row in rows]
-    return [row for row in rows if row["step"] <= min(step, ends[row["attempt"]])]
+    return [row for row in rows if row["step"] <= step and counts(row)]
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------
@@ -104,8 +108,8 @@ def effective_syncs(store: RunStore, step: int) -> list[dict]:
 def start_attempt(store: RunStore, resumed_from: int, owner: dict) -> int:
     """Begin a life of the Trainer at a checkpoint's step (0: from scratch). Returns its number; they count from 1.
 
-    owner: host, pid, started: who trains. AlreadyExists if another Trainer began at this very moment. The number fences:
-    a later attempt takes the run over, and what the earlier one still writes does not count.
+    owner: host, pid, started: who trains. AlreadyExists if another Trainer began at this very moment. The number
+    fences: a later attempt takes the run over, and what an earlier one writes after that does not count.
     """
     attempt = latest_attempt(store) + 1
     record = {
@@ -124,8 +128,9 @@ def latest_attempt(store: RunStore) -> int:
 
 
 def attempts(store: RunStore) -> list[dict]:
-    """Every attempt's record, oldest first."""
-    return [json.loads(store.get(path)) for path in store.list("trainer") if path.startswith("trainer/attempt=")]
+    """Every attempt's record (attempt, resumed_from, owner, created_at), oldest first."""
+    paths = [path for path in store.list("trainer") if path.startswith("trainer/attempt=")]
+    return [json.loads(store.get(path)) for path in paths]
 
 
 def first_attempt_at(store: RunStore) -> datetime:
@@ -137,15 +142,6 @@ def _attempt_path(attempt: int) -> str:
     return f"trainer/attempt={attempt:08d}.json"
 
 
-def _effective_until(store: RunStore) -> dict[int, float]:
-    """By attempt, the last step at which its entries count: the earliest that a later attempt resumed from."""
-    records = attempts(store)
-    return {
-        record["attempt"]: min((later["resumed_from"] for later in records[number + 1 :]), default=float("inf"))
-        for number, record in enumerate(records)
-    }
-
-
 # --- signs of life ----------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +151,7 @@ def heartbeat(store: RunStore, beat: dict) -> None:
 
 
 def run_is_alive(store: RunStore, watch_s: float) -> bool:
-    """Whether a Trainer works on the run: its process is not known to be dead, and its heartbeat changes in `watch_s`.
+    """Whether a Trainer works on the run: its process is not known to be dead, and the heartbeat changes in `watch_s`.
 
     Compares no clocks. Takes up to `watch_s`; less where the answer is clear before.
     """

@@ -105,8 +105,8 @@ def _check_whole(store: RunStore, ref: PolicyRef, folder: Path) -> None:
         found = {name: (folder / name).stat().st_size for name in manifest["files"]}
     except FileNotFoundError as error:
         raise NotFound(
-            f"policy {ref.path} of run {store.run} in {store.url} is not there in full ({error}): it was pruned, or its "
-            "files were removed by hand. Fetch the latest policy."
+            f"policy {ref.path} of run {store.run} in {store.url} is not there in full ({error}): it was pruned, or "
+            "its files were removed by hand. Fetch the latest policy."
         ) from error
     for name, published in manifest["files"].items():
         if found[name] != published:

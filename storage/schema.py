@@ -50,7 +50,7 @@ BATCH = pa.schema(
         "draw_probability": pa.float64(),  # of being the first of the K drawn for its prompt
         "reward": pa.float32(),
         "policy_step": pa.int64(),
-        "staleness": pa.int64(),  # step - policy_step
+        "staleness": pa.int64(),  # step - 1 - policy_step: between the weights that sampled and those trained
     }
 )
 
@@ -106,6 +106,17 @@ SYNC = pa.schema(
         "searcher": pa.string(),
         "first_round": pa.int64(),
         "last_round": pa.int64(),
+    }
+)
+
+# One life of the Trainer.
+ATTEMPT = pa.schema(
+    {
+        "attempt": pa.int64(),
+        "resumed_from": pa.int64(),  # the checkpoint's step, 0 from scratch
+        "host": pa.string(),
+        "pid": pa.int64(),
+        "created_at": _TIME,
     }
 )
 

@@ -80,7 +80,7 @@ class VllmEngine:
     def __init__(self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read by the CPU backend only
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

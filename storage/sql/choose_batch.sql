@@ -11,45 +11,35 @@ places AS (
         FROM range($prompts_per_batch) AS places(prompt_index)
     )
 ),
--- B prompts, in random order, of those that got trajectories in the newest sync
+-- a list of B prompts, in random order, of those that got trajectories in the newest sync
 recent_pool AS (
-    SELECT prompt, prompt_id, row_number() OVER (ORDER BY number, prompt_id) - 1 AS turn
-    FROM (
-        SELECT prompt, prompt_id, uniform_number($seed, $step, 'recent prompt', prompt_id) AS number
-        FROM prompts
-        WHERE prompt IN (SELECT prompt FROM trajectories WHERE sync = $newest_sync)
-        ORDER BY number, prompt_id
-        LIMIT $prompts_per_batch
-    )
+    SELECT
+        min_by(prompts, uniform_number($seed, $step, 'recent prompt', prompt_id), $prompts_per_batch) AS pool
+    FROM prompts
+    WHERE prompt IN (SELECT prompt FROM trajectories WHERE sync = $newest_sync)
 ),
 -- prompts of the recent places; fewer prompts than places: each in turn
 recent_prompts AS (
-    SELECT prompt_index, recent, prompt, prompt_id
-    FROM places
-    JOIN recent_pool ON recent_pool.turn = places.turn % (SELECT count(*) FROM recent_pool)
+    SELECT prompt_index, recent, pool[1 + turn % len(pool)] AS chosen
+    FROM places, recent_pool
     WHERE recent
 ),
--- B prompts, in random order, of all; those already in the batch come last, so that they repeat only where they must
+-- a list of B prompts, in random order, of all; those already in the batch come last, to repeat only where they must
 whole_pool AS (
-    SELECT prompt, prompt_id, row_number() OVER (ORDER BY taken, number, prompt_id) - 1 AS turn
-    FROM (
-        SELECT
-            prompt,
-            prompt_id,
-            prompt IN (SELECT prompt FROM recent_prompts) AS taken,
-            uniform_number($seed, $step, 'prompt', prompt_id) AS number
-        FROM prompts
-        ORDER BY taken, number, prompt_id
-        LIMIT $prompts_per_batch
-    )
+    SELECT
+        min_by(
+            prompts,
+            (prompt IN (SELECT chosen.prompt FROM recent_prompts))::INTEGER + uniform_number($seed, $step, 'prompt', prompt_id),
+            $prompts_per_batch
+        ) AS pool
+    FROM prompts
 ),
 -- the prompt of each place
 batch_prompts AS (
-    SELECT * FROM recent_prompts
+    SELECT prompt_index, recent, chosen.prompt, chosen.prompt_id FROM recent_prompts
     UNION ALL
-    SELECT prompt_index, recent, prompt, prompt_id
-    FROM places
-    JOIN whole_pool ON whole_pool.turn = places.turn % (SELECT count(*) FROM whole_pool)
+    SELECT prompt_index, recent, pool[1 + turn % len(pool)].prompt, pool[1 + turn % len(pool)].prompt_id
+    FROM places, whole_pool
     WHERE NOT recent
 ),
 -- what each place may draw: a recent place its prompt's trajectories of the newest sync, another all of its prompt's.

@@ -40,7 +40,13 @@ SEED = 7
 
 @pytest.fixture
 def store(tmp_path) -> RunStore:
-    return RunStore(f"file://{tmp_path}", "run")
+    store = RunStore(f"file://{tmp_path}", "run")
+    start_attempt(store, resumed_from=0)
+    return store
+
+
+def start_attempt(store: RunStore, resumed_from: int) -> int:
+    return ledger.start_attempt(store, resumed_from, {"host": "here", "pid": 1, "started": "now"})
 
 
 def commit(store: RunStore, searcher: str, round_number: int, responses: list[tuple], policy_step: int = 0) -> None:
@@ -149,7 +155,8 @@ def test_prompts_are_drawn_uniformly_and_all_differ_where_there_are_enough(store
         drawn = [group[0]["prompt_id"] for group in groups(buffer.draw(step)).values()]
         assert len(set(drawn)) == 8
         counts.update(drawn)
-    # 8 of 20 prompts, 200 times: 80 each. Within a batch they exclude each other: variance is (1 - 8/20) of independent draws'
+    # 8 of 20 prompts, 200 times: 80 each. A prompt is drawn at most once a batch, so counts vary 1 - 8/20 as much as
+    # those of independent draws (and the 20 counts, of given sum, have 19 degrees of freedom)
     statistic = sum((counts[name] - 80) ** 2 / 80 for name in "abcdefghijklmnopqrst") / (1 - 8 / 20) * 19 / 20
     assert statistic < 36.2  # 1 % point of chi-square with 19 degrees of freedom
 
@@ -293,9 +300,7 @@ def test_of_a_prompt_the_newest_capacity_stay(store):
         "s1-00000000-00000",
         "s1-00000000-00001",
     }
-    commit(
-        store, "s0", 1, distinct("a", 2), policy_step=1
-    )  # the responses of s1 again, an older policy but a newer sync
+    commit(store, "s0", 1, distinct("a", 2), policy_step=1)  # the responses of s1 again: older policy, newer sync
     buffer.sync(step=4, attempt=1)
     assert set(buffer.draw(1)["trajectory_id"].to_pylist()) == {
         "s0-00000000-00001",
@@ -311,15 +316,9 @@ def test_a_drawn_row_carries_the_tokens_and_logprobs_of_its_shard(store):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=2)
     buffer.sync(step=1, attempt=1)
     batch = buffer.draw(1)
-    for name in (
-        "prompt_tokens",
-        "response_tokens",
-        "behavior_logprobs",
-        "reference_logprobs",
-        "reward",
-        "policy_step",
-    ):
-        assert batch.schema.field(name).type == TRAJECTORY.field(name).type
+    for field in batch.schema:
+        if field.name in TRAJECTORY.names:
+            assert field.type == TRAJECTORY.field(field.name).type
     for row in batch.to_pylist():
         tokens = responses[row["prompt_id"], int(row["trajectory_id"][-1])]
         assert row["prompt_tokens"] == list(row["prompt_id"].encode())
@@ -363,7 +362,7 @@ def test_a_lost_race_for_the_sync_record_changes_nothing(store):
     assert (ours.num_trajectories, ours.num_prompts, ours.newest_sync) == (0, 0, 0)
     with pytest.raises(NotEnoughExperience):
         ours.draw(1)
-    assert ours.sync(step=1, attempt=2).num_trajectories == 3
+    assert ours.sync(step=1, attempt=start_attempt(store, resumed_from=0)).num_trajectories == 3
 
 
 def test_a_torn_shard_changes_nothing_and_is_named(store):
@@ -416,10 +415,41 @@ def test_after_a_rebuild_the_next_sync_takes_in_the_rest(store):
     straight = new_buffer(store, **SAMPLING)
     run_of_three_syncs(store, straight)
     resumed = new_buffer(store, **SAMPLING)
-    resumed.rebuild(4)  # a checkpoint of step 4: the sync before step 5 was taken in by an attempt that died
+    resumed.rebuild(4)
     assert resumed.newest_sync == 2
-    assert resumed.sync(step=5, attempt=2).rounds == {"s0": [2], "s1": [4, 5]}
+    assert resumed.sync(step=5, attempt=start_attempt(store, resumed_from=4)).rounds == {"s0": [2], "s1": [4, 5]}
     assert resumed.draw(9).equals(straight.draw(9))
+
+
+def test_syncs_after_the_step_a_later_attempt_resumed_from_do_not_count(store):
+    run_of_three_syncs(store, new_buffer(store, **SAMPLING))  # syncs before steps 1, 3 and 5; then the Trainer dies
+    resumed = new_buffer(store, **SAMPLING)
+    resumed.rebuild(2)
+    commit(store, "s1", 6, distinct("c", 4, start=50))
+    sync = resumed.sync(step=3, attempt=start_attempt(store, resumed_from=2))
+    assert (sync.number, sync.rounds) == (2, {"s0": [1, 2], "s1": [2, 3, 4, 5, 6]})
+    batch = resumed.draw(4)
+    again = new_buffer(store, **SAMPLING)
+    again.rebuild(4)  # attempt 1 took rounds 2 and 3 of s1 in as sync 2 too, and 4 and 5 as sync 3: undone
+    assert again.newest_sync == 2
+    assert again.draw(4).equals(batch)
+
+
+def test_a_sync_is_recorded_if_it_took_something_in(store):
+    buffer = new_buffer(store, **SAMPLING)
+    assert buffer.sync(step=1, attempt=1) is None
+    commit(store, "s0", 0, distinct("a", 2))
+    commit(store, "s0", 1, distinct("b", 2))
+    commit(store, "s1", 0, distinct("c", 2))
+    buffer.sync(step=2, attempt=1)
+    assert buffer.sync(step=3, attempt=1) is None
+    commit(store, "s0", 2, distinct("a", 2))
+    buffer.sync(step=4, attempt=1)
+    assert ledger.effective_syncs(store, step=4) == [
+        {"attempt": 1, "sync": 1, "step": 2, "searcher": "s0", "first_round": 0, "last_round": 1},
+        {"attempt": 1, "sync": 1, "step": 2, "searcher": "s1", "first_round": 0, "last_round": 0},
+        {"attempt": 1, "sync": 2, "step": 4, "searcher": "s0", "first_round": 2, "last_round": 2},
+    ]
 
 
 def test_a_rebuild_without_records_is_an_empty_buffer(store):

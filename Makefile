@@ -1,0 +1,47 @@
+# Everything sets itself up: a machine needs only Python 3.11 (or 3.12) and make. `make train` is the place to start.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+# A GPU chooses the CUDA build of vLLM and torch; else the CPU builds, from a local folder of wheels where one is named.
+ifneq ($(shell command -v nvidia-smi),)
+EXTRA := cuda
+else
+EXTRA := cpu
+TORCH := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend=cpu)
+endif
+
+.PHONY: train test lint up down bench-buffer clean
+
+train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
+	$(BIN)/tba train
+
+test: $(STAMP)  ## All tests, real servers and engines included
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## Style and the usual mistakes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+up: $(STAMP)  ## Prefect server, work pool, deployments, worker, until `make down`
+	$(BIN)/tba up
+
+down: $(STAMP)
+	$(BIN)/tba down
+
+bench-buffer: $(STAMP)  ## How the replay buffer scales
+	$(BIN)/python tests/benchmarks/bench_buffer.py
+
+clean:  ## Remove the environment and caches; runs in .tba/ stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.tba/*' -prune -exec rm -rf {} +
+
+# The stamp comes last, so an interrupted install is taken up again.
+$(STAMP): pyproject.toml infra/constraints.txt infra/overrides.txt
+	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), f"Python 3.11 or 3.12 is needed, this is {sys.version}; name one: make PYTHON=python3.11 ..."'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c infra/constraints.txt uv
+	$(BIN)/uv pip install --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev]"
+	touch $@

@@ -1,0 +1,102 @@
+"""Questions in SQL about a run: its trajectories and its ledger as views, and nothing but reading.
+
+Each view is a storage/sql/view_<name>.sql over the run's Parquet files: it works on any store, during and after a run.
+`SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'batches'` tells what the columns mean.
+
+Whoever asks can read these views only. Arrow reads the files, so DuckDB itself needs neither files nor network and has
+them taken away, with extensions, settings and Python's variables; each statement runs in a read-only transaction.
+"""
+
+from datetime import datetime
+
+import duckdb
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from storage import ledger, schema
+from storage.errors import ReadOnly
+from storage.sql import sql
+from storage.store import RunStore
+
+VIEWS = (
+    "trajectories",
+    "batches",
+    "all_batches",
+    "search_rounds",
+    "training_steps",
+    "evaluations",
+    "syncs",
+    "attempts",
+)
+
+# Where each table's files are, and their columns.
+_STORED = {
+    "trajectories": ("trajectories", schema.TRAJECTORY),
+    "batches": ("batches", schema.BATCH),
+    "search_rounds": ("metrics/search", schema.SEARCH_ROUND),
+    "training_steps": ("metrics/training", schema.TRAINING_STEP),
+    "evaluations": ("metrics/evaluations", schema.EVALUATION),
+    "syncs": ("syncs", schema.SYNC),
+}
+
+# In this order: the last one makes them final. An empty temp_directory: a large query fails instead of writing files.
+_SETTINGS = """
+SET TimeZone = 'UTC';
+SET python_enable_replacements = false;
+SET autoinstall_known_extensions = false;
+SET autoload_known_extensions = false;
+SET temp_directory = '';
+SET enable_external_access = false;
+SET lock_configuration = true;
+"""
+_READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)  # DESCRIBE, SHOW and SUMMARIZE are SELECTs
+
+
+def query(store: RunStore, statement: str) -> pa.Table:
+    """The rows that one SELECT, DESCRIBE, SHOW, SUMMARIZE or EXPLAIN statement returns.
+
+    ReadOnly for any other statement; duckdb.Error where the SQL is wrong, or reaches for what is not a view.
+    """
+    with connect(store) as connection:
+        parsed = connection.extract_statements(statement)
+        if len(parsed) != 1:
+            raise ReadOnly(f"query: got {len(parsed)} statements; ask one at a time")
+        if parsed[0].type not in _READING:
+            raise ReadOnly(
+                f"query: got a {parsed[0].type.name} statement; a run's store is only read, by SELECT, DESCRIBE, SHOW, "
+                "SUMMARIZE or EXPLAIN. To work on the data, read the Parquet files with a DuckDB of your own."
+            )
+        connection.execute("BEGIN TRANSACTION READ ONLY")  # EXPLAIN ANALYZE executes what it explains
+        return connection.sql(parsed[0]).to_arrow_table()
+
+
+def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
+    """A new in-memory database with the views, over what is stored now. What is not there yet is an empty view."""
+    connection = duckdb.connect()
+    for name, (folder, columns) in _STORED.items():
+        connection.register(f"stored_{name}", _dataset(store, folder, columns))
+    connection.register("stored_attempts", _attempts(store))
+    for name in VIEWS:
+        connection.execute(sql(f"view_{name}"))
+    connection.execute(_SETTINGS)
+    return connection
+
+
+def _dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
+    filesystem, base = store.arrow_filesystem()
+    paths = [f"{base}/{path}" for path in store.list(folder)]
+    return ds.FileSystemDataset.from_paths(paths, columns, ds.ParquetFileFormat(), filesystem)
+
+
+def _attempts(store: RunStore) -> pa.Table:
+    rows = [
+        {
+            "attempt": record["attempt"],
+            "resumed_from": record["resumed_from"],
+            "host": record["owner"]["host"],
+            "pid": record["owner"]["pid"],
+            "created_at": datetime.fromisoformat(record["created_at"]),
+        }
+        for record in ledger.attempts(store)
+    ]
+    return schema.to_table(rows, schema.ATTEMPT)

@@ -1,0 +1,125 @@
+"""The quality gate: what a shard must be before it is committed, as a Great Expectations suite.
+
+The suite looks at facts: one flat row a trajectory, computed from the shard by Arrow (lengths, counts of bad values),
+so that its cost does not grow with the number of tokens.
+"""
+
+import logging
+from functools import cache
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.schema import TRAJECTORY
+from storage.shards import trajectory_id
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_TOKENS = ("prompt_tokens", "response_tokens")
+_LOGPROBS = ("behavior_logprobs", "reference_logprobs")
+_NUM_EXAMPLES = 3  # offending values that a failure quotes
+
+
+def validate_shard(table: pa.Table, vocab_size: int) -> list[str]:
+    """Why the shard must not be trained on; empty if it is good.
+
+    table: one round's trajectories, as they would be committed. vocab_size: token ids are in [0, vocab_size).
+    """
+    if not table.schema.equals(TRAJECTORY):
+        wrong = sorted(str(field) for field in set(table.schema) - set(TRAJECTORY))
+        missing = sorted(str(field) for field in set(TRAJECTORY) - set(table.schema))
+        return [f"schema: missing {missing}, unknown {wrong}, or in another order; it is storage.schema.TRAJECTORY"]
+    context, suite = _suite()
+    batch_definition = context.data_sources.get("shards").get_asset("facts").get_batch_definition("whole")
+    batch = batch_definition.get_batch({"dataframe": _facts(table, vocab_size).to_pandas()})
+    report = batch.validate(suite)
+    return [_describe(result) for result in report.results if not result.success]
+
+
+def _facts(table: pa.Table, vocab_size: int) -> pa.Table:
+    """The flat facts that the suite judges, one row a trajectory."""
+    facts = {name: table[name] for name in ("trajectory_id", "finish_reason")}
+    # by name, and not a column each: an expectation costs milliseconds
+    nulls = [[name if null else "" for null in pc.is_null(table[name]).to_pylist()] for name in TRAJECTORY.names]
+    facts["null_columns"] = [" ".join(filter(None, names)) for names in zip(*nulls, strict=True)]
+    facts["reward_is_finite"] = pc.is_finite(table["reward"])
+    for name in (*_TOKENS, *_LOGPROBS):
+        facts[f"num_{name}"] = pc.fill_null(pc.list_value_length(table[name]), 0)
+    for name in _TOKENS:
+        facts[f"num_bad_{name}"] = _count_outside(table[name], 0, vocab_size - 1)
+    for name in _LOGPROBS:
+        facts[f"num_bad_{name}"] = _count_outside(table[name], -_FLOAT32_MAX, 0)
+    facts["num_bad_rewards"] = [_num_not_finite(components) for components in table["rewards"].to_pylist()]
+    origins = zip(table["searcher"].to_pylist(), table["round"].to_pylist(), strict=True)
+    facts["id_of_place"] = [
+        None if None in origin else trajectory_id(*origin, index) for index, origin in enumerate(origins)
+    ]
+    return pa.table(facts)
+
+
+def _count_outside(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
+    """By row, how many values of its list are not in [low, high]; null and NaN are not."""
+    rows = lists.combine_chunks()
+    values = rows.flatten().to_numpy(zero_copy_only=False)  # nulls become NaN
+    outside = ~((values >= low) & (values <= high))
+    return np.bincount(pc.list_parent_indices(rows).to_numpy()[outside], minlength=len(rows))
+
+
+def _num_not_finite(components: list[tuple[str, float]] | None) -> int:
+    return sum(value is None or not np.isfinite(value) for _, value in components or [])
+
+
+@cache
+def _suite():
+    """Great Expectations' context and our suite. Importing takes seconds, so nothing else of storage/ pays for it."""
+    logging.getLogger("great_expectations").setLevel(logging.WARNING)  # it tells hundreds of things about itself
+    import great_expectations as gx
+
+    context = gx.get_context(mode="ephemeral")  # nothing on disk
+    context.variables.progress_bars = {"globally": False}  # one a shard would drown a Searcher's log
+    context.enable_analytics(False)
+    context.data_sources.add_pandas("shards").add_dataframe_asset("facts").add_batch_definition_whole_dataframe("whole")
+    return context, gx.ExpectationSuite(name="trajectories", expectations=_expectations())
+
+
+def _expectations() -> list:
+    from great_expectations import expectations as gxe
+
+    def rule(expectation: type, text: str, **arguments):
+        return expectation(**arguments, meta={"rule": text})
+
+    between, equal = gxe.ExpectColumnValuesToBeBetween, gxe.ExpectColumnPairValuesToBeEqual
+    among = gxe.ExpectColumnValuesToBeInSet
+    return [
+        rule(gxe.ExpectTableRowCountToBeBetween, "a shard has trajectories", min_value=1),
+        rule(among, "no column is null", column="null_columns", value_set=[""]),
+        rule(gxe.ExpectColumnValuesToBeUnique, "trajectory_id is unique", column="trajectory_id"),
+        rule(equal, "trajectory_id is searcher-round-index", column_A="trajectory_id", column_B="id_of_place"),
+        rule(among, "reward is finite", column="reward_is_finite", value_set=[True]),
+        rule(between, "components of rewards are finite", column="num_bad_rewards", max_value=0),
+        *(rule(between, f"{name} has at least one token", column=f"num_{name}", min_value=1) for name in _TOKENS),
+        *(
+            rule(between, f"{name} are inside the vocabulary", column=f"num_bad_{name}", max_value=0)
+            for name in _TOKENS
+        ),
+        *(
+            rule(equal, f"{name} has one a response token", column_A=f"num_{name}", column_B="num_response_tokens")
+            for name in _LOGPROBS
+        ),
+        *(rule(between, f"{name} are finite and <= 0", column=f"num_bad_{name}", max_value=0) for name in _LOGPROBS),
+        rule(among, "finish_reason is stop or length", column="finish_reason", value_set=["stop", "length"]),
+    ]
+
+
+def _describe(result) -> str:
+    """One line: the rule, how many trajectories break it, and the first offending facts."""
+    arguments = result.expectation_config.kwargs
+    facts = ", ".join(arguments[key] for key in ("column", "column_A", "column_B") if key in arguments)
+    found = result.to_json_dict()["result"]  # plain values, not numpy's
+    rule = result.expectation_config.meta["rule"]
+    if result.exception_info.get("raised_exception"):
+        return f"{rule}: could not be checked ({result.exception_info['exception_message']})"
+    if "unexpected_count" not in found:
+        return f"{rule}: got {found['observed_value']}"
+    examples = found["partial_unexpected_list"][:_NUM_EXAMPLES]
+    return f"{rule}: broken by {found['unexpected_count']} of {found['element_count']}, where ({facts}) is {examples}"

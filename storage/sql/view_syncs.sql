@@ -1,0 +1,16 @@
+-- The syncs that count. What counts: no later attempt resumed from before the step (storage/ledger.py).
+CREATE VIEW syncs AS
+SELECT *
+FROM stored_syncs
+WHERE NOT EXISTS (
+    SELECT 1 FROM stored_attempts AS later
+    WHERE later.attempt > stored_syncs.attempt AND later.resumed_from < stored_syncs.step
+);
+
+COMMENT ON VIEW syncs IS 'One row a searcher in a sync: the rounds that the buffer took in.';
+COMMENT ON COLUMN syncs.attempt IS 'Which life of the Trainer took them in.';
+COMMENT ON COLUMN syncs.sync IS 'Number of the sync, from 1.';
+COMMENT ON COLUMN syncs.step IS 'Training steps done before it.';
+COMMENT ON COLUMN syncs.searcher IS 'Whose rounds.';
+COMMENT ON COLUMN syncs.first_round IS 'First round taken in.';
+COMMENT ON COLUMN syncs.last_round IS 'Last round taken in; those between were too.';

@@ -1,0 +1,32 @@
+-- The training steps that count. What counts: no later attempt resumed from before the step (storage/ledger.py).
+CREATE VIEW training_steps AS
+SELECT *
+FROM stored_training_steps
+WHERE NOT EXISTS (
+    SELECT 1 FROM stored_attempts AS later
+    WHERE later.attempt > stored_training_steps.attempt AND later.resumed_from < stored_training_steps.step
+);
+
+COMMENT ON VIEW training_steps IS 'One row a training step; without steps that a resumed Trainer undid.';
+COMMENT ON COLUMN training_steps.attempt IS 'Which life of the Trainer took it.';
+COMMENT ON COLUMN training_steps.step IS 'The training step, counted from 1.';
+COMMENT ON COLUMN training_steps.started_at IS 'When the batch was there, UTC.';
+COMMENT ON COLUMN training_steps.ended_at IS 'When the step was done, UTC.';
+COMMENT ON COLUMN training_steps.wait_s IS 'Seconds without a batch before it.';
+COMMENT ON COLUMN training_steps.step_s IS 'Seconds of forward, backward and optimizer.';
+COMMENT ON COLUMN training_steps.loss IS 'Trajectory Balance loss, scaled by beta^2 / 2.';
+COMMENT ON COLUMN training_steps.reward_mean IS 'Mean reward of the batch.';
+COMMENT ON COLUMN training_steps.reward_recent_mean IS 'Mean reward of its recent slots; NULL where there are none.';
+COMMENT ON COLUMN training_steps.log_z_mean IS 'Mean of log Z over the prompts.';
+COMMENT ON COLUMN training_steps.residual_abs_mean IS 'Mean absolute residual.';
+COMMENT ON COLUMN training_steps.logprob_gap_mean IS 'Mean of log p_theta - log p_ref over the responses.';
+COMMENT ON COLUMN training_steps.gradient_norm IS 'Norm of the gradient before clipping.';
+COMMENT ON COLUMN training_steps.learning_rate IS 'Learning rate of the step.';
+COMMENT ON COLUMN training_steps.beta IS 'KL coefficient of the step.';
+COMMENT ON COLUMN training_steps.staleness_mean IS 'Mean staleness of the batch, in policy steps.';
+COMMENT ON COLUMN training_steps.staleness_max IS 'Largest staleness of the batch, in policy steps.';
+COMMENT ON COLUMN training_steps.num_trajectories IS 'Trajectories in the buffer.';
+COMMENT ON COLUMN training_steps.num_prompts IS 'Prompts in the buffer.';
+COMMENT ON COLUMN training_steps.num_response_tokens IS 'Response tokens that were computed.';
+COMMENT ON COLUMN training_steps.num_unique IS 'Distinct trajectories in the batch.';
+COMMENT ON COLUMN training_steps.skipped IS 'Whether the weights stayed as they were, the gradient not being finite.';

@@ -1,0 +1,211 @@
+"""The `tba` command without a server.
+
+Claims
+- bad input ends with status 2 and one line a mistake (field, value got, rule), before anything is started or written
+- options and --set come together in one RunConfig; a run is called after its task; local paths become absolute
+- a finished run prints its summary and starts nothing
+- what the input check refuses, and a Trainer of which Prefect does not know, end the command before it submits
+- `tba sql` prints a table, JSON or CSV; refuses to write; says when there is no such run
+- without a terminal, progress is plain lines, each with every field the heartbeat has
+
+Run: pytest tests/flows/test_cli.py
+"""
+
+import io
+import json
+import os
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flows import stack
+from flows.cli import _refuse_live_trainer, app
+from flows.machine import this_process
+from flows.progress import Progress, duration
+from storage import ledger
+from storage.store import RunStore
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project's folder as working folder, with a stack that must not be started."""
+    (tmp_path / "prefect.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TBA_STORE", raising=False)
+    monkeypatch.setattr(stack, "up", lambda *_, **__: pytest.fail("the stack was started"))
+    return tmp_path
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The configurations that were handed to the input check, which finds nothing here: the real one needs a model."""
+    configs = []
+    monkeypatch.setitem(sys.modules, "flows.checks", SimpleNamespace(check_inputs=configs.append))
+    return configs
+
+
+def tba(*arguments: str):
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["../elsewhere"], "run: got '../elsewhere'"),
+        (["a/b"], "run: got 'a/b'"),
+        (["--steps", "0"], "train.steps: got 0; Input should be greater than or equal to 1"),
+        (["--set", "train.beta=0"], "train.beta: got '0'; Input should be greater than 0"),
+        (["--set", "train.beta=much"], "train.beta: got 'much'; Input should be a valid number"),
+        (["--set", "sampling.recent_probability=1.5"], "sampling.recent_probability: got '1.5'"),
+        (["--set", "sampling.responses_per_prompt=30"], "sampling.responses_per_prompt (K) is 30"),
+        (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: steps, beta"),
+        (["--set", "betta=1"], "betta: there is no such setting; known here: run, store"),
+        (["--set", "train.beta"], "--set train.beta: got no '='"),
+        (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is one setting"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_work(project, checked, arguments, message):
+    result = tba("train", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+    assert not checked
+    assert [path.name for path in project.iterdir()] == ["prefect.yaml"]
+
+
+def test_every_mistake_is_told_at_once(project, checked):
+    result = tba("train", "--steps", "0", "--set", "train.beta=0")
+    assert len(result.stderr.splitlines()) == 2
+
+
+def test_options_and_settings_come_together(project, checked):
+    (project / "problems.jsonl").touch()
+    store = RunStore((project / "runs").as_uri(), "gsm8k")
+    store.put("summary.json", b'{"run": "gsm8k"}')
+    options = "--task gsm8k --data problems.jsonl --store runs --model org/name --steps 7 --seed 3"
+    tba("train", *options.split(), "--set", "train.beta=0.05", "--set", "sampling.reward_temperature=null")
+    (config,) = checked
+    assert (config.run, config.task.name) == ("gsm8k", "gsm8k")
+    assert config.task.data == str(project / "problems.jsonl")
+    assert config.store == (project / "runs").as_uri()
+    assert config.model == "org/name"  # no such folder here, so it is left as it is
+    assert (config.train.steps, config.seed, config.train.beta) == (7, 3, 0.05)
+    assert config.sampling.reward_temperature is None
+
+
+def test_a_finished_run_prints_its_summary_and_starts_nothing(project, checked):
+    summary = {"run": "done", "accuracy_before": 0.36, "accuracy_after": 0.8125, "staleness_max": 4}
+    RunStore((project / ".tba").as_uri(), "done").put("summary.json", json.dumps(summary).encode())
+    result = tba("train", "done")
+    assert result.exit_code == 0
+    assert "'done' is finished" in result.stdout
+    assert "0.812" in result.stdout and "0.360" in result.stdout
+
+
+def test_what_the_check_refuses_is_the_message(project, monkeypatch):
+    def refuse(config):
+        raise ValueError("task: got 'chess'; known tasks: arithmetic, gsm8k")
+
+    monkeypatch.setitem(sys.modules, "flows.checks", SimpleNamespace(check_inputs=refuse))
+    result = tba("train", "--task", "chess")
+    assert (result.exit_code, result.stderr) == (2, "task: got 'chess'; known tasks: arithmetic, gsm8k\n")
+
+
+def test_a_live_trainer_that_prefect_does_not_know_is_named(project, capsys):
+    store = RunStore((project / ".tba").as_uri(), "elsewhere")
+    owner = this_process()
+    ledger.start_attempt(store, 0, owner)
+    stop = threading.Event()
+
+    def beat():
+        while not stop.wait(0.1):
+            ledger.heartbeat(store, {"at": time.time(), "owner": owner})
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(typer.Exit) as exit_:
+        _refuse_live_trainer(store)
+    stop.set()
+    thread.join()
+    assert exit_.value.exit_code == 1
+    assert f"pid {os.getpid()}" in capsys.readouterr().err
+
+
+def test_outside_the_project_it_says_where_to_go(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = tba("train")
+    assert result.exit_code == 2
+    assert "run tba in the project's folder" in result.stderr
+
+
+@pytest.fixture
+def stored_run(project):
+    store = RunStore((project / ".tba").as_uri(), "some")
+    store.create_run({"seed": 0})
+    return store
+
+
+ROWS = "SELECT unnest([1, 2]) AS number, unnest(['a, b', '[c]']) AS text"
+
+
+def test_sql_prints_json(stored_run):
+    result = tba("sql", "some", ROWS, "--format", "json")
+    assert json.loads(result.stdout) == [{"number": 1, "text": "a, b"}, {"number": 2, "text": "[c]"}]
+
+
+def test_sql_prints_csv(stored_run):
+    assert tba("sql", "some", ROWS, "--format", "csv").stdout == 'number,text\n1,"a, b"\n2,[c]\n'
+
+
+def test_sql_prints_a_table(stored_run):
+    lines = tba("sql", "some", ROWS).stdout.splitlines()
+    assert "number" in lines[1] and "text" in lines[1]
+    assert "[c]" in lines[4]  # not taken for markup
+    assert lines[-1] == "2 rows"
+
+
+def test_sql_has_views_before_anything_is_stored(stored_run):
+    result = tba("sql", "some", "SELECT count(*) AS n FROM trajectories", "--format", "csv")
+    assert result.stdout == "n\n0\n"
+
+
+@pytest.mark.parametrize(
+    ("run", "query", "message"),
+    [
+        ("some", "CREATE TABLE t (x INT)", "CREATE"),
+        ("some", "SELECT nothing FROM trajectories", "nothing"),
+        ("absent", "SELECT 1", "There is no run 'absent'"),
+        ("../some", "SELECT 1", "run: got '../some'"),
+    ],
+)
+def test_sql_refuses_with_the_reason(stored_run, run, query, message):
+    result = tba("sql", run, query)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_progress_without_a_terminal_is_plain_lines():
+    out = io.StringIO()
+    heartbeat = {"state": "training", "step": 12, "steps": 100, "reward_mean": 0.614, "num_trajectories": 1280,
+                 "num_prompts": 40, "staleness_mean": 2.13, "seconds_left": 370}  # fmt: skip
+    with Progress(Console(file=out)) as progress:
+        progress.show("starting", None)
+        progress.show("training", heartbeat)
+        progress.show("training", heartbeat | {"step": 13})  # too soon for another line
+    first, second = out.getvalue().splitlines()
+    assert first == "starting  elapsed 0s"
+    assert second == (
+        "training  elapsed 0s  step 12/100  reward 0.61  buffer 1,280  prompts 40  staleness 2.1  left 6m 10s"
+    )
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (90, "1m 30s"), (7260, "2h 01m")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,221 @@
+"""Claims about storage/ledger.py. Run: pytest tests/storage/test_ledger.py
+
+- each entry is stored once, under its name, with exactly its schema's columns; wrong columns are refused by name
+- a batch's staleness is in policy steps at the moment of training: 0 is on-policy
+- attempts count up, and two Trainers that begin at once do not get one number
+- an entry counts if no later attempt resumed from before its step
+- a run is alive if its heartbeat changes; a Trainer known to be dead is not waited for
+- a checkpoint counts once complete; old ones and half ones are deleted, the newest are kept
+"""
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from storage import ledger
+from storage.errors import AlreadyExists, NotFound
+from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
+from tests.storage.helpers import NOON, OWNER, make_batch, make_search_round, make_training_step, start_python
+
+
+@dataclass
+class Sync:
+    """What ledger.record_sync reads of storage.buffer.Sync."""
+
+    number: int
+    step: int
+    attempt: int
+    rounds: dict[str, list[int]]
+
+
+def read(store, path: str) -> pa.Table:
+    return pq.read_table(pa.BufferReader(store.get(path)))
+
+
+# --- entries
+
+
+def test_a_batch_is_stored_without_tokens_and_with_its_staleness(store):
+    ledger.record_batch(store, attempt=2, step=12, rows=make_batch(policy_steps=[11, 9]))
+    table = read(store, "batches/attempt=00000002/step=00000012.parquet")
+    assert table.schema.equals(BATCH)
+    # step 12 trains the weights of policy step 11: those sampled the first row, and the second is two steps older
+    assert table["staleness"].to_pylist() == [0, 2]
+    assert table["attempt"].to_pylist() == [2, 2] and table["step"].to_pylist() == [12, 12]
+    assert table["trajectory_id"].to_pylist() == ["s0-00000000-00000", "s0-00000000-00001"]
+    with pytest.raises(AlreadyExists):
+        ledger.record_batch(store, attempt=2, step=12, rows=make_batch(policy_steps=[11, 9]))
+
+
+@pytest.mark.parametrize(
+    ("record", "row", "path", "schema"),
+    [
+        (
+            ledger.record_training_step,
+            make_training_step(attempt=1, step=7),
+            "metrics/training/attempt=00000001/step=00000007.parquet",
+            TRAINING_STEP,
+        ),
+        (
+            ledger.record_search_round,
+            make_search_round("s0", 42),
+            "metrics/search/searcher=s0/round=00000042.parquet",
+            SEARCH_ROUND,
+        ),
+        (
+            ledger.record_evaluation,
+            {
+                "policy_step": 40,
+                "split": "heldout",
+                "num_problems": 256,
+                "accuracy": 0.5,
+                "mean_response_tokens": 3.0,
+                "created_at": NOON,
+            },
+            "metrics/evaluations/step=00000040.parquet",
+            EVALUATION,
+        ),
+    ],
+)
+def test_an_entry_is_stored_once_with_its_columns(local_store, record, row, path, schema):
+    record(local_store, row)
+    table = read(local_store, path)
+    assert table.schema.equals(schema) and table.to_pylist() == [row]
+    with pytest.raises(AlreadyExists):
+        record(local_store, row)
+
+
+def test_wrong_columns_are_refused_by_name():
+    row = make_search_round("s0", 0)
+    del row["reward_mean"]
+    with pytest.raises(ValueError, match=r"row 1 .*missing \['reward_mean'\], unknown \['reward_men'\]"):
+        to_table([make_search_round("s0", 0), row | {"reward_men": 1.0}], SEARCH_ROUND)
+    assert to_table([], SEARCH_ROUND).schema.equals(SEARCH_ROUND)
+
+
+def test_evaluated_steps_are_listed(store):
+    assert ledger.evaluated_steps(store) == []
+    for step in (0, 100):
+        row = {"policy_step": step, "split": "heldout", "num_problems": 1, "accuracy": 1.0}
+        ledger.record_evaluation(store, row | {"mean_response_tokens": 1.0, "created_at": NOON})
+    assert ledger.evaluated_steps(store) == [0, 100]
+
+
+# --- attempts and what counts
+
+
+def test_attempts_count_up_and_remember_when_the_first_began(store):
+    with pytest.raises(NotFound):
+        ledger.first_attempt_at(store)
+    assert ledger.latest_attempt(store) == 0
+    before = datetime.now(UTC)
+    assert [ledger.start_attempt(store, step, OWNER) for step in (0, 20)] == [1, 2]
+    assert ledger.latest_attempt(store) == 2
+    assert before <= ledger.first_attempt_at(store) <= datetime.now(UTC)
+    assert [(record["attempt"], record["resumed_from"]) for record in ledger.attempts(store)] == [(1, 0), (2, 20)]
+
+
+def test_two_trainers_that_begin_at_once_do_not_get_one_number(store, monkeypatch):
+    monkeypatch.setattr(ledger, "latest_attempt", lambda store: 0)  # both looked before either wrote
+    assert ledger.start_attempt(store, 0, OWNER) == 1
+    with pytest.raises(AlreadyExists, match=r"trainer/attempt=00000001\.json"):
+        ledger.start_attempt(store, 0, OWNER)
+
+
+def test_an_entry_counts_if_no_later_attempt_resumed_from_before_its_step(store):
+    # attempt 1: steps 1 to 30. Attempt 2 resumed from 20, went to 50. Attempt 3 resumed from 40.
+    for resumed_from in (0, 20, 40):
+        ledger.start_attempt(store, resumed_from, OWNER)
+    syncs = [
+        Sync(1, 0, 1, {"s0": [0, 1, 2]}),
+        Sync(2, 20, 1, {"s0": [3]}),
+        Sync(3, 22, 1, {"s0": [4], "s1": [0]}),  # undone by attempt 2
+        Sync(3, 21, 2, {"s0": [4, 5], "s1": [0]}),  # which took in more
+        Sync(4, 41, 2, {"s1": [1]}),  # undone by attempt 3
+        Sync(4, 42, 3, {"s1": [1, 2]}),
+    ]
+    for sync in syncs:
+        ledger.record_sync(store, sync)
+
+    def taken_in(step: int) -> list[tuple]:
+        names = ("sync", "searcher", "first_round", "last_round")
+        return [tuple(row[name] for name in names) for row in ledger.effective_syncs(store, step)]
+
+    first = [(1, "s0", 0, 2), (2, "s0", 3, 3)]
+    second = [(3, "s0", 4, 5), (3, "s1", 0, 0)]
+    assert taken_in(1000) == [*first, *second, (4, "s1", 1, 2)]
+    assert taken_in(40) == first + second
+    assert taken_in(19) == first[:1]
+    assert read(store, "syncs/attempt=00000001/sync=00000003.parquet").schema.equals(SYNC)
+
+
+# --- signs of life
+
+
+def test_a_run_that_never_trained_is_not_alive(local_store):
+    assert not ledger.run_is_alive(local_store, watch_s=60)
+
+
+def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
+    process = start_python("pass")
+    process.wait()
+    ledger.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": process.pid, "started": 0.0})
+    ledger.heartbeat(local_store, {"step": 1})
+    began = time.monotonic()
+    assert not ledger.run_is_alive(local_store, watch_s=60)
+    assert time.monotonic() - began < 5
+
+
+def test_a_run_is_alive_if_its_heartbeat_changes(local_store):
+    ledger.start_attempt(local_store, 0, OWNER)  # on another machine
+    ledger.heartbeat(local_store, {"step": 1})
+    assert not ledger.run_is_alive(local_store, watch_s=0.5)
+    beat = threading.Timer(0.3, ledger.heartbeat, (local_store, {"step": 2}))
+    beat.start()
+    assert ledger.run_is_alive(local_store, watch_s=30)
+    beat.join()
+
+
+def test_a_process_that_lives_but_does_not_train_is_not_alive(local_store):
+    ledger.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": os.getpid(), "started": 0.0})
+    assert not ledger.run_is_alive(local_store, watch_s=0.5)  # the pid was used again
+
+
+# --- checkpoints
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/trainer.safetensors").write_bytes(b"weights")
+    (tmp_path / "checkpoint/state.json").write_text("{}")
+    return tmp_path / "checkpoint"
+
+
+def test_a_checkpoint_counts_once_complete(store, checkpoint):
+    assert ledger.list_checkpoints(store) == []
+    store.put("trainer/step=00000020/trainer.safetensors", b"half")  # its Trainer was killed
+    assert ledger.list_checkpoints(store) == []
+    ledger.save_checkpoint(store, 20, checkpoint)
+    assert ledger.list_checkpoints(store) == [20]
+    assert store.get(f"{ledger.checkpoint_path(20)}/trainer.safetensors") == b"weights"
+
+
+def test_the_newest_checkpoints_are_kept(store, checkpoint):
+    ledger.start_attempt(store, 0, OWNER)
+    ledger.delete_checkpoints(store, keep=2)  # none yet
+    for step in (20, 40, 60):
+        ledger.save_checkpoint(store, step, checkpoint)
+    store.put("trainer/step=00000030/trainer.safetensors", b"half")
+    store.put("trainer/step=00000080/trainer.safetensors", b"on its way")
+    ledger.delete_checkpoints(store, keep=2)
+    assert ledger.list_checkpoints(store) == [40, 60]
+    assert store.folders("trainer") == ["step=00000040", "step=00000060", "step=00000080"]
+    assert ledger.latest_attempt(store) == 1

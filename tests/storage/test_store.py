@@ -1,0 +1,232 @@
+"""Claims about storage/store.py, on a local folder and on S3. Run: pytest tests/storage/test_store.py
+
+- put_new creates and never replaces; put replaces; what is not there is NotFound
+- of processes that race to create one path exactly one wins, and its bytes are stored
+- a put_new whose answer was lost finds its own object and succeeds; a rival's object is still AlreadyExists
+- a listing is sorted, at any depth, starts where asked, shows other writers' files and no unfinished ones
+- folders travel whole, the file that means "complete" last; deleting begins with it
+- a store that cannot be reached, written, or that replaces what it must not, is refused with the reason
+- a run's name and a store's URL are checked; credentials in a URL are refused and not repeated
+- create_run records once, and names every setting that differs
+- pyarrow reads through arrow_filesystem
+"""
+
+import json
+import time
+
+import pyarrow.dataset as ds
+import pytest
+
+from storage.backends import LocalFolder, S3Prefix
+from storage.errors import AlreadyExists, NotFound, RunConfigMismatch, StoreUnreachable
+from storage.shards import commit_shard
+from storage.store import RunStore
+from tests.storage.helpers import make_shard, start_python
+
+
+def test_put_new_never_replaces_and_put_does(store):
+    store.put_new("a/b.json", b"first")
+    with pytest.raises(AlreadyExists, match=r"a/b\.json"):
+        store.put_new("a/b.json", b"first")
+    assert store.get("a/b.json") == b"first"
+    store.put("a/b.json", b"second")
+    assert store.get("a/b.json") == b"second"
+
+
+def test_what_is_not_there_is_not_found(store):
+    assert not store.exists("a/b.json")
+    for missing in (store.get, store.delete):
+        with pytest.raises(NotFound, match=r"a/b\.json"):
+            missing("a/b.json")
+    with pytest.raises(NotFound, match="policies/step=1"):
+        store.download_folder("policies/step=1", "unused")
+    assert store.list("a") == [] and store.folders("a") == []
+
+
+NUM_RACES = 20
+RACE = """
+import sys, time
+from storage.errors import AlreadyExists
+from storage.store import RunStore
+store = RunStore(sys.argv[1], "run")
+store.exists("race")  # connected before the start
+print("ready", flush=True)
+start = float(input())
+for number in range(int(sys.argv[3])):
+    time.sleep(max(0.0, start + number * 0.02 - time.time()))  # all at once
+    try:
+        store.put_new(f"race/{number:02d}", sys.argv[2].encode() * 100_000)
+        print("won")
+    except AlreadyExists:
+        print("lost")
+"""
+
+
+def test_of_racing_writers_exactly_one_wins(store):
+    racers = [start_python(RACE, store.url, name, str(NUM_RACES)) for name in "abc"]
+    assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 3
+    start = time.time() + 0.1
+    for racer in racers:
+        racer.stdin.write(f"{start}\n")
+        racer.stdin.flush()
+    outcomes = [racer.communicate(timeout=60)[0].split() for racer in racers]
+    for number, outcome in enumerate(zip(*outcomes, strict=True)):
+        assert sorted(outcome) == ["lost", "lost", "won"]
+        assert store.get(f"race/{number:02d}") == "abc"[outcome.index("won")].encode() * 100_000
+    assert store.list("race") == [f"race/{number:02d}" for number in range(NUM_RACES)]
+
+
+@pytest.mark.s3
+def test_a_put_whose_answer_was_lost_finds_its_own_object(s3_store, monkeypatch):
+    files = s3_store._files
+    pipe_file = files._fs.pipe_file
+
+    def answer_lost(path, data, **arguments):
+        pipe_file(path, data, **arguments)
+        pipe_file(path, data, **arguments)  # what s3fs does when the first answer does not come
+
+    monkeypatch.setattr(files._fs, "pipe_file", answer_lost)
+    s3_store.put_new("mine", b"data")
+    with pytest.raises(AlreadyExists):
+        s3_store.put_new("mine", b"data")
+
+
+def test_a_listing_is_sorted_deep_and_starts_where_asked(store):
+    for path in ("b/2", "a/1", "b/x/1", "b/1", "bc/1"):
+        store.put(path, b"")
+    assert store.list("b") == ["b/1", "b/2", "b/x/1"]
+    assert store.list("b", start_after="b/1") == ["b/2", "b/x/1"]
+    assert store.list("") == ["a/1", "b/1", "b/2", "b/x/1", "bc/1"]
+    assert store.folders("") == ["a", "b", "bc"]
+    assert store.folders("b") == ["x"]
+
+
+def test_a_listing_shows_what_another_writer_put(store):
+    other = RunStore(store.url, store.run)
+    assert store.list("a") == []
+    other.put_new("a/1", b"")
+    assert store.list("a") == ["a/1"]
+
+
+@pytest.mark.s3
+def test_an_s3_listing_longer_than_a_page_is_whole(s3_store, monkeypatch):
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")  # of the server, which runs in this process
+    paths = [f"a/{number}" for number in range(7)]
+    for path in paths:
+        s3_store.put(path, b"")
+    assert s3_store.list("a") == paths
+    assert s3_store.list("a", start_after="a/2") == paths[3:]
+    for number in range(5):
+        s3_store.put(f"f/{number}/x", b"")
+    assert s3_store.folders("f") == ["0", "1", "2", "3", "4"]
+
+
+def test_unfinished_files_of_a_killed_writer_are_not_listed(local_store, tmp_path):
+    local_store.put("a/1", b"")
+    (tmp_path / "store/run/a/.tmp-0123").write_bytes(b"half")
+    assert local_store.list("a") == ["a/1"]
+
+
+def test_a_folder_travels_whole_and_its_completion_mark_last(store, tmp_path, monkeypatch):
+    local = tmp_path / "local"
+    (local / "deep").mkdir(parents=True)
+    (local / "deep/weights").write_bytes(b"w" * 1000)
+    (local / "a-done").write_bytes(b"done")  # sorts first
+    order = []
+    put_file = store._files.put_file
+    monkeypatch.setattr(store._files, "put_file", lambda path, file: (order.append(path), put_file(path, file)))
+    store.upload_folder(local, "folder", last="a-done")
+    assert order == ["folder/deep/weights", "folder/a-done"]
+    store.download_folder("folder", tmp_path / "copy")
+    assert (tmp_path / "copy/deep/weights").read_bytes() == b"w" * 1000
+    assert (tmp_path / "copy/a-done").read_bytes() == b"done"
+
+
+def test_deleting_a_folder_begins_with_its_completion_mark(store, monkeypatch):
+    store.put("folder/weights", b"w")
+    store.put("folder/z-done", b"done")
+    seen = []
+    delete_folder = store._files.delete_folder
+    monkeypatch.setattr(
+        store._files, "delete_folder", lambda folder: (seen.extend(store.list(folder)), delete_folder(folder))
+    )
+    store.delete_folder("folder", first="z-done")
+    assert seen == ["folder/weights"]
+    assert store.list("folder") == [] and store.folders("") == []
+
+
+def test_a_writable_store_is_left_as_it_was(store):
+    store.check_writable()
+    assert RunStore(store.url, "run").list("") == []
+
+
+def test_a_folder_that_cannot_be_made_is_unreachable(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreUnreachable, match=r"store: cannot write to file://.*file/store"):
+        RunStore((tmp_path / "file/store").as_uri(), "run").check_writable()
+
+
+@pytest.mark.s3
+def test_a_bucket_that_does_not_exist_is_unreachable(s3_url):
+    with pytest.raises(StoreUnreachable, match="bucket does not exist"):
+        RunStore("s3://no-such-bucket/x", "run").check_writable()
+
+
+def test_a_server_that_does_not_answer_is_unreachable(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: nothing listens
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-id-to-hide")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-to-hide")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    with pytest.raises(StoreUnreachable, match="AWS_ENDPOINT_URL") as failure:
+        RunStore("s3://bucket/x", "run").check_writable()
+    assert "hide" not in str(failure.value)
+
+
+@pytest.mark.parametrize(("kind", "fixture"), [(LocalFolder, "local_store"), (S3Prefix, "s3_store")])
+def test_a_store_that_replaces_what_it_must_not_is_refused(kind, fixture, request, monkeypatch):
+    store = request.getfixturevalue(fixture)
+    monkeypatch.setattr(kind, "put_new", kind.put)  # rclone's S3 server: the second put silently wins
+    with pytest.raises(StoreUnreachable, match="create-if-absent"):
+        store.check_writable()
+
+
+@pytest.mark.parametrize("run", ["", "a/b", "..", "a..b", ".hidden", "-a", "a b", "a\n", "ä", "x" * 65])
+def test_a_bad_run_name_is_refused(run):
+    with pytest.raises(ValueError, match="run: got"):
+        RunStore("file:///tmp", run)
+
+
+@pytest.mark.parametrize("url", ["/tmp/store", "file://relative", "file://", "gs://bucket", "s3://", "", "C:\\store"])
+def test_a_url_of_no_known_kind_is_refused(url):
+    with pytest.raises(ValueError, match="store: got"):
+        RunStore(url, "run")
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated():
+    with pytest.raises(ValueError, match="credentials") as failure:
+        RunStore("s3://id:secret@bucket", "run")
+    assert "secret" not in str(failure.value)
+
+
+def test_a_folder_with_a_space_is_found(tmp_path):
+    RunStore((tmp_path / "my store").as_uri(), "run").put("a", b"1")  # …/my%20store
+    assert (tmp_path / "my store/run/a").read_bytes() == b"1"
+
+
+def test_create_run_records_once_and_names_what_differs(store):
+    config = {"seed": 0, "train": {"beta": 0.1, "steps": 10}}
+    store.check_config(config)  # no run yet: nothing to differ from
+    assert store.create_run(config) == config
+    assert store.create_run(json.loads(json.dumps(config))) == config
+    with pytest.raises(RunConfigMismatch) as failure:
+        store.create_run({"seed": 1, "train": {"beta": 0.2, "steps": 10}})
+    assert "seed is 0, asked for 1; train.beta is 0.1, asked for 0.2." in str(failure.value)
+    assert "steps" not in str(failure.value)
+    assert json.loads(store.get("run.json")) == config
+
+
+def test_pyarrow_reads_through_arrow_filesystem(store):
+    path = commit_shard(store, make_shard(num_rows=5))
+    filesystem, base = store.arrow_filesystem()
+    assert ds.dataset(f"{base}/{path}", filesystem=filesystem).count_rows() == 5

@@ -1,0 +1,174 @@
+"""The Trainer and its loop.
+
+- The step does not depend on how the batch is split into micro-batches.
+- A trajectory drawn twice counts twice though it is computed once.
+- A Trainer that loads what another saved goes on exactly as that one would have.
+- A batch with a NaN leaves the weights alone; ten running stop the training.
+- Published weights are bfloat16, hold tied ones once, and load with from_pretrained.
+- The loop publishes every k steps, checkpoints, syncs after publishing, and marks the last policy final.
+
+python -m pytest tests/tba/test_trainer.py
+"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tba.config import TrainSettings
+from tba.policy import Group
+from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Trainer, train
+from tba.weights import fingerprint, read_weights, write_weights
+
+DRAWS = [
+    Draw(Group([5, 6, 7], [[1, 2, 3], [4, 9]]), [0, 1, 0, 1], [-3.0, -2.0, -3.0, -2.0], [1.0, 0.0, 1.0, 0.0]),
+    Draw(Group([8, 2], [[3], [6, 6, 1], [2]]), [0, 1, 2, 0], [-2.0, -4.0, -3.0, -2.0], [0.0, 1.0, 0.0, 0.0]),
+    Draw(Group([1], [[9, 9], [7]]), [0, 1, 0, 1], [-5.0, -1.0, -5.0, -1.0], [1.0, 0.0, 1.0, 0.0]),
+]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_trainer(model_folder, **settings) -> Trainer:
+    return Trainer(model_folder, TrainSettings(**{"steps": 20, "learning_rate": 1e-2, "warmup_steps": 0} | settings))
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer._policy.named_parameters()}
+
+
+def assert_same_weights(one: Trainer, other: Trainer, **tolerance) -> None:
+    expected = weights_of(other)
+    for name, parameter in weights_of(one).items():
+        torch.testing.assert_close(parameter, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_step_does_not_depend_on_the_micro_batches(model_folder):
+    whole, split = make_trainer(model_folder), make_trainer(model_folder, micro_batch_tokens=1)
+    in_one, in_three = whole.train_step(DRAWS), split.train_step(DRAWS)
+    assert in_one["loss"] == pytest.approx(in_three["loss"], rel=1e-2)  # bfloat16
+    # Adam's first step has the size of the learning rate in each weight: equal within a part of it.
+    assert in_one["gradient_norm"] == pytest.approx(in_three["gradient_norm"], rel=1e-2)
+
+
+def test_a_trajectory_drawn_twice_counts_twice(model_folder):
+    once_each = Draw(Group([5, 6], [[1, 2], [3]]), [0, 1, 0], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
+    written_out = Draw(Group([5, 6], [[1, 2], [3], [1, 2]]), [0, 1, 2], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
+    one, other = make_trainer(model_folder), make_trainer(model_folder)
+    left, right = one.train_step([once_each]), other.train_step([written_out])
+    assert left["loss"] == pytest.approx(right["loss"], rel=1e-2)
+    assert left["gradient_norm"] == pytest.approx(right["gradient_norm"], rel=1e-2)
+    assert left["num_unique"] == 2 and right["num_unique"] == 3
+
+
+def test_a_loaded_trainer_goes_on_as_the_saved_one_would_have(model_folder, tmp_path):
+    through, resumed = make_trainer(model_folder, warmup_steps=8), make_trainer(model_folder, warmup_steps=8)
+    for _ in range(3):
+        through.train_step(DRAWS)
+    through.save(tmp_path)
+    resumed.load(tmp_path)
+    assert resumed.step == 3
+    for trainer in (through, resumed):
+        trainer.train_step(DRAWS[:2])
+    assert_same_weights(resumed, through, rtol=0, atol=0)
+
+
+def test_a_nan_leaves_the_weights_alone_and_ten_running_stop_the_run(model_folder):
+    trainer, untouched = make_trainer(model_folder), make_trainer(model_folder)
+    poisoned = [Draw(draw.group, draw.slot, draw.reference_logprob, [float("nan")] * 4) for draw in DRAWS]
+    for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
+        assert trainer.train_step(poisoned)["skipped"]
+    assert_same_weights(trainer, untouched, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="not finite in 10 steps running"):
+        trainer.train_step(poisoned)
+
+
+def test_a_good_batch_between_bad_ones_starts_the_count_anew(model_folder):
+    trainer = make_trainer(model_folder)
+    poisoned = [Draw(draw.group, draw.slot, draw.reference_logprob, [float("nan")] * 4) for draw in DRAWS]
+    for batch in [poisoned] * 9 + [DRAWS] + [poisoned] * 9:
+        trainer.train_step(batch)
+
+
+def test_published_weights_load_with_from_pretrained(model_folder, tmp_path):
+    trainer = make_trainer(model_folder)
+    trainer.train_step(DRAWS)
+    weights = trainer.weights()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in weights  # tied to the embedding
+    trainer._policy.config.save_pretrained(tmp_path)
+    write_weights(weights, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = weights_of(trainer)
+    for name, parameter in loaded.named_parameters():
+        torch.testing.assert_close(parameter.float(), expected[name].bfloat16().float(), rtol=0, atol=0)
+    assert fingerprint(read_weights(tmp_path)) == fingerprint(weights.items())
+
+
+def test_one_changed_bit_changes_the_fingerprint(model_folder):
+    weights = dict(read_weights(model_folder))
+    before = fingerprint(weights.items())
+    weights["model.norm.weight"].view(torch.int32)[3] ^= 1
+    assert fingerprint(weights.items()) != before
+
+
+class Recorder:
+    """Experience and Outbox that write down what the loop does; the buffer is empty for the first two draws."""
+
+    def __init__(self) -> None:
+        self.calls, self.draws_refused = [], 2
+
+    def sync(self, step):
+        self.calls.append(("sync", step))
+
+    def draw(self, step):
+        if self.draws_refused:
+            self.draws_refused -= 1
+            return None
+        return Batch(DRAWS, {"staleness_mean": 0.0}, f"rows of step {step}")
+
+    def status(self, state, step, metrics=None):
+        if state == "waiting":
+            self.calls.append(("waiting", step))
+
+    def record(self, step, batch, metrics):
+        assert batch.record == f"rows of step {step}" and metrics["wait_s"] >= 0
+        self.calls.append(("record", step))
+
+    def publish(self, step, weights, final):
+        self.calls.append(("final" if final else "publish", step))
+
+    def checkpoint(self, step, trainer):
+        assert trainer.step == step
+        self.calls.append(("checkpoint", step))
+
+
+def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
+    trainer, recorder = make_trainer(model_folder, steps=5, sync_interval=2, checkpoint_interval=3), Recorder()
+    train(trainer, recorder, recorder, poll_s=0)
+    assert recorder.calls == [
+        ("publish", 0), ("sync", 0),
+        ("waiting", 0), ("sync", 0), ("waiting", 0), ("sync", 0),
+        ("record", 1),
+        ("record", 2), ("publish", 2), ("sync", 2),
+        ("record", 3), ("checkpoint", 3),
+        ("record", 4), ("publish", 4), ("sync", 4),
+        ("record", 5), ("checkpoint", 5), ("final", 5), ("sync", 5),
+    ]  # fmt: skip
+
+
+def test_a_run_killed_before_its_last_policy_publishes_it_on_resume(model_folder):
+    trainer, recorder = make_trainer(model_folder, steps=5), Recorder()
+    trainer.step = 5
+    train(trainer, recorder, recorder, poll_s=0)
+    assert recorder.calls[0] == ("final", 5)
+    assert not [call for call in recorder.calls if call[0] == "record"]

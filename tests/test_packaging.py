@@ -1,0 +1,91 @@
+"""What is in the repository installs anywhere.
+
+Claims
+- no tracked file has the address of a package registry, and there is no lock file (they carry addresses)
+- constraints are names and exact versions, and pin every direct dependency
+- every package and every SQL file reaches the wheel
+
+Run: pytest tests/test_packaging.py
+"""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+
+REGISTRY = re.compile(
+    r"https?://[^\s\"'<>)]*/(simple|whl|pypi)\b"  # an index
+    r"|https?://[^\s\"'<>)]*(pythonhosted|pypi)[.\w]*"  # the public one's hosts
+    r"|(index-url|find-links|PIP_FIND_LINKS|UV_INDEX)\s*[=\s]\s*[\"']?(https?:|file:|/)"  # an option with an address
+)
+LOCK_FILES = {"uv.lock", "poetry.lock", "Pipfile.lock", "pdm.lock", "package-lock.json"}
+
+
+def tracked_files() -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [REPOSITORY / path for path in listed.stdout.splitlines() if (REPOSITORY / path).is_file()]
+
+
+def test_no_tracked_file_has_a_registry_address():
+    found = {}
+    for path in tracked_files():
+        if match := REGISTRY.search(path.read_text(errors="ignore")):
+            found[str(path)] = match.group()
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "registry = 'https://" + "pkg.example.com/simple'",
+        "url = https://" + "files.pythonhosted.org/packages/x.whl",
+        "--index-url" + " https://mirror.example.com/",
+        "PIP_FIND_LINKS" + "=/opt/wheels",
+    ],
+)
+def test_registry_addresses_are_recognised(line):
+    assert REGISTRY.search(line)
+
+
+def test_there_is_no_lock_file():
+    assert [path for path in tracked_files() if path.name in LOCK_FILES] == []
+
+
+def constraints() -> dict[str, str]:
+    lines = (REPOSITORY / "infra" / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_constraints_are_names_and_exact_versions():
+    for name, version in constraints().items():
+        assert re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name), name
+        assert re.fullmatch(r"[0-9][0-9a-z.]*", version), (
+            name,
+            version,
+        )  # no local part such as +cpu: it fits CPU and CUDA
+
+
+def test_every_direct_dependency_is_pinned():
+    project = PROJECT["project"]
+    requirements = sum(project["optional-dependencies"].values(), project["dependencies"])
+    names = {re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in requirements}
+    assert names - set(constraints()) == set()
+
+
+def test_every_package_and_sql_file_reaches_the_wheel():
+    packages = set(PROJECT["tool"]["setuptools"]["packages"])
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    for folder in ("flows", "storage", "tba"):
+        there = {".".join(path.parent.relative_to(REPOSITORY).parts) for path in REPOSITORY.glob(f"{folder}/**/*.py")}
+        assert there <= packages
+    with_sql = {".".join(path.parent.relative_to(REPOSITORY).parts) for path in REPOSITORY.glob("*/**/*.sql")
+                if path.relative_to(REPOSITORY).parts[0] in ("flows", "storage", "tba")}  # fmt: skip
+    assert {package for package in with_sql if "*.sql" in data.get(package, [])} == with_sql
