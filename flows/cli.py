@@ -191,14 +191,14 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
 
 def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     """Bring the stack up, submit or join the run's flow run, show it to its end, leave the stack. Exits on failure."""
-    from flows import runs, stack
+    from flows import runs, server, stack
 
     flow_run = None
     submitted = False
     try:
         url = stack.up(project, keep=False, say=_say)
         old = _read(store, HEARTBEAT)
-        with stack.api(url) as client:
+        with server.api(url) as client:
             flow_run = runs.live_run(client, config)
             if flow_run:
                 _say(f"Run {config.run!r} is being trained already: following it.")

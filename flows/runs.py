@@ -9,8 +9,9 @@ import contextlib
 
 from pydantic import ValidationError
 
-from flows import stack
+from flows import server
 from flows.config import RunConfig
+from flows.processes import find_processes, stop_processes
 
 DEPLOYMENT = "tba/train"
 FLOWS = ["tba", "search"]
@@ -29,7 +30,7 @@ def mark_crashed(client, config: RunConfig) -> int:
 
     dead = [r for r in _unfinished(client, config, FLOWS) if not is_alive(client, r)]
     for flow_run in dead:
-        stack.stop_processes(_processes(flow_run))
+        stop_processes(_processes(flow_run))
         state = Crashed(message="Its stack was killed; found by a later `tba train`.")
         client.set_flow_run_state(flow_run.id, state, force=True)
     return len(dead)
@@ -56,42 +57,29 @@ def cancel(url: str, flow_run) -> None:
     from prefect.states import Cancelled
 
     family = [flow_run]
-    with contextlib.suppress(httpx.HTTPError), stack.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5}) as client:
+    with contextlib.suppress(httpx.HTTPError), server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5}) as client:
         children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]))
         family += [r for r in client.read_flow_runs(flow_run_filter=children) if not r.state.is_final()]
         for member in family:  # before their processes end: the worker does not overwrite a final state with Crashed
             client.set_flow_run_state(member.id, Cancelled(message="Stopped by `tba train`."), force=True)
-    stack.stop_processes([process for member in family for process in _processes(member)])
+    stop_processes([process for member in family for process in _processes(member)])
 
 
 def is_alive(client, flow_run) -> bool:
     """Whether the flow run's process runs; True where that cannot be seen from here."""
-    if not stack.is_loopback(str(client.api_url)):
+    if not server.is_loopback(str(client.api_url)):
         return True
     # the flow's own process, not only a Trainer or engine that outlived it
     return any("prefect.engine" in process.cmdline() for process in _processes(flow_run))
 
 
 def _processes(flow_run) -> list:
-    return stack.find_processes("PREFECT__FLOW_RUN_ID", str(flow_run.id))
+    return find_processes("PREFECT__FLOW_RUN_ID", str(flow_run.id))
 
 
 def _unfinished(client, config: RunConfig, flows: list[str]) -> list:
     """Flow runs of these flows, for this run in this store, that have not come to an end."""
-    from prefect.client.schemas.filters import (
-        FlowFilter,
-        FlowFilterName,
-        FlowRunFilter,
-        FlowRunFilterState,
-        FlowRunFilterStateType,
-    )
-    from prefect.client.schemas.objects import TERMINAL_STATES
-
-    unfinished = FlowRunFilterState(type=FlowRunFilterStateType(not_any_=list(TERMINAL_STATES)))
-    flow_runs = client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=flows)), flow_run_filter=FlowRunFilter(state=unfinished)
-    )
-    return [flow_run for flow_run in flow_runs if _is_of(flow_run, config)]
+    return [flow_run for flow_run in server.unfinished(client, flows) if _is_of(flow_run, config)]
 
 
 def _is_of(flow_run, config: RunConfig) -> bool:

@@ -12,7 +12,7 @@ from flows.config import RunConfig, load_run
 from flows.machine import code_version, cpu_threads, local_folder, model_folder
 from storage import ledger, policies, quality, shards
 from storage.errors import AlreadyExists, NotFound
-from storage.schema import TRAJECTORY, to_table
+from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore
 
 # A Searcher whose run nobody trains ends by itself, this long after the Trainer's last sign of life.
@@ -94,7 +94,8 @@ def search_round(store: RunStore, searcher, number: int) -> None:
     """
     for _ in range(MAX_SPOILED_ROUNDS):
         found = searcher.round(number)
-        table = to_table(found.trajectories, TRAJECTORY)
+        rows = [trajectory | {"schema_version": SCHEMA_VERSION} for trajectory in found.trajectories]
+        table = to_table(rows, TRAJECTORY)
         reasons = quality.validate_shard(table, searcher.vocabulary_size)
         ledger_row = found.metrics | {"quarantined": bool(reasons)}
         if not reasons:
@@ -113,7 +114,9 @@ def evaluate(store: RunStore, searcher, num_problems: int, policy_step: int) -> 
     result = searcher.evaluate(num_problems)
     with contextlib.suppress(AlreadyExists):
         ledger.record_evaluation(store, result)
-    get_run_logger().info("policy step %d: accuracy %.3f on %d held-out problems", policy_step, result["accuracy"], num_problems)
+    get_run_logger().info(
+        "policy step %d: accuracy %.3f on %d held-out problems", policy_step, result["accuracy"], num_problems
+    )
 
 
 def commit(store: RunStore, table, metrics: dict) -> None:

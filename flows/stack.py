@@ -24,44 +24,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
+from flows import server
+from flows.processes import Process, find_processes, stop_processes
+from flows.server import StackError
 
-WORK_POOL = "tba"
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
-STOP_TIMEOUT_S = 15  # a flow process that is told to stop reports its state to the server first
 WORKER_QUERY_S = 2  # Prefect polls every 10 s; a run of minutes should not begin with that
 STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of all that its stack runs
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-class StackError(RuntimeError):
-    """The stack could not be started, or something of it died. The message ends with the tail of a log."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process by pid and start time (s since the epoch): together they are never reused."""
-
-    pid: int
-    started: float
-
-    @classmethod
-    def current(cls) -> "Process":
-        return cls.of(os.getpid())
-
-    @classmethod
-    def of(cls, pid: int) -> "Process":
-        return cls(pid, psutil.Process(pid).create_time())
-
-    def find(self) -> psutil.Process | None:
-        """The living process, or None if it ended (a zombie has ended)."""
-        try:
-            process = psutil.Process(self.pid)
-            # the kernel's clock and the wall clock drift apart by a little while a stack lives
-            same = abs(process.create_time() - self.started) < 2 and process.status() != psutil.STATUS_ZOMBIE
-            return process if same else None
-        except psutil.NoSuchProcess:
-            return None
 
 
 @dataclass
@@ -141,56 +110,20 @@ def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
     return "\n".join([f"--- the last lines of {path}", *lines])
 
 
-def is_loopback(url: str) -> bool:
-    return urlsplit(url).hostname in LOOPBACK
-
-
-def find_processes(variable: str, value: str) -> list[psutil.Process]:
-    """Processes that carry this environment variable: children inherit it, whoever their parent is later."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or it is another user's
-            if process.environ().get(variable) == value:
-                found.append(process)
-    return found
-
-
-def stop_processes(processes: list[psutil.Process]) -> None:
-    """Terminate, wait, kill what is left."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, left = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=STOP_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def api(url: str, settings: dict | None = None) -> Iterator:
-    """Prefect's client for this URL, with the credentials of the user's own Prefect settings."""
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with temporary_settings({PREFECT_API_URL: url, **(settings or {})}), get_client(sync_client=True) as client:
-        yield client
-
-
 # --- starting ---------------------------------------------------------------------------------------------------------
 
 
 def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
-    url = _find_server(state, say)
+    url = server.find(work_queue(project), state.url if state.processes else None, say)
     if url is None:
         _start_server(project, state, keep, say)
     else:
         say(f"Using the Prefect server at {url}.")
         state.url, state.own_server = url, "server" in state.processes
-    pool_type = _create_work_pool(state.url)
+    pool_type = server.create_work_pool(state.url)
     if "worker" not in state.processes and pool_type == "process":  # another type of pool has workers of its own
         name = f"{work_queue(project)}@{socket.gethostname()}"
-        command = ["worker", "start", "--pool", WORK_POOL, "--type", "process", "--name", name]
+        command = ["worker", "start", "--pool", server.WORK_POOL, "--type", "process", "--name", name]
         command += ["--work-queue", work_queue(project), "--work-queue", "default"]
         _start(project, state, "worker", command, keep)
     _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
@@ -198,63 +131,12 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
         raise StackError(f"The Prefect worker died while starting.\n{log_tail(project, 'worker')}")
 
 
-def _find_server(state: State, say: Callable[[str], None]) -> str | None:
-    """The URL of a compatible server that answers: the one PREFECT_API_URL asks for, ours, or the configured one."""
-    from prefect.settings import get_current_settings
-
-    asked = os.environ.get("PREFECT_API_URL")
-    ours = state.url if state.processes else None
-    configured = get_current_settings().api.url  # environment, else prefect.toml, else the active profile
-    for url in dict.fromkeys(filter(None, (asked, ours, configured))):
-        version = _server_version(url)
-        if version is None:
-            problem = "nothing answers there"
-        elif not _compatible(version):
-            problem = f"it is Prefect {version}, whose API differs from this client's"
-        elif ours and url != ours:
-            raise StackError(
-                f"This project's stack runs with the server at {ours}, but PREFECT_API_URL is {url}. "
-                "Run `tba down` first, or unset PREFECT_API_URL."
-            )
-        else:
-            return url
-        if not is_loopback(url):
-            raise StackError(
-                f"PREFECT_API_URL is {url}, but {problem}. Start that server, or unset PREFECT_API_URL for a local one."
-            )
-        if version is not None:
-            say(f"Not using the server at {url}: {problem}.")
-    return None
-
-
-def _server_version(url: str) -> str | None:
-    """The Prefect version that answers at this URL; None if there is none."""
-    import httpx
-    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
-
-    try:
-        with api(url, {PREFECT_API_REQUEST_TIMEOUT: 10, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
-            version = client.api_version()
-    except (httpx.HTTPError, ValueError):  # nothing listens, or something that speaks no HTTP, or no JSON
-        return None
-    return version if isinstance(version, str) else None
-
-
-def _compatible(version: str) -> bool:
-    """Prefect's own rule: clients and servers of one major version understand each other."""
-    from prefect import __version__
-
-    return version.split(".")[0] == __version__.split(".")[0]
-
-
 def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
-    from prefect.settings import get_current_settings
-
     if "server" in state.processes:  # alive, yet it does not answer
         raise StackError(f"Our Prefect server does not answer. Run `tba down`.\n{log_tail(project, 'server')}")
-    configured = get_current_settings().api.url
-    preferred = urlsplit(configured).port if configured else None
-    port = _free_port(preferred or 4200)
+    configured = server.configured_url()
+    preferred = (configured and server.is_loopback(configured) and urlsplit(configured).port) or 4200
+    port = server.free_port(preferred)
     _stop_workers(project, None)  # they talked to a server that is gone
     state.processes.clear()
     state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
@@ -262,38 +144,12 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
     command = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--analytics-off"]
     process = _start(project, state, "server", command, keep)
     deadline = time.monotonic() + SERVER_START_TIMEOUT_S
-    while _server_version(state.url) is None:
+    while server.version(state.url) is None:
         if process.find() is None or time.monotonic() > deadline:
             raise StackError(f"The Prefect server did not start.\n{log_tail(project, 'server')}")
         time.sleep(0.2)
     if port != preferred:
-        say(f"Port {preferred or 4200} is taken. For the prefect command: export PREFECT_API_URL={state.url}")
-
-
-def _free_port(preferred: int) -> int:
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is not taken
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return probe.getsockname()[1]
-    raise StackError("No free port on 127.0.0.1.")
-
-
-def _create_work_pool(url: str) -> str:
-    """Make sure of the work pool; returns its type."""
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectNotFound
-    from prefect.workers.process import ProcessWorker
-
-    with api(url) as client:
-        try:
-            return client.read_work_pool(WORK_POOL).type
-        except ObjectNotFound:
-            template = ProcessWorker.get_default_base_job_template()
-            return client.create_work_pool(
-                WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template)
-            ).type
+        say(f"Port {preferred} is taken. For the prefect command: export PREFECT_API_URL={state.url}")
 
 
 def _deploy(project: Path, state: State) -> None:
@@ -345,17 +201,17 @@ def _environment(project: Path, state: State) -> dict[str, str]:
 
 def _stop(project: Path, processes: dict[str, Process]) -> None:
     """Worker and flows, then the server, so that flows can report how they ended."""
-    server = processes.pop("server", None)
-    _stop_workers(project, server)
+    entry = processes.pop("server", None)
+    _stop_workers(project, entry)
     processes.clear()
-    if server and (process := server.find()):
+    if entry and (process := entry.find()):
         stop_processes([process])
 
 
-def _stop_workers(project: Path, server: Process | None) -> None:
+def _stop_workers(project: Path, spared: Process | None) -> None:
     """All that the stack runs but the server: also flow processes, and theirs, that have lost their parents."""
     processes = find_processes(STACK_VARIABLE, str(project))
-    stop_processes([process for process in processes if server is None or process.pid != server.pid])
+    stop_processes([process for process in processes if spared is None or process.pid != spared.pid])
 
 
 @contextlib.contextmanager

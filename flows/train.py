@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE

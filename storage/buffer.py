@@ -34,7 +34,7 @@ from storage.shards import new_shards, read_shards
 from storage.sql import sql
 from storage.store import RunStore
 
-SHARDS_PER_READ = 16  # bounds memory while taking in a backlog: 16 shards of 1000 x 128 tokens are 40 MB, some copies held
+SHARDS_PER_READ = 16  # bounds the memory of taking in a backlog: 16 shards of 1000 x 128 tokens are 40 MB
 WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
 
 
@@ -43,7 +43,7 @@ class NotEnoughExperience(RuntimeError):
 
 
 class Sampling(BaseModel):
-    """How batches are drawn: MOP, the mix of on-policy and off-policy data of TBA (arXiv 2503.18929, section 4)."""
+    """How batches are drawn: MOP, mixing recent and older trajectories (TBA, arXiv 2503.18929, section 4)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

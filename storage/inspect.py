@@ -39,12 +39,10 @@ _STORED = {
     "syncs": ("syncs", schema.SYNC),
 }
 
-# In this order: the last one makes them final. An empty temp_directory: a large query fails instead of writing files.
+# Without external access there are no files, network, extensions or Python variables as tables; without temp_directory
+# a query larger than memory fails instead of writing files; the last line makes it all final.
 _SETTINGS = """
 SET TimeZone = 'UTC';
-SET python_enable_replacements = false;
-SET autoinstall_known_extensions = false;
-SET autoload_known_extensions = false;
 SET temp_directory = '';
 SET enable_external_access = false;
 SET lock_configuration = true;

@@ -35,7 +35,9 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
         AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if Path(name).is_dir():
             _check_weights(Path(name))
-    except Exception as error:  # transformers, tokenizers and safetensors each raise their own kinds for an unreadable model
+    except (
+        Exception
+    ) as error:  # transformers, tokenizers and safetensors each raise their own kinds for an unreadable model
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"model: {name!r} does not load ({first_line}). Give {EMBEDDED_MODEL!r}, a folder in Hugging Face format, "

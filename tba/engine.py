@@ -117,9 +117,7 @@ class VllmEngine:
             logprobs=0,
             detokenize=False,
         )
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
-        )
+        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
         return [[self._response(completion) for completion in output.outputs] for output in outputs]
 
     @staticmethod
@@ -162,7 +160,9 @@ class TransformersEngine:
         import torch
 
         pad, longest = sampling.stop_tokens[0], max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]  # on the left, so that all responses begin at one column
+        padding = [
+            longest - len(prompt) for prompt in prompts
+        ]  # on the left, so that all responses begin at one column
         greedy = sampling.temperature == 0
         output = self._model.generate(
             torch.tensor([[pad] * n + prompt for n, prompt in zip(padding, prompts, strict=True)], device=self._device),
@@ -177,7 +177,9 @@ class TransformersEngine:
             return_dict_in_generate=True,
         )
         tokens = output.sequences[:, longest:]  # [prompts * samples, response tokens]
-        scores = torch.stack(output.scores, dim=1).float().log_softmax(dim=-1)  # [prompts * samples, response tokens, V]
+        scores = (
+            torch.stack(output.scores, dim=1).float().log_softmax(dim=-1)
+        )  # [prompts * samples, response tokens, V]
         logprobs = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         flat = [self._response(*row, sampling) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
         return [flat[start : start + sampling.num_samples] for start in range(0, len(flat), sampling.num_samples)]

@@ -45,7 +45,9 @@ class Group:
 @dataclass(frozen=True)
 class _GroupLayout:
     prompt: slice  # of the packed row
-    rows: Tensor | None  # [K', R] packed positions of the responses that are longer than one token; None: there are none
+    rows: (
+        Tensor | None
+    )  # [K', R] packed positions of the responses that are longer than one token; None: there are none
     is_token: Tensor | None  # [K', R] False where `rows` is padding
     may_attend: Tensor | None  # [R, P + R]
 
@@ -64,7 +66,9 @@ def load_policy(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTr
 
     Raises: ValueError: its architecture does not go through transformers' attention interface.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+    )
     if not model._supports_attention_backend:
         raise ValueError(
             f"model {folder}: {type(model).__name__} does not use transformers' attention interface, which a prompt "
@@ -82,9 +86,7 @@ def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
     """
     device = model.device
     packed = _pack(groups, device)
-    autocast = (
-        torch.autocast(device.type, torch.bfloat16) if model.dtype == torch.float32 else contextlib.nullcontext()
-    )
+    autocast = torch.autocast(device.type, torch.bfloat16) if model.dtype == torch.float32 else contextlib.nullcontext()
     with autocast:
         hidden = model.base_model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, tba_groups=packed.groups
@@ -101,8 +103,7 @@ def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
 def sequence_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperature: float) -> list[Tensor]:
     """log p(response | prompt): `response_logprobs` summed over tokens; for each group a float32 tensor [K]."""
     return [
-        torch.stack([tokens.sum() for tokens in of_group])
-        for of_group in response_logprobs(model, groups, temperature)
+        torch.stack([tokens.sum() for tokens in of_group]) for of_group in response_logprobs(model, groups, temperature)
     ]
 
 

@@ -184,7 +184,9 @@ def checked_rewards(task: Task, problems: list[Problem], responses: list[str]) -
     """
     rewards = task.rewards(problems, responses)
     if len(rewards) != len(responses):
-        raise ValueError(f"task {task.name}: {len(rewards)} rewards for {len(responses)} responses; one each is expected")
+        raise ValueError(
+            f"task {task.name}: {len(rewards)} rewards for {len(responses)} responses; one each is expected"
+        )
     for problem, response, reward in zip(problems, responses, rewards, strict=True):
         if not isinstance(reward, int | float) or not math.isfinite(reward):
             raise ValueError(
@@ -203,6 +205,8 @@ def stop_tokens(task: Task, tokenizer) -> list[int]:
     for text in task.stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:
-            raise ValueError(f"task {task.name}: stop {text!r} is {len(tokens)} tokens of this tokenizer, and must be one")
+            raise ValueError(
+                f"task {task.name}: stop {text!r} is {len(tokens)} tokens of this tokenizer, and must be one"
+            )
         ids += tokens
     return ids

@@ -149,7 +149,9 @@ class Trainer:
         for name, parameter in self._policy.named_parameters():
             for key, tensor in self._optimizer.state[parameter].items():
                 state[f"{key}.{name}"] = tensor
-        save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / "trainer.safetensors")
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / "trainer.safetensors"
+        )
         (folder / "state.json").write_text(json.dumps({"step": self.step}))
 
     def load(self, folder: Path) -> None:

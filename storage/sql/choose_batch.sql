@@ -1,4 +1,4 @@
--- Choose the B x K trajectories of one training step by MOP (mixing on- and off-policy; TBA, arXiv 2503.18929, section 4).
+-- Choose the B x K trajectories of one training step by MOP (TBA, arXiv 2503.18929, section 4).
 -- Every random number is uniform_number($seed, $step, purpose, id), so the same stored rows give the same batch.
 WITH
 -- the B places of the batch: recent with probability m; `turn` counts within the pool the place draws from
@@ -29,7 +29,8 @@ whole_pool AS (
     SELECT
         min_by(
             prompts,
-            (prompt IN (SELECT chosen.prompt FROM recent_prompts))::INTEGER + uniform_number($seed, $step, 'prompt', prompt_id),
+            (prompt IN (SELECT chosen.prompt FROM recent_prompts))::INTEGER
+            + uniform_number($seed, $step, 'prompt', prompt_id),
             $prompts_per_batch
         ) AS pool
     FROM prompts
@@ -55,7 +56,7 @@ candidates AS (
     JOIN trajectories USING (prompt)
     WHERE NOT recent OR sync = $newest_sync
 ),
--- probability to be the first of the K drawn for its place. Summed in the order of ids: to the last bit the same anywhere
+-- probability to be the first of the K drawn for its place; summed in the order of ids, so the same to the last bit
 weighted AS (
     SELECT
         *,
@@ -75,13 +76,14 @@ drawn AS (
         row_number() OVER (
             PARTITION BY prompt_index
             ORDER BY
-                -ln(uniform_number($seed, $step, 'trajectory', prompt_index || '/' || trajectory_id)) / draw_probability,
+                -ln(uniform_number($seed, $step, 'trajectory', prompt_index || '/' || trajectory_id))
+                / draw_probability,
                 reward DESC,
                 trajectory_id
         ) - 1 AS finish
     FROM weighted
 )
--- the K slots; fewer candidates than K: each in turn, which puts the one that finished at f in slots f, f + n, f + 2n ...
+-- the K slots; fewer candidates than K: each in turn, the one that finished at f in slots f, f + n, f + 2n ...
 SELECT
     prompt_index::INTEGER AS prompt_index,
     unnest(range(finish, $responses_per_prompt, num_candidates))::INTEGER AS slot,

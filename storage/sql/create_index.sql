@@ -16,7 +16,7 @@ CREATE TABLE trajectories (
     num_response_tokens INTEGER
 );
 
--- A uniform number in (0, 1) that anyone can compute again: the high 52 bits of the md5 of "seed/step/purpose/id", read as
--- a little-endian integer. (hash() is faster, but not the same in every version of DuckDB.)
+-- A uniform number in (0, 1) that anyone can compute again: the high 52 bits of the md5 of "seed/step/purpose/id", read
+-- as a little-endian integer. (hash() is faster, but not the same in every version of DuckDB.)
 CREATE MACRO uniform_number(seed, step, purpose, id) AS
     ((md5_number(concat_ws('/', seed, step, purpose, id)) >> 76)::DOUBLE + 0.5) / 4503599627370496;

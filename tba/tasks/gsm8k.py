@@ -28,7 +28,9 @@ COLUMNS = ("question", "answer")
 HELDOUT_ONE_IN = 10
 
 # Digits with or without thousands separators, a decimal part, and a sign that is not a binary minus ("5-3" ends in 3).
-_NUMBER = re.compile(r"(?<![\w.,])[-−]?\$?[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+")
+_NUMBER = re.compile(
+    r"(?<![\w.,])[-−]?\$?[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+)
 
 
 class GSM8K:

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pyarrow as pa
 
-from storage.buffer import Sampling
+from storage.buffer import SHARDS_PER_READ, Sampling
 from storage.shards import new_shards, read_shards
 from storage.store import RunStore
 
@@ -32,8 +32,8 @@ class MemoryBuffer:
         self._newest_sync += 1
         self._recent: dict[str, None] = {}
         for searcher, rounds in new_shards(self._store, self._seen).items():
-            for start in range(0, len(rounds), 64):
-                self._take_in(read_shards(self._store, searcher, rounds[start : start + 64]))
+            for start in range(0, len(rounds), SHARDS_PER_READ):
+                self._take_in(read_shards(self._store, searcher, rounds[start : start + SHARDS_PER_READ]))
             self._seen[searcher] = rounds[-1]
 
     def _take_in(self, shards: pa.Table) -> None:

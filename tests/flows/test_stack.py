@@ -4,6 +4,7 @@ Claims
 - `tba up` on a taken port takes another one; a second up starts nothing new
 - `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
 - a flow that fails ends `tba train` with status 1, the reason and the worker's log
+- a server that runs another checkout's flows is not used: deploying there would redirect them
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
 - SIGKILL to the process group of `tba train` leaves no process; the same command then finds the stale state and the
   flow run left Running, marks that Crashed, and trains to the end
@@ -25,7 +26,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows import server as prefect_server
 from flows import stack
+from flows.processes import Process, find_processes, stop_processes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -106,7 +109,7 @@ def wait_for(condition, timeout_s: float = 90):
 
 
 def processes_of(project: Path) -> list[psutil.Process]:
-    return stack.find_processes(stack.STACK_VARIABLE, str(project))
+    return find_processes(stack.STACK_VARIABLE, str(project))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +134,7 @@ def server(tmp_path_factory):
 def project(tmp_path):
     project = make_project(tmp_path / "project")
     yield project
-    stack.stop_processes(processes_of(project))
+    stop_processes(processes_of(project))
 
 
 @pytest.mark.slow
@@ -152,7 +155,7 @@ def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
     assert f"Using the Prefect server at {url}" in output
     assert "step 3/4" in output and "0.750" in output  # progress, then the summary
     assert processes_of(project) == []
-    assert stack._server_version(url)
+    assert prefect_server.version(url)
 
     again = tba(project, "train", "quick", url=url)
     output, _ = again.communicate(timeout=60)
@@ -175,9 +178,11 @@ def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server):
     before = {process.pid for process in processes_of(project)}
     command = tba(project, "train", "patient", "--seed", "2", url=url)
     wait_for((project / ".tba" / "patient" / "trainer" / "heartbeat.json").exists)
+    assert prefect_server.find("another-checkout", None, print) is None
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=60)
     assert command.returncode == 130
+    assert prefect_server.find("another-checkout", None, print) == url
     assert "tba train patient --seed 2" in output
     assert {process.pid for process in processes_of(project)} == before  # the stack that was there, and no flow
     assert states(url, "patient") == ["Cancelled"]
@@ -205,15 +210,15 @@ def test_a_killed_process_group_leaves_nothing_and_the_same_command_resumes(proj
 
 
 def test_a_recycled_pid_is_not_ours():
-    here = stack.Process.current()
+    here = Process.current()
     assert here.find().pid == os.getpid()
-    assert stack.Process(here.pid, here.started - 60).find() is None
+    assert Process(here.pid, here.started - 60).find() is None
 
 
 def states(url: str, run: str) -> list[str]:
     """The names of the states of this run's flow runs, in order of start."""
     from prefect.client.schemas.filters import FlowRunFilter
 
-    with stack.api(url) as client:
+    with prefect_server.api(url) as client:
         flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags={"all_": [f"run:{run}"]}))
     return [r.state_name for r in sorted(flow_runs, key=lambda r: r.created)]

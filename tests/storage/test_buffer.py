@@ -291,21 +291,21 @@ def test_of_identical_responses_the_newest_counts(store):
 
 def test_of_a_prompt_the_newest_capacity_stay(store):
     buffer = new_buffer(store, prompts_per_batch=1, responses_per_prompt=3, capacity_per_prompt=3, recent_probability=0)
-    commit(store, "s1", 0, distinct("a", 2), policy_step=2)
-    commit(store, "s0", 0, distinct("a", 2, start=10), policy_step=1)
+    commit(store, "s0", 0, distinct("a", 2), policy_step=2)
+    commit(store, "s1", 0, distinct("a", 2, start=10), policy_step=1)
     buffer.sync(step=3, attempt=1)
-    # four came in at once: the one of the older policy goes first, of two the one with the smaller id
+    # four came in at once: of the older policy's two the one with the smaller id goes
     assert set(buffer.draw(1)["trajectory_id"].to_pylist()) == {
+        "s0-00000000-00000",
         "s0-00000000-00001",
-        "s1-00000000-00000",
         "s1-00000000-00001",
     }
-    commit(store, "s0", 1, distinct("a", 2), policy_step=1)  # the responses of s1 again: older policy, newer sync
+    commit(store, "s1", 1, distinct("a", 2), policy_step=1)  # the responses of s0 again: older policy, newer sync
     buffer.sync(step=4, attempt=1)
     assert set(buffer.draw(1)["trajectory_id"].to_pylist()) == {
-        "s0-00000000-00001",
-        "s0-00000001-00000",
-        "s0-00000001-00001",
+        "s1-00000000-00001",
+        "s1-00000001-00000",
+        "s1-00000001-00001",
     }
     assert (buffer.num_trajectories, buffer.num_prompts) == (3, 1)
 

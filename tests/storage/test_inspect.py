@@ -174,7 +174,6 @@ def test_any_other_statement_is_refused(local_store, statement, tmp_path, monkey
         "SELECT * FROM read_parquet('s3://bucket/x')",
         "SELECT * FROM duckdb_secrets()",
         "SELECT getenv('HOME')",
-        "SELECT * FROM secret_table",
         "SELECT * FROM python_map_function((SELECT 1))",
         "SELECT * FROM pandas_scan(1)",
         "SELECT * FROM arrow_scan(1, 2, 3)",
@@ -182,12 +181,20 @@ def test_any_other_statement_is_refused(local_store, statement, tmp_path, monkey
     ],
 )
 def test_sql_reaches_nothing_but_the_views(local_store, statement, tmp_path, monkeypatch):
-    secret_table = pa.table({"secret": [1]})
-    pq.write_table(secret_table, tmp_path / "secret.parquet")
+    pq.write_table(pa.table({"secret": [1]}), tmp_path / "secret.parquet")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(duckdb.Error):
         inspect.query(local_store, statement)
     assert [path.name for path in tmp_path.iterdir()] == ["secret.parquet"]
+
+
+def test_sql_reads_no_python_variable(local_store):
+    secret_table = pa.table({"secret": [1]})
+    with duckdb.connect() as open_to_all:
+        assert open_to_all.sql("FROM secret_table").fetchall() == [(1,)]
+    with inspect.connect(local_store) as connection, pytest.raises(duckdb.CatalogException):
+        connection.sql("FROM secret_table")
+    del secret_table  # it was in reach all the while
 
 
 def test_a_query_larger_than_memory_spills_nowhere(local_store):

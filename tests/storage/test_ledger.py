@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage import ledger
-from storage.errors import AlreadyExists, NotFound
+from storage.errors import AlreadyExists, NotFound, StoreError
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from tests.storage.helpers import NOON, OWNER, make_batch, make_search_round, make_training_step, start_python
 
@@ -199,9 +199,20 @@ def checkpoint(tmp_path):
     return tmp_path / "checkpoint"
 
 
-def test_a_checkpoint_counts_once_complete(store, checkpoint):
+def test_a_checkpoint_counts_once_complete(store, checkpoint, monkeypatch):
     assert ledger.list_checkpoints(store) == []
     store.put("trainer/step=00000020/trainer.safetensors", b"half")  # its Trainer was killed
+    assert ledger.list_checkpoints(store) == []
+    put_file = store._files.put_file
+
+    def dies_at_the_weights(path, local):
+        if path.endswith(".safetensors"):
+            raise OSError("the network went away")
+        put_file(path, local)
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="network went away"):
+        patch.setattr(store._files, "put_file", dies_at_the_weights)
+        ledger.save_checkpoint(store, 20, checkpoint)
     assert ledger.list_checkpoints(store) == []
     ledger.save_checkpoint(store, 20, checkpoint)
     assert ledger.list_checkpoints(store) == [20]

@@ -44,7 +44,9 @@ TEMPERATURE = 0.7
 
 def model_of(architecture: str, attention: str):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[architecture]), attn_implementation="sdpa").double().eval()
+    model = (
+        AutoModelForCausalLM.from_config(deepcopy(CONFIGS[architecture]), attn_implementation="sdpa").double().eval()
+    )
     model.set_attn_implementation(attention)
     return model
 

@@ -49,7 +49,9 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 def assert_same_weights(one: Trainer, other: Trainer, **tolerance) -> None:
     expected = weights_of(other)
     for name, parameter in weights_of(one).items():
-        torch.testing.assert_close(parameter, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            parameter, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_the_step_does_not_depend_on_the_micro_batches(model_folder):
