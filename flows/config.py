@@ -39,8 +39,8 @@ class RunConfig(Settings):
         K, S = self.sampling.responses_per_prompt, self.search.samples_per_prompt
         if K > S:
             raise ValueError(
-                f"sampling.responses_per_prompt (K) is {K}, but search.samples_per_prompt (S) is {S}: a round must bring "
-                f"at least the responses that a draw takes. Set K <= {S}, or S >= {K}."
+                f"sampling.responses_per_prompt (K) is {K}, but search.samples_per_prompt (S) is {S}: a round must "
+                f"bring at least the responses that a draw takes. Set K <= {S}, or S >= {K}."
             )
         return self
 

@@ -80,7 +80,7 @@ def _draw(rows: list[dict]) -> Draw:
 
 
 class StoreOutbox:
-    """tba.trainer's Outbox over the store. One background thread writes in the order of the calls, so training does not wait."""
+    """tba.trainer's Outbox over the store. One background thread writes, in order: training does not wait."""
 
     def __init__(self, store: RunStore, config: RunConfig, attempt: int, template: Path) -> None:
         """`template` is the model's folder, from which published policies take configuration and tokenizer."""

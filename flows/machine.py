@@ -16,7 +16,10 @@ def local_folder() -> Path:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of the model called `name`; a Hugging Face id is downloaded (once). Raises: ValueError: it does not load."""
+    """The folder of the model called `name`; a Hugging Face id is downloaded, once.
+
+    Raises: ValueError: it does not load.
+    """
     resolved = resolve_model(name, local_folder() / "models")
     if isinstance(resolved, Path):
         return resolved

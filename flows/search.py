@@ -1,4 +1,4 @@
-"""search/searcher: one Searcher. Start more at any time, from any machine that sees the store: they join by run name."""
+"""search/searcher: one Searcher. Start more at any time, on any machine that sees the store: they join by run name."""
 
 import contextlib
 import hashlib
@@ -26,8 +26,8 @@ POLL_S = 0.5
 def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> int:
     """Searches until the run's final policy is published. Returns the number of rounds committed.
 
-    `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures the first
-    and the final policy on held-out problems.
+    `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures the
+    first and the final policy on held-out problems.
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)

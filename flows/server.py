@@ -33,16 +33,17 @@ def configured_url() -> str | None:
     """What Prefect itself would use in this folder: environment, else prefect.toml, else the active profile."""
     from prefect.settings import get_current_settings
 
-    return get_current_settings().api.url
+    return os.environ.get("PREFECT_API_URL") or get_current_settings().api.url
 
 
 def find(work_queue: str, ours: str | None, say: Callable[[str], None]) -> str | None:
-    """The URL of a server to use: the one PREFECT_API_URL asks for, ours, or the configured one. None: start one.
+    """The URL of a server to use: the one PREFECT_API_URL asks for, else ours or the configured one. None: start one.
 
     work_queue: this checkout's; ours: the URL that its stack uses already. Raises StackError where none may be started
     instead: PREFECT_API_URL names another machine's, or another than the running stack's."""
-    asked = os.environ.get("PREFECT_API_URL")
-    for url in dict.fromkeys(filter(None, (asked, ours, configured_url()))):
+    asked = "PREFECT_API_URL" in os.environ
+    candidates = (configured_url(), ours) if asked else (ours, configured_url())
+    for url in dict.fromkeys(filter(None, candidates)):
         found = version(url)
         if found is None:
             problem = "nothing answers there"

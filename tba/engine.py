@@ -55,8 +55,8 @@ class PolicyLoader:
     def load_policy(self, folder: str) -> str:
         """Streams the weights into the model and returns the fingerprint of what went in.
 
-        The CPU backend packs matrices for its kernels and drops the originals, so a served model cannot be read back whole.
-        What can (embeddings, norms) is compared with the files: weights that were accepted but not taken over are an error.
+        The CPU backend packs matrices for its kernels and drops the originals, so a served model cannot be read back
+        whole. What can (embeddings, norms) is compared with the files: weights accepted but not taken over: an error.
         """
         served = Fingerprint()
 
@@ -160,9 +160,7 @@ class TransformersEngine:
         import torch
 
         pad, longest = sampling.stop_tokens[0], max(map(len, prompts))
-        padding = [
-            longest - len(prompt) for prompt in prompts
-        ]  # on the left, so that all responses begin at one column
+        padding = [longest - len(prompt) for prompt in prompts]  # on the left: all responses begin at one column
         greedy = sampling.temperature == 0
         output = self._model.generate(
             torch.tensor([[pad] * n + prompt for n, prompt in zip(padding, prompts, strict=True)], device=self._device),
@@ -177,9 +175,7 @@ class TransformersEngine:
             return_dict_in_generate=True,
         )
         tokens = output.sequences[:, longest:]  # [prompts * samples, response tokens]
-        scores = (
-            torch.stack(output.scores, dim=1).float().log_softmax(dim=-1)
-        )  # [prompts * samples, response tokens, V]
+        scores = torch.stack(output.scores, dim=1).float().log_softmax(dim=-1)  # [.., .., V]
         logprobs = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         flat = [self._response(*row, sampling) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
         return [flat[start : start + sampling.num_samples] for start in range(0, len(flat), sampling.num_samples)]

@@ -45,9 +45,7 @@ class Group:
 @dataclass(frozen=True)
 class _GroupLayout:
     prompt: slice  # of the packed row
-    rows: (
-        Tensor | None
-    )  # [K', R] packed positions of the responses that are longer than one token; None: there are none
+    rows: Tensor | None  # [K', R] packed positions of responses longer than one token; None: there are none
     is_token: Tensor | None  # [K', R] False where `rows` is padding
     may_attend: Tensor | None  # [R, P + R]
 
@@ -66,9 +64,7 @@ def load_policy(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTr
 
     Raises: ValueError: its architecture does not go through transformers' attention interface.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     if not model._supports_attention_backend:
         raise ValueError(
             f"model {folder}: {type(model).__name__} does not use transformers' attention interface, which a prompt "

@@ -5,7 +5,8 @@
     waits for     nothing: an old policy is good enough, Trajectory Balance learns from any
     unblocks      the Trainer's first batch; afterwards nobody waits for it
 
-It keeps no state: a round's prompts follow from (seed, searcher, round), so it can be killed, added or removed at any time.
+It keeps no state: a round's prompts follow from (seed, searcher, round). It can be killed, added or removed at any
+time.
 """
 
 import math
@@ -56,7 +57,7 @@ class Searcher:
         self._policy_step = self._fingerprint = None
 
     def load(self, folder: Path, policy_step: int) -> str:
-        """Serves the policy in `folder` from the next round on; returns the fingerprint of the weights that the engine took in."""
+        """Serves the policy in `folder` from the next round on; returns the fingerprint of what the engine took in."""
         self._fingerprint = self._engine.load(folder)
         self._policy_step = policy_step
         return self._fingerprint
@@ -125,7 +126,7 @@ class Searcher:
         }
 
     def _reference_logprobs(self, prompts: list[list[int]], responses: list[list[Response]]) -> list[list[list[float]]]:
-        """For each prompt, each response: the reference policy's log-probability of each token. Equal responses once."""
+        """For each prompt, each response: the reference policy's log-probability of each token; equal ones once."""
         distinct = [list({tuple(response.tokens): None for response in of_prompt}) for of_prompt in responses]
         groups = [Group(prompt, of_prompt) for prompt, of_prompt in zip(prompts, distinct, strict=True)]
         with torch.inference_mode():

@@ -67,7 +67,7 @@ class Outbox(Protocol):
 
 
 class Trainer:
-    """Policy, optimizer and the step. Float32 master weights under bfloat16 compute; the learning rate follows from the step."""
+    """Policy, optimizer and the step: float32 master weights, bfloat16 compute, learning rate from the step."""
 
     def __init__(self, model: str | Path, settings: TrainSettings) -> None:
         self.settings = settings
@@ -103,7 +103,7 @@ class Trainer:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise RuntimeError(
-                f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps running, up to step {self.step}; "
+                f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps running, to step {self.step}: "
                 "the policy is as it was before them. Lower train.learning_rate or raise train.beta, and resume."
             )
         return totals | {
@@ -194,7 +194,7 @@ def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: floa
 
 
 def _micro_batches(draws: Sequence[Draw], max_tokens: int) -> Iterator[list[Draw]]:
-    """Whole prompts, as many as fit: a prompt's responses stay together, so that no mean is taken over a part of them."""
+    """Whole prompts, as many as fit: a prompt's responses stay together, no mean is taken over a part of them."""
     micro_batch, tokens = [], 0
     for draw in draws:
         if micro_batch and tokens + draw.group.num_tokens > max_tokens:

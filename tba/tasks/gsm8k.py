@@ -28,9 +28,8 @@ COLUMNS = ("question", "answer")
 HELDOUT_ONE_IN = 10
 
 # Digits with or without thousands separators, a decimal part, and a sign that is not a binary minus ("5-3" ends in 3).
-_NUMBER = re.compile(
-    r"(?<![\w.,])[-−]?\$?[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-)
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(rf"(?:(?<![\w.,])[-−]?\$?[-−]?)?(?:{_DIGITS})")
 
 
 class GSM8K:
@@ -63,7 +62,7 @@ class GSM8K:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text: thousands separators, $ and % are ignored, a trailing full stop is not a decimal point."""
+    """The last number in a text; thousands separators, $ and % are ignored, and a full stop is no decimal point."""
     found = _NUMBER.findall(text)
     return Decimal(re.sub(r"[$,]", "", found[-1]).replace("−", "-")) if found else None
 

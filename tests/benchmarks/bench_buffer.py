@@ -123,6 +123,7 @@ def measure(side: str, url: str, size: str) -> dict[str, float]:
         buffer = MemoryBuffer(store, SAMPLING, seed=0)
         load_s = seconds(buffer.sync)
     assert buffer.num_trajectories == num_rows
+    os.sync()  # the first syncs must not wait for what loading wrote
     sync_s, draw_s = [], []
     for repeat in range(REPEATS):
         commit_shard(store, make_shard("s0", num_syncs + repeat, num_rows // CAPACITY))
