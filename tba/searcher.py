@@ -43,6 +43,7 @@ class Searcher:
         reference: str | Path,
         settings: SearchSettings,
         *,
+        max_response_tokens: int,
         temperature: float,
         seed: int,
         code_version: str,
@@ -50,7 +51,7 @@ class Searcher:
         """`temperature` is the objective's T, which the reference's logits are divided by."""
         self._name, self._task, self._tokenizer, self._engine = name, task, tokenizer, engine
         self._settings, self._temperature, self._seed = settings, temperature, seed
-        self._code_version = code_version
+        self._max_response_tokens, self._code_version = max_response_tokens, code_version
         self._reference = load_policy(reference)
         self._stop_tokens = stop_tokens(task, tokenizer)
         self.vocabulary_size = self._reference.config.vocab_size
@@ -78,7 +79,7 @@ class Searcher:
                 self._settings.samples_per_prompt,
                 self._settings.temperature,
                 self._settings.top_p,
-                self._task.max_response_tokens,
+                self._max_response_tokens,
                 self._stop_tokens,
             ),
         )
@@ -113,7 +114,7 @@ class Searcher:
         """Greedy accuracy (mean reward) of the served policy on held-out problems."""
         problems = self._task.heldout[:num_problems]
         prompts = [self._tokenizer.encode(problem.prompt) for problem in problems]
-        greedy = Sampling(1, 0.0, 1.0, self._task.max_response_tokens, self._stop_tokens)
+        greedy = Sampling(1, 0.0, 1.0, self._max_response_tokens, self._stop_tokens)
         responses = [only for (only,) in self._engine.sample(prompts, greedy)]
         rewards = checked_rewards(self._task, problems, [self._text(response) for response in responses])
         return {

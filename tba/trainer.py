@@ -51,7 +51,7 @@ class Experience(Protocol):
     """The replay buffer, as the Trainer sees it."""
 
     def sync(self, step: int) -> None:
-        """Takes in what Searchers committed since the last sync."""
+        """Takes in what Searchers committed since the last sync; `step` is the first that can draw it."""
 
     def draw(self, step: int) -> Batch | None:
         """The batch for a step; None while there is not enough experience."""
@@ -172,14 +172,14 @@ def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: floa
     settings = trainer.settings
     # Searchers start from here; a run killed between its last checkpoint and its last policy publishes that one now.
     outbox.publish(trainer.step, trainer.weights(), final=trainer.step >= settings.steps)
-    experience.sync(trainer.step)
+    experience.sync(trainer.step + 1)
     while trainer.step < settings.steps:
         step = trainer.step + 1
         wait_started = time.monotonic()
         while (batch := experience.draw(step)) is None:
             outbox.status("waiting", trainer.step)
             time.sleep(poll_s)
-            experience.sync(trainer.step)
+            experience.sync(step)
         wait_s, started_at = time.monotonic() - wait_started, datetime.now(UTC)
         metrics = trainer.train_step(batch.draws)
         times = {"wait_s": wait_s, "started_at": started_at, "ended_at": datetime.now(UTC)}
@@ -190,7 +190,7 @@ def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: floa
             outbox.checkpoint(step, trainer)
         if last or step % settings.sync_interval == 0:
             outbox.publish(step, trainer.weights(), final=last)
-            experience.sync(step)
+            experience.sync(step + 1)
 
 
 def _micro_batches(draws: Sequence[Draw], max_tokens: int) -> Iterator[list[Draw]]:

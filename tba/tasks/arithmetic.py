@@ -7,7 +7,10 @@
     response     85
     reward      1 if the response is the sum and ends with its line, else 0
 
-All 8,100 ordered pairs but the worked ones are asked, in training or held out, never both.
+The three worked lines are the same in every prompt: untrained, the model answers 36 % so, and 20 % with drawn ones. A
+SmolLM2 response is a space, two or three digits and the newline: one token each, and the newline stops it.
+
+Two numbers are asked in both orders, either in training or held out: 39 + 46 must not give 46 + 39 away.
 """
 
 import random
@@ -15,23 +18,25 @@ import random
 from tba.tasks.base import Problem
 
 WORKED = ((24, 17), (63, 21), (58, 36))
-NUM_HELDOUT = 1000
+NUM_HELDOUT_SUMS = 512  # of 4,092, so about 1,000 problems held out and 7,000 to train on
 
 
 class Arithmetic:
     name = "arithmetic"
     version = "sum-1"
     stop = ("\n",)
-    max_response_tokens = 8  # a space, three digits and the line's end are five
+    max_response_tokens = 8  # a sum takes five; a few more, so that rambling is sampled as such and earns 0
 
     def __init__(self, *, data: str | None, seed: int) -> None:
-        """`seed` decides which pairs are held out. Raises: ValueError: `data` is given."""
+        """`seed` decides which sums are held out. Raises: ValueError: `data` is given."""
         if data is not None:
             raise ValueError(f"task.data: got {data!r}; arithmetic is generated and reads no data: leave it out")
-        pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if (a, b) not in WORKED]
-        random.Random(f"arithmetic/{seed}").shuffle(pairs)
-        problems = [_problem(a, b) for a, b in pairs]
-        self.heldout, self.train = problems[:NUM_HELDOUT], problems[NUM_HELDOUT:]
+        rng = random.Random(f"arithmetic/{seed}")
+        sums = [(a, b) for a in range(10, 100) for b in range(10, a + 1) if (a, b) not in WORKED]
+        rng.shuffle(sums)
+        self.heldout = _both_orders(sums[:NUM_HELDOUT_SUMS])
+        self.train = _both_orders(sums[NUM_HELDOUT_SUMS:])
+        rng.shuffle(self.heldout)  # an evaluation asks the first so many: not both orders of half as many sums
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         """1 for the sum alone on its line; a response cut off at the length limit has no line's end and gets 0."""
@@ -39,6 +44,11 @@ class Arithmetic:
             float(response.endswith("\n") and response.strip() == problem.answer)
             for problem, response in zip(problems, responses, strict=True)
         ]
+
+
+def _both_orders(sums: list[tuple[int, int]]) -> list[Problem]:
+    """a + b and b + a for each sum; one problem where a is b."""
+    return [_problem(*pair) for a, b in sums for pair in dict.fromkeys([(a, b), (b, a)])]
 
 
 def _problem(a: int, b: int) -> Problem:

@@ -1,27 +1,26 @@
 """What a task is: problems to train on, problems held out, and how a response is rewarded."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt. `prompt_id` is the same on every machine: the buffer and the ledger go by it."""
+    """One prompt and its answer."""
 
-    prompt_id: str
+    prompt_id: str  # the same on every machine: the buffer and the ledger go by it
     prompt: str
     answer: str
-    columns: dict = field(default_factory=dict)  # whatever else the dataset has, for the reward
 
 
 class Task(Protocol):
-    """A task module's class. `train` and `heldout` share no problem."""
+    """What the class in a task's file offers. `train` and `heldout` share no problem."""
 
     name: str
     version: str  # of the reward: changes when the same response would be rewarded otherwise
     train: list[Problem]
     heldout: list[Problem]
-    stop: list[str]  # strings that end a response; each is one token of the policy's tokenizer
+    stop: tuple[str, ...]  # strings that end a response; each is one token of the policy's tokenizer
     max_response_tokens: int
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:

@@ -2,7 +2,8 @@
 
 Shards of 1000 trajectories: 50 prompts x 20 responses of 128 tokens, prompts of 40. Every prompt is at its capacity of
 100, so each sync also evicts. A draw is 7 prompts x 20 with tokens and log-probabilities. Times are p50 of 30. Both
-sides read the same shards in the same way, each in a process of its own, where its resident memory is measured.
+sides read the same shards in the same way, each in a process of its own, where its resident memory is measured. Where
+wall time exceeds processor time (`_cpu_`) in a draw, other programs had the machine.
 
 write_per_s_s3 is null unless AWS_ENDPOINT_URL and BENCH_S3_URL (s3://bucket/prefix) are set. The benchmark's store
 takes 4 GB of the folder for temporary files (TMPDIR).
@@ -106,10 +107,11 @@ def write_per_s(store: RunStore) -> float:
     return rate
 
 
-def seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed_ms(action: Callable[[], object]) -> tuple[float, float]:
+    """Wall and processor time of one call."""
+    start, cpu_start = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - start
+    return 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - cpu_start)
 
 
 def measure(side: str, url: str, size: str) -> dict[str, float]:
@@ -118,28 +120,30 @@ def measure(side: str, url: str, size: str) -> dict[str, float]:
     num_syncs = num_rows // SHARD_ROWS
     if side == "ours":
         buffer = ReplayBuffer(store, SAMPLING, seed=0)
-        load_s = seconds(lambda: buffer.rebuild(num_syncs))
+        load_ms, _ = timed_ms(lambda: buffer.rebuild(num_syncs))
     else:
         buffer = MemoryBuffer(store, SAMPLING, seed=0)
-        load_s = seconds(buffer.sync)
+        load_ms, _ = timed_ms(buffer.sync)
     assert buffer.num_trajectories == num_rows
     os.sync()  # the first syncs must not wait for what loading wrote
-    sync_s, draw_s = [], []
+    sync_ms, draw_ms = [], []  # [(wall, processor)]
     for repeat in range(REPEATS):
         commit_shard(store, make_shard("s0", num_syncs + repeat, num_rows // CAPACITY))
         step = num_syncs + repeat + 1
         if side == "ours":
-            sync_s.append(seconds(lambda: buffer.sync(step, attempt=1)))  # noqa: B023, called at once
-            draw_s.append(seconds(lambda: buffer.draw(step)))  # noqa: B023
+            sync_ms.append(timed_ms(lambda: buffer.sync(step, attempt=1)))  # noqa: B023, called at once
+            draw_ms.append(timed_ms(lambda: buffer.draw(step)))  # noqa: B023
         else:
-            sync_s.append(seconds(buffer.sync))
-            draw_s.append(seconds(buffer.draw))
+            sync_ms.append(timed_ms(buffer.sync))
+            draw_ms.append(timed_ms(buffer.draw))
     assert buffer.num_trajectories == num_rows
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
-        "rebuild_s": load_s,
-        "sync_1000_ms": statistics.median(sync_s) * 1e3,
-        "draw_ms": statistics.median(draw_s) * 1e3,
+        "rebuild_s": load_ms / 1e3,
+        "sync_1000_ms": statistics.median(wall for wall, _ in sync_ms),
+        "sync_1000_cpu_ms": statistics.median(cpu for _, cpu in sync_ms),
+        "draw_ms": statistics.median(wall for wall, _ in draw_ms),
+        "draw_cpu_ms": statistics.median(cpu for _, cpu in draw_ms),
         "rss_mb": resident_pages * resource.getpagesize() / 1e6,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
     }
@@ -163,7 +167,7 @@ def main() -> None:
                     results[f"{prefix}{name}_at_{size}"] = value
     results = {name: value if value is None else round(value, 2) for name, value in results.items()}
     print(f"{'':24}{'10k ours':>12}{'10k memory':>12}{'1m ours':>12}{'1m memory':>12}")
-    for name in ("rebuild_s", "sync_1000_ms", "draw_ms", "rss_mb", "peak_rss_mb"):
+    for name in ("rebuild_s", "sync_1000_ms", "sync_1000_cpu_ms", "draw_ms", "draw_cpu_ms", "rss_mb", "peak_rss_mb"):
         row = [results[f"{prefix}{name}_at_{size}"] for size in SIZES for prefix in ("", "memory_baseline_")]
         print(f"{name:24}" + "".join(f"{value:12.2f}" for value in row))
     for name in ("write_per_s_local", "write_per_s_s3"):

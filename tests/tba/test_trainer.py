@@ -158,13 +158,13 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
     trainer, recorder = make_trainer(model_folder, steps=5, sync_interval=2, checkpoint_interval=3), Recorder()
     train(trainer, recorder, recorder, poll_s=0)
     assert recorder.calls == [
-        ("publish", 0), ("sync", 0),
-        ("waiting", 0), ("sync", 0), ("waiting", 0), ("sync", 0),
+        ("publish", 0), ("sync", 1),
+        ("waiting", 0), ("sync", 1), ("waiting", 0), ("sync", 1),
         ("record", 1),
-        ("record", 2), ("publish", 2), ("sync", 2),
+        ("record", 2), ("publish", 2), ("sync", 3),
         ("record", 3), ("checkpoint", 3),
-        ("record", 4), ("publish", 4), ("sync", 4),
-        ("record", 5), ("checkpoint", 5), ("final", 5), ("sync", 5),
+        ("record", 4), ("publish", 4), ("sync", 5),
+        ("record", 5), ("checkpoint", 5), ("final", 5), ("sync", 6),
     ]  # fmt: skip
 
 

@@ -1,0 +1,161 @@
+"""The objective against independent references.
+
+- residual = -A / beta, with A the mean-baseline advantage of the KL-penalised reward (float64, 1e-9).
+- On-policy its gradient is that of mean-baseline REINFORCE with KL-penalised reward, times beta.
+- From uniform off-policy data on an enumerable toy it converges to p_ref * exp(r / beta) / Z; plain REINFORCE without
+  importance weights on the same data does not.
+- The gradient does not depend on how prompts are split into micro-batches.
+- Only policy_logprob gets a gradient; wrong shapes and beta <= 0 are refused.
+
+python -m pytest tests/tba/test_objective.py
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tba.objective import log_partition, residual, trajectory_balance_loss
+
+
+def random_batch(B: int, K: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    policy, reference = (-5 * torch.rand(B, K, generator=generator, dtype=torch.float64) for _ in range(2))
+    return policy.requires_grad_(), reference, torch.rand(B, K, generator=generator, dtype=torch.float64)
+
+
+def advantages(policy, reference, reward, beta):
+    """Written out a response at a time: r - beta * log(p / p_ref), less its prompt's mean."""
+    rows = []
+    for p_row, ref_row, r_row in zip(policy.tolist(), reference.tolist(), reward.tolist(), strict=True):
+        penalised = [r - beta * (p - ref) for p, ref, r in zip(p_row, ref_row, r_row, strict=True)]
+        rows.append([value - sum(penalised) / len(penalised) for value in penalised])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("beta", [0.004, 0.1, 1.0])
+def test_residual_is_minus_advantage_over_beta(beta):
+    policy, reference, reward = random_batch(3, 5)
+    expected = -advantages(policy, reference, reward, beta) / beta
+    torch.testing.assert_close(residual(policy, reference, reward, beta), expected, rtol=0, atol=1e-9)
+
+
+def test_the_loss_of_a_worked_example():
+    # beta 1/2; r/beta = (2, 0); d = p - p_ref = (1, 0): log Z = mean(2 - 1, 0 - 0) = 1/2.
+    # residuals 1/2 + 1 - 2 = -1/2 and 1/2 + 0 - 0 = 1/2; loss = (1/4 / 2) * mean(1/4, 1/4) = 1/32.
+    policy, reference = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-2.0, -3.0]])
+    reward = torch.tensor([[1.0, 0.0]])
+    assert log_partition(policy, reference, reward, 0.5).tolist() == [0.5]
+    assert trajectory_balance_loss(policy, reference, reward, 0.5).item() == pytest.approx(1 / 32)
+
+
+def test_on_policy_the_gradient_is_reinforce_with_a_mean_baseline_and_a_kl_penalty():
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, dtype=torch.float64).log_softmax(0)
+    reward, beta = torch.rand(6, dtype=torch.float64), 0.3
+    samples = torch.multinomial(logits.detach().softmax(0), 64, replacement=True)
+    logprob = logits.log_softmax(0)[samples]
+    loss = trajectory_balance_loss(logprob[None], reference[samples][None], reward[samples][None], beta)
+    (ours,) = torch.autograd.grad(loss, logits)
+
+    # REINFORCE, by its own formula, times beta (the loss is beta^2 / 2 of a square of A / beta): minus the mean of advantage * (one-hot(y) - p), the gradient of log softmax.
+    p = logits.detach().softmax(0)
+    penalised = (reward - beta * (p.log() - reference))[samples]
+    advantage = penalised - penalised.mean()
+    theirs = -beta * ((torch.eye(6, dtype=torch.float64)[samples] - p) * advantage[:, None]).mean(0)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+class Toy:
+    """All 64 sequences of three tokens out of four, under a tabular autoregressive policy."""
+
+    def __init__(self) -> None:
+        self.sequences = list(itertools.product(range(4), repeat=3))
+        torch.manual_seed(1)
+        self.reference = self.log_probabilities(self.random_tables(0.5))
+        # Rugged: reward for sums divisible by three, and for ending as it began.
+        self.reward = torch.tensor(
+            [(sum(s) % 3 == 0) + 0.5 * (s[0] == s[2]) for s in self.sequences], dtype=torch.float64
+        )
+        self.beta = 0.5
+        self.target = (self.reference + self.reward / self.beta).softmax(0)
+
+    @staticmethod
+    def random_tables(scale: float) -> list[torch.Tensor]:
+        return [scale * torch.randn(4**n, 4, dtype=torch.float64) for n in range(3)]
+
+    def log_probabilities(self, tables: list[torch.Tensor]) -> torch.Tensor:
+        """[64]: the sum over places of the log-softmax of the row that the earlier tokens pick."""
+        logs = [table.log_softmax(1) for table in tables]
+        return torch.stack([logs[0][0, a] + logs[1][a, b] + logs[2][4 * a + b, c] for a, b, c in self.sequences])
+
+    def train(self, loss_of, steps: int = 400) -> float:
+        """Total variation between the target and a policy trained on uniform batches of 16 responses."""
+        torch.manual_seed(2)
+        tables = [table.requires_grad_() for table in self.random_tables(0.1)]
+        optimizer = torch.optim.Adam(tables, lr=0.03)
+        for _ in range(steps):
+            drawn = torch.randint(64, (1, 16))  # uniform: neither the policy's nor the target's distribution
+            loss = loss_of(self.log_probabilities(tables)[drawn], self.reference[drawn], self.reward[drawn], self.beta)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return (self.log_probabilities(tables).exp() - self.target).abs().sum().item() / 2
+
+
+def reinforce_loss(policy, reference, reward, beta):
+    """Plain REINFORCE with a mean baseline. (With the KL penalty in its reward it has our gradient.)"""
+    return -((reward - reward.mean(1, keepdim=True)) * policy).mean()
+
+
+def test_uniform_off_policy_data_lead_to_the_target_distribution():
+    assert Toy().train(trajectory_balance_loss) < 0.02
+
+
+def test_plain_reinforce_on_the_same_data_does_not_get_there():
+    assert Toy().train(reinforce_loss) > 0.2
+
+
+def test_the_target_has_no_loss_whatever_was_sampled():
+    toy = Toy()
+    loss = trajectory_balance_loss(toy.target.log()[None], toy.reference[None], toy.reward[None], toy.beta)
+    assert loss.item() < 1e-24
+
+
+def test_the_gradient_does_not_depend_on_the_micro_batches():
+    policy, reference, reward = random_batch(6, 4)
+    (whole,) = torch.autograd.grad(trajectory_balance_loss(policy, reference, reward, 0.1), policy)
+    parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
+    split = sum(
+        trajectory_balance_loss(policy[part], reference[part], reward[part], 0.1) * (part.stop - part.start) / 6
+        for part in parts
+    )
+    torch.testing.assert_close(torch.autograd.grad(split, policy)[0], whole, rtol=0, atol=1e-15)
+
+
+def test_the_gradient_is_beta_times_the_advantage():
+    # With p = p_ref, A = r - mean r: beta scales the gradient once, and 1 / beta^2 is nowhere in it.
+    policy, _, reward = random_batch(2, 4)
+    for beta in (0.004, 1.0):
+        loss = trajectory_balance_loss(policy, policy.detach(), reward, beta)
+        expected = -beta * (reward - reward.mean(1, keepdim=True)) / 8
+        torch.testing.assert_close(torch.autograd.grad(loss, policy)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_only_the_policy_gets_a_gradient():
+    policy, reference, reward = (tensor.detach().requires_grad_() for tensor in random_batch(2, 3))
+    trajectory_balance_loss(policy, reference, reward, 0.1).backward()
+    assert policy.grad is not None and reference.grad is None and reward.grad is None
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), (2, 3), (3, 2)], [(6,), (6,), (6,)], [(2, 1), (2, 1), (2, 1)]])
+def test_wrong_shapes_are_refused(shapes):
+    with pytest.raises(ValueError, match=r"all three are \[B, K\]"):
+        trajectory_balance_loss(*(torch.zeros(shape) for shape in shapes), 0.1)
+
+
+@pytest.mark.parametrize("beta", [0.0, -1.0, float("nan")])
+def test_beta_is_positive(beta):
+    with pytest.raises(ValueError, match="beta"):
+        trajectory_balance_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), beta)
