@@ -32,7 +32,7 @@ down: $(STAMP)
 	$(BIN)/tba down
 
 bench-buffer: $(STAMP)  ## How the replay buffer scales
-	$(BIN)/python tests/benchmarks/bench_buffer.py
+	$(BIN)/python -m tests.benchmarks.bench_buffer
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

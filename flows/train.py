@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 import time
 
 from prefect import flow, get_run_logger, task
@@ -38,15 +39,16 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     if summary := finished(store):
         get_run_logger().info("run %s is finished; choose another name to train again", config.run)
         return summary
-    searchers = Searchers(config)
+    searchers, over = Searchers(config), threading.Event()
     try:
-        training = train_policy.submit(config.store, config.run)
+        training = train_policy.submit(config.store, config.run, over)
         while not training.state.is_final():
             searchers.replace_fallen()
             time.sleep(POLL_S)
         training.result()
         await_evaluation(store, searchers)
     finally:
+        over.set()
         searchers.stop()
     return summarise(store)
 
@@ -63,17 +65,18 @@ def prepare(config: RunConfig) -> RunStore:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
-def train_policy(store: str, run: str) -> None:
-    """Runs the Trainer's process to its end. A retry resumes from the last checkpoint.
+def train_policy(store: str, run: str, over: threading.Event) -> None:
+    """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
 
     Raises: RuntimeError: it failed; the message has the reason.
     """
     process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run])
     try:
-        status = process.wait()
+        while process.poll() is None and not over.wait(POLL_S):
+            pass
     finally:
-        process.kill()  # when this task is cancelled
-    if status:
+        process.kill()
+    if status := process.wait():
         raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(RunStore(store, run))}")
 
 

@@ -46,7 +46,3 @@ def distinct(prompt_ids: str, number: int, start: int = 0) -> list[tuple]:
 
 def new_buffer(store: RunStore, **sampling) -> ReplayBuffer:
     return ReplayBuffer(store, Sampling(**{"min_size": 1} | sampling), SEED)
-
-
-def new_buffer(store: RunStore, **sampling) -> ReplayBuffer:
-    return ReplayBuffer(store, Sampling(**{"min_size": 1} | sampling), SEED)

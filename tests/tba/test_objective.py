@@ -59,7 +59,8 @@ def test_on_policy_the_gradient_is_reinforce_with_a_mean_baseline_and_a_kl_penal
     loss = trajectory_balance_loss(logprob[None], reference[samples][None], reward[samples][None], beta)
     (ours,) = torch.autograd.grad(loss, logits)
 
-    # REINFORCE, by its own formula, times beta (the loss is beta^2 / 2 of a square of A / beta): minus the mean of advantage * (one-hot(y) - p), the gradient of log softmax.
+    # REINFORCE by its own formula, times beta (the loss is beta^2 / 2 of a square of A / beta): minus the mean of
+    # advantage * (one-hot(y) - p), where one-hot(y) - p is the gradient of log softmax at y.
     p = logits.detach().softmax(0)
     penalised = (reward - beta * (p.log() - reference))[samples]
     advantage = penalised - penalised.mean()

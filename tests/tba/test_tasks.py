@@ -244,7 +244,7 @@ def test_without_the_datasets_package_a_file_is_asked_for(monkeypatch):
         ('{"question": "q", "solution": "s"}', "line 5 has no column 'answer', only question, solution"),
         ("{}", "line 5 has no column 'question', only none at all"),
         ('{"question": "q", "answer": 3}', "line 5: answer is 3; it must be text"),
-        ('{"question": "q", "answer": "#### many"}', "line 5: the answer ends in '#### many', which has no number"),
+        ('{"question": "q", "answer": "3 or #### many"}', "line 5: the answer ends in '3 or #### many', which has no"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
