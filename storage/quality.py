@@ -35,8 +35,9 @@ def validate_shard(table: pa.Table, vocab_size: int) -> list[str]:
 def validate_shards(tables: list[pa.Table], vocab_size: int) -> list[list[str]]:
     """validate_shard of each table of TRAJECTORY columns: as strict, and many good ones cost little more than one."""
     facts = [_facts(table, vocab_size) for table in tables]
-    suspect = any(of_shard.num_rows == 0 for of_shard in facts) or _judge(pa.concat_tables(facts))
-    return [_judge(of_shard) if suspect else [] for of_shard in facts]
+    if all(of_shard.num_rows for of_shard in facts) and not (facts and _judge(pa.concat_tables(facts))):
+        return [[] for _ in facts]
+    return [_judge(of_shard) for of_shard in facts]
 
 
 def _judge(facts: pa.Table) -> list[str]:
