@@ -26,7 +26,7 @@ class SearchSettings(Settings):
 
     samples_per_prompt: int = Field(20, ge=2, description="S: responses sampled a prompt in a round.")
     prompts_per_round: int = Field(8, ge=1, description="Prompts in a round; a round is one shard.")
-    temperature: float = Field(0.7, gt=0, description="Temperature that responses are sampled at.")
+    temperature: float = Field(1.0, gt=0, description="Temperature that responses are sampled at.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus that responses are sampled from.")
 
 
