@@ -295,6 +295,7 @@ class ReplayBuffer:
                 self._execute("insert_trajectories")
                 self._execute("count_copies")
                 self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
+                self._execute("update_prompts")
                 self._index.unregister("arrivals")
                 rewards.append(shards["reward"].to_numpy())
         return np.concatenate(rewards)

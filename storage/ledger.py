@@ -163,6 +163,12 @@ def attempts(store: RunStore) -> list[dict]:
     return [json.loads(store.get(path)) for path in paths]
 
 
+def trainer(store: RunStore) -> tuple[str, int] | None:
+    """Host and process of the latest attempt's Trainer; None before the first."""
+    latest = attempts(store)[-1:]
+    return (latest[0]["owner"]["host"], latest[0]["owner"]["pid"]) if latest else None
+
+
 def first_attempt_at(store: RunStore) -> datetime:
     """When training began. NotFound before that."""
     return datetime.fromisoformat(json.loads(store.get(_attempt_path(1)))["created_at"])

@@ -27,8 +27,8 @@ recent_prompts AS (
     FROM places, recent_pool
     WHERE recent
 ),
--- a list of B prompts, in random order, of all with a trajectory that is not too old (every policy step is at least 0, so
--- a bound of 0 spares the search); those already in the batch come last, to repeat only where they must
+-- a list of B prompts, in random order, of all with a trajectory that is not too old; those already in the batch come
+-- last, to repeat only where they must
 whole_pool AS (
     SELECT
         min_by(
@@ -38,9 +38,7 @@ whole_pool AS (
             $prompts_per_batch
         ) AS pool
     FROM prompts
-    WHERE
-        $oldest_policy_step <= 0
-        OR prompt IN (SELECT prompt FROM trajectories WHERE policy_step >= $oldest_policy_step)
+    WHERE newest_policy_step >= $oldest_policy_step
 ),
 -- the prompt of each place
 batch_prompts AS (
