@@ -265,11 +265,17 @@ def learn(store_url: str, run: str, parent: int) -> None:
         outbox.close(state, message)
 
 
-if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+def main(store: str, run: str, parent: str) -> int:
+    """Exit status: ALREADY_TRAINING where the run has another Trainer; other errors are raised."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        learn(sys.argv[1], sys.argv[2], parent=int(sys.argv[3]))
+        learn(store, run, int(parent))
     except AlreadyTraining as error:
         log.error(error)
-        sys.exit(ALREADY_TRAINING)
+        return ALREADY_TRAINING
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main(*sys.argv[1:]))

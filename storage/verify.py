@@ -142,7 +142,7 @@ def _check_some_shards(
             faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
         found.ids.append(table["trajectory_id"])
         speakers = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
-        found.speakers |= dict.fromkeys(speakers, path)
+        found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
 
 
 def _vocab_size(store: RunStore, pointer: dict | None) -> int:
