@@ -123,20 +123,23 @@ def test_no_response_twice_for_a_prompt_where_there_are_enough(store):
 
 
 def test_fewer_responses_than_k_are_all_used_and_as_often_as_they_were_sampled(store):
-    # Two were sampled once and one six times. Eight slots: one each, and of the five left 5/8, 5/8 and 30/8, rounded.
+    def counts(buffer, step: int) -> Counter:
+        return Counter(tokens[0] for tokens in buffer.draw(step)["response_tokens"].to_pylist())
+
+    # Two were sampled once, and one six times, by two Searchers. A slot each, and the five left over by shares of 1/8,
+    # 1/8 and 6/8: the frequent one's is 3.75 slots, rounded by where in the order it comes.
     commit(store, "s0", 0, [("a", [1], 0.0), ("a", [2], 1.0), *[("a", [3], 0.5)] * 4])
     commit(store, "s1", 0, [("a", [3], 0.5)] * 2)
-    buffer = new_buffer(store, prompts_per_batch=1, responses_per_prompt=8, min_size=1)
+    buffer = new_buffer(store, prompts_per_batch=1, responses_per_prompt=8, recent_probability=1)
     buffer.sync(step=1, attempt=1)
-    counts = Counter(tokens[0] for tokens in buffer.draw(1)["response_tokens"].to_pylist())
-    assert counts[3] in (4, 5, 6) and counts[1] in (1, 2) and counts[2] in (1, 2) and counts.total() == 8
-    # What an older sync sampled often and the newest once was sampled once.
+    for step in range(20):
+        drawn = counts(buffer, step)
+        assert drawn.total() == 8 and drawn.keys() == {1, 2, 3} and drawn[3] in (4, 5)
+
+    # How often an older sync brought it does not count: the newest brought both once.
     commit(store, "s0", 1, [("a", [1], 0.0), ("a", [3], 0.5)])
     buffer.sync(step=2, attempt=1)
-    buffer_of_recent = new_buffer(store, prompts_per_batch=1, responses_per_prompt=8, recent_probability=1, min_size=1)
-    buffer_of_recent.rebuild(2)
-    for drawn in (buffer_of_recent.draw(2),):
-        assert Counter(tokens[0] for tokens in drawn["response_tokens"].to_pylist()) == {1: 4, 3: 4}
+    assert counts(buffer, 2) == {1: 4, 3: 4}
 
 
 def test_a_reward_temperature_near_zero_draws_the_best_responses_first(store):
