@@ -109,16 +109,15 @@ def test_a_listing_shows_what_another_writer_put(store):
 
 
 @pytest.mark.s3
-def test_an_s3_listing_longer_than_a_page_is_whole(s3_store, monkeypatch):
-    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")  # of the server, which runs in this process
+def test_an_s3_listing_longer_than_a_page_is_whole(moto_store):
     paths = [f"a/{number}" for number in range(7)]
     for path in paths:
-        s3_store.put(path, b"")
-    assert s3_store.list("a") == paths
-    assert s3_store.list("a", start_after="a/2") == paths[3:]
+        moto_store.put(path, b"")
+    assert moto_store.list("a") == paths
+    assert moto_store.list("a", start_after="a/2") == paths[3:]
     for number in range(5):
-        s3_store.put(f"f/{number}/x", b"")
-    assert s3_store.folders("f") == ["0", "1", "2", "3", "4"]
+        moto_store.put(f"f/{number}/x", b"")
+    assert moto_store.folders("f") == ["0", "1", "2", "3", "4"]
 
 
 def test_unfinished_files_of_a_killed_writer_are_not_listed(local_store, tmp_path):
