@@ -51,7 +51,7 @@ def new_bucket(environment: dict[str, str], monkeypatch) -> str:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     bucket = f"test-{uuid.uuid4().hex}"
-    boto3.client("s3").create_bucket(Bucket=bucket)
+    boto3.Session().client("s3").create_bucket(Bucket=bucket)  # its default session would keep the first server's keys
     return f"s3://{bucket}/stores"
 
 
