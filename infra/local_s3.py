@@ -118,7 +118,8 @@ class LocalS3:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._gateway_answers():
             if time.monotonic() > deadline or not self._running("radosgw"):
-                raise LocalS3Error(f"the gateway did not start; logs are in {self.folder}/log")
+                output = (self.folder / "log" / "radosgw.out").read_text()
+                raise LocalS3Error(f"the gateway did not start; logs are in {self.folder}/log: {output[-1000:]}")
             time.sleep(0.1)
 
     def kill_gateway(self) -> None:
