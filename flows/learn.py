@@ -4,6 +4,7 @@ It is one process beside the flow, so that neither Prefect's threads nor its fai
 launcher for many devices can take its place. It reads the run's configuration from run.json and nowhere else.
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from flows.config import RunConfig, load_run
 from flows.machine import cpu_threads, model_folder, this_process
 from storage import ledger, policies
 from storage.buffer import NotEnoughExperience, ReplayBuffer
+from storage.errors import StoreError
 from storage.store import RunStore
 from tba.policy import Group
 from tba.trainer import Batch, Draw, Trainer, train
@@ -150,7 +152,8 @@ class StoreOutbox:
         while not self._closing.wait(HEARTBEAT_S):
             if os.getppid() != parent:
                 os._exit(1)  # the flow was killed: nobody watches this process or would end the run
-            self._write_beat()
+            with contextlib.suppress(StoreError):  # a beat that fell out: the next one may get through
+                self._write_beat()
 
     def _write_beat(self) -> None:
         steps, step = self._config.train.steps, self._beat["step"]

@@ -243,7 +243,9 @@ def install() -> None:
     if all(shutil.which(program) for program in PROGRAMS):
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise LocalS3Error(f"Ceph is not installed; as root: apt-get install --no-install-recommends {' '.join(PACKAGES)}")
+        raise LocalS3Error(
+            f"Ceph is not installed; as root: apt-get install --no-install-recommends {' '.join(PACKAGES)}"
+        )
     quiet = {"stdout": subprocess.DEVNULL, "env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}}
     subprocess.run(["apt-get", "update", "-qq"], **quiet)  # an index that is stale may still do
     install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
@@ -264,16 +266,18 @@ def free_ports(count: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["start", "stop"])
+    parser.add_argument("action", choices=["install", "start", "stop"])
     parser.add_argument("--folder", type=Path, default=Path(".tba/.local/s3"), help="for data, logs and sockets")
     arguments = parser.parse_args()
     local_s3 = LocalS3(arguments.folder)
     try:
-        if arguments.action == "stop":
+        if arguments.action == "install":
+            install()
+        elif arguments.action == "stop":
             local_s3.stop()
-            return
-        for name, value in local_s3.start().items():
-            print(f"export {name}={value}")
+        else:
+            for name, value in local_s3.start().items():
+                print(f"export {name}={value}")
     except LocalS3Error as error:
         local_s3.stop()
         sys.exit(f"local S3: {error}")
