@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A local S3: Ceph's radosgw on loopback, over one monitor, one manager and one OSD that keeps its data in a folder.
 
-    eval "$(.venv/bin/python infra/local_s3.py start)"      prints AWS_ENDPOINT_URL, new keys, region and S3_URL as exports
+    eval "$(.venv/bin/python infra/local_s3.py start)"      prints AWS_ENDPOINT_URL, new keys, region, S3_URL
     .venv/bin/tba train --store "$S3_URL"
     .venv/bin/python infra/local_s3.py stop                 the data stays in the folder; `start` serves it again
 
@@ -11,6 +11,7 @@ development and tests, and no place for what must survive the disk. Takes about 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -114,10 +115,10 @@ class LocalS3:
             self._stop_daemon(program, signal.SIGTERM)
 
     def start_gateway(self) -> None:
-        self._start_daemon("radosgw", "-n", "client.rgw")
+        process = self._start_daemon("radosgw", "-n", "client.rgw")
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._gateway_answers():
-            if time.monotonic() > deadline or not self._running("radosgw"):
+            if time.monotonic() > deadline or process.poll() is not None:
                 output = (self.folder / "log" / "radosgw.out").read_text()
                 raise LocalS3Error(f"the gateway did not start; logs are in {self.folder}/log: {output[-1000:]}")
             time.sleep(0.1)
@@ -177,7 +178,7 @@ class LocalS3:
 
     # --- daemons ------------------------------------------------------------------------------------------------------
 
-    def _start_daemon(self, program: str, *arguments: str) -> None:
+    def _start_daemon(self, program: str, *arguments: str) -> subprocess.Popen:
         """Its own session: a Ctrl-C in the terminal that started it is not for it. The pid goes to a file of ours."""
         with open(self.folder / "log" / f"{program}.out", "ab") as output:
             process = subprocess.Popen(
@@ -188,6 +189,7 @@ class LocalS3:
                 start_new_session=True,
             )
         self._pid_file(program).write_text(str(process.pid))
+        return process
 
     def _stop_daemon(self, program: str, number: int) -> None:
         pid = self._running(program)
@@ -204,10 +206,8 @@ class LocalS3:
         """Its pid, if that process still is what we started: the same program on our configuration."""
         try:
             pid = int(self._pid_file(program).read_text())
-            try:
-                os.waitpid(pid, os.WNOHANG)  # ours if this process started it: a zombie has ended
-            except ChildProcessError:
-                pass
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # a child of this process that has ended would stay as a zombie
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             return None

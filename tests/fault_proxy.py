@@ -1,4 +1,4 @@
-"""A proxy on loopback that passes bytes to a real server, and on request answers 503 itself: a fake for the fault only."""
+"""A proxy on loopback that passes bytes to a real server, or answers 503 itself when told: only the fault is fake."""
 
 import socket
 import threading

@@ -5,9 +5,9 @@ Shards of 1000 trajectories: 50 prompts x 20 responses of 128 tokens, prompts of
 sides read the same shards in the same way, each in a process of its own, where its resident memory is measured. Where
 wall time exceeds processor time (`_cpu_`) in a draw, other programs had the machine.
 
-write_per_s_s3 is on Ceph's radosgw, which is started for it (infra/local_s3.py); null where it cannot be installed. Both
-rates are of one writer, one shard after the other, as a Searcher commits. The benchmark's store takes 4 GB of the folder
-for temporary files (TMPDIR).
+write_per_s_s3 is on Ceph's radosgw, which is started for it (infra/local_s3.py); null where it cannot be installed.
+Both rates are of one writer, one shard after the other, as a Searcher commits. The benchmark's store takes 4 GB of the
+folder for temporary files (TMPDIR).
 """
 
 import json

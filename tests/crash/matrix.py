@@ -4,10 +4,10 @@
     python -m tests.crash.matrix --parts trainer flow    some parts only
     python -m tests.crash.matrix --drop-shard            deletes one acknowledged shard at the end: must be reported
 
-One run of the real pipeline (embedded model, Prefect's server and worker, a vLLM Searcher, the Trainer) goes through all
-cells. A cell waits for its point, sends SIGKILL, gives the command `tba train` again where it ended, waits until the run
-searches and trains again, and accounts for every trajectory whose commit was ever acknowledged: a Searcher says so in
-its log, after the store's answer. The harness sees what an operator sees: logs, temporary folders, processes, the store.
+One run of the real pipeline (embedded model, Prefect's server and worker, a vLLM Searcher, the Trainer) goes through
+all cells. A cell waits for its point, sends SIGKILL, gives the command `tba train` again where it ended, waits until
+the run searches and trains again, and accounts for every trajectory whose commit was ever acknowledged: a Searcher says
+so in its log, after the store's answer. The harness sees what an operator sees: logs, temporary files, processes.
 """
 
 import argparse
@@ -109,7 +109,7 @@ class CrashTest:
         self._output.close()
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """The part's processes. Of flow processes the one that has the Trainer is the flow, the others are Searchers."""
+        """Of flow processes the one that has the Trainer is the flow; the others are Searchers."""
         if part in ("worker", "server"):
             state = json.loads((self.project / ".tba" / ".local" / "stack.json").read_text())
             return [psutil.Process(state["processes"][part]["pid"])]
@@ -145,7 +145,7 @@ class CrashTest:
     # --- what can be seen of it ---------------------------------------------------------------------------------------
 
     def read_acknowledgements(self) -> None:
-        """From the worker's log, which carries its flows' output, and from Prefect's copy of it: either may be killed."""
+        """From the worker's log, which carries its flows' output, and Prefect's copy of it: either may be killed."""
         local = self.project / ".tba" / ".local"
         messages = []
         with contextlib.suppress(FileNotFoundError):
@@ -223,7 +223,7 @@ class Account:
 
 
 def account(store: RunStore, acknowledged: dict[int, int]) -> Account:
-    """acknowledged: trajectories by round of the one Searcher. Reads every shard; the faults name what does not hold."""
+    """acknowledged: trajectories by round of the one Searcher. Reads every shard; faults name what does not hold."""
     faults, found, ids = [], 0, Counter()
     committed = new_shards(store, {}).get(SEARCHER, [])
     if committed != list(range(len(committed))):

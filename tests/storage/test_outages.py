@@ -1,4 +1,4 @@
-"""Claims about stores that fail for a while, or that replace what they must not. Run: pytest tests/storage/test_outages.py
+"""Claims about stores that fail for a while, or replace what they must not. Run: pytest tests/storage/test_outages.py
 
 - a gateway that answers 503, and one that is killed and comes back, are waited for; nothing is lost or written twice
 - patience ends with an error that says what is wrong; a store's own refusal, and a run's first look, wait for nothing
@@ -9,8 +9,10 @@
 
 import os
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -130,9 +132,8 @@ def rclone_url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rclone")
     (folder / "bucket").mkdir()
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    server = subprocess.Popen(
-        ["rclone", "serve", "s3", str(folder), "--addr", address, "--auth-key", "test,test-secret", "-q"],
-    )
+    rclone = Path(sys.executable).with_name("rclone")
+    server = subprocess.Popen([rclone, "serve", "s3", folder, "--addr", address, "--auth-key", "test,test-secret"])
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in {
             "AWS_ENDPOINT_URL": f"http://{address}",
