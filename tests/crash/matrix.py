@@ -59,8 +59,9 @@ ACKNOWLEDGED = re.compile(r"round (\d+): (\d+) trajectories of policy step")
 class CrashTest:
     """A run in a project folder of its own, its stack kept up between commands, and what the harness knows of it."""
 
-    def __init__(self, folder: Path, url: str, gateway: LocalS3 | None):
-        self.project, self.store, self.gateway = folder / "project", RunStore(url, "crash"), gateway
+    def __init__(self, folder: Path, url: str, outages: dict[str, Callable[[], None]]):
+        """outages: parts that are not ours to kill by pid, and what makes each fail and come back."""
+        self.project, self.store, self.outages = folder / "project", RunStore(url, "crash"), outages
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self.acknowledged: dict[int, int] = {}  # trajectories, by round of the one Searcher
@@ -123,10 +124,8 @@ class CrashTest:
 
     def kill(self, part: str) -> bool:
         """SIGKILL, and nothing before it. False: the part is not there now."""
-        if part == "gateway":
-            self.gateway.kill_gateway()
-            time.sleep(GATEWAY_DOWN_S)
-            self.gateway.start_gateway()
+        if part in self.outages:
+            self.outages[part]()
             return True
         with contextlib.suppress(psutil.NoSuchProcess, KeyError, FileNotFoundError):
             found = self.processes(part)
@@ -179,6 +178,12 @@ class CrashTest:
                 raise TimeoutError(f"{what}: not in {CELL_TIMEOUT_S} s; see {self._output.name}")
             self.resume()
             time.sleep(0.05)
+
+
+def restart(gateway: LocalS3) -> None:
+    gateway.kill_gateway()
+    time.sleep(GATEWAY_DOWN_S)
+    gateway.start_gateway()
 
 
 def between_checkpoints(test: CrashTest) -> bool:
@@ -253,7 +258,7 @@ def account(store: RunStore, acknowledged: dict[int, int]) -> Account:
 
 def run_cell(test: CrashTest, part: str, point: str) -> tuple[float, Account]:
     """Kill a part at a point; returns the seconds until the run searched and trained again, and the account."""
-    test.await_(lambda: POINTS[point](test) and bool(part == "gateway" or test.processes(part)), f"{part}: {point}")
+    test.await_(lambda: POINTS[point](test) and bool(part in test.outages or test.processes(part)), f"{part}: {point}")
     attempt_and_step = test.progress()
     test.read_acknowledgements()
     newest = max(test.acknowledged)
@@ -274,7 +279,10 @@ def run_matrix(test: CrashTest, cells: list[tuple[str, str]]) -> list[str]:
     test.start()
     started = time.monotonic()
     test.await_(lambda: test.progress()[1] >= 1, "the first step")
-    print(f"{'part':10} {'killed at':22} {'back after':>10} {'commands':>9} {'acknowledged':>13} {'found':>7}  faults")
+    print(
+        f"{'part':10} {'killed at':22} {'back after':>10} {'commands':>9} {'acknowledged':>13} {'found':>7}  faults",
+        flush=True,
+    )
     faults = []
     for part, point in cells:
         seconds, result = run_cell(test, part, point)
@@ -296,7 +304,7 @@ def main() -> None:
         try:
             environment = gateway.start()
             os.environ.update(environment)
-            test = CrashTest(Path(folder), environment["S3_URL"], gateway)
+            test = CrashTest(Path(folder), environment["S3_URL"], {"gateway": lambda: restart(gateway)})
             try:
                 faults = run_matrix(test, [(part, point) for point in arguments.points for part in arguments.parts])
             finally:
