@@ -39,9 +39,11 @@ class StoredExperience:
 
     def __init__(self, buffer: ReplayBuffer, attempt: int) -> None:
         self.buffer, self._attempt = buffer, attempt
+        self._fresh_reward_mean = None
 
     def sync(self, step: int) -> None:
-        self.buffer.sync(step, self._attempt)
+        if found := self.buffer.sync(step, self._attempt):
+            self._fresh_reward_mean = found.reward_mean
 
     def draw(self, step: int) -> Batch | None:
         try:
@@ -59,6 +61,7 @@ class StoredExperience:
             "staleness_mean": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
             "reward_recent_mean": sum(recent) / len(recent) if recent else None,
+            "fresh_reward_mean": self._fresh_reward_mean,
             "num_trajectories": self.buffer.num_trajectories,
             "num_prompts": self.buffer.num_prompts,
         }

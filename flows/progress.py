@@ -12,7 +12,7 @@ LINE_INTERVAL_S = 10  # between plain lines, where the output is no terminal
 # What the Trainer's heartbeat carries: its key, our heading, how it is written.
 COLUMNS = {
     "reward_mean": ("reward", "{:.2f}"),
-    "accuracy": ("accuracy", "{:.2f}"),
+    "fresh_reward_mean": ("accuracy", "{:.2f}"),
     "num_trajectories": ("buffer", "{:,}"),
     "num_prompts": ("prompts", "{:,}"),
     "staleness_mean": ("staleness", "{:.1f}"),

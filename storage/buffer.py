@@ -48,7 +48,7 @@ class Sampling(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompts_per_batch: int = Field(16, ge=1, description="B, prompts in a batch")
-    responses_per_prompt: int = Field(8, ge=2, description="K, responses drawn of each prompt; the loss compares them")
+    responses_per_prompt: int = Field(16, ge=2, description="K, responses drawn of each prompt; the loss compares them")
     recent_probability: float = Field(0.75, ge=0, le=1, description="m, share of prompts drawn from the newest sync")
     reward_temperature: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="tau: other draws weigh softmax(reward / tau); None: all the same"
@@ -76,6 +76,7 @@ class Sync:
     attempt: int
     rounds: dict[str, list[int]]  # by searcher, in order
     num_trajectories: int
+    reward_mean: float  # over all that was taken in, repeated responses too: how well its policies did
 
 
 class WordFile:
@@ -158,10 +159,10 @@ class ReplayBuffer:
             return None
         number = self.newest_sync + 1
         with self._transaction():
-            num_trajectories = self._take_in({s: dict.fromkeys(rounds[s], number) for s in rounds})
-            sync = Sync(number, step, attempt, rounds, num_trajectories)
+            rewards = self._take_in({s: dict.fromkeys(rounds[s], number) for s in rounds})
+            sync = Sync(number, step, attempt, rounds, len(rewards), float(rewards.mean()))
             ledger.record_sync(self._store, sync)
-        self._advance(number, rounds, num_trajectories)
+        self._advance(number, rounds, len(rewards))
         return sync
 
     def rebuild(self, step: int) -> None:
@@ -175,9 +176,9 @@ class ReplayBuffer:
             rounds = range(record["first_round"], record["last_round"] + 1)
             sync_of_round[record["searcher"]] |= dict.fromkeys(rounds, record["sync"])
         with self._transaction():
-            num_trajectories = self._take_in(sync_of_round)
+            rewards = self._take_in(sync_of_round)
         newest_sync = max((max(syncs.values()) for syncs in sync_of_round.values()), default=0)
-        self._advance(newest_sync, sync_of_round, num_trajectories)
+        self._advance(newest_sync, sync_of_round, len(rewards))
 
     def draw(self, step: int) -> pa.Table:
         """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).
@@ -232,9 +233,9 @@ class ReplayBuffer:
             raise
         self._index.commit()
 
-    def _take_in(self, sync_of_round: dict[str, dict[int, int]]) -> int:
-        """Index the given rounds of each searcher, each as part of its sync. Returns the number of trajectories."""
-        num_trajectories = 0
+    def _take_in(self, sync_of_round: dict[str, dict[int, int]]) -> np.ndarray:
+        """Index the given rounds of each searcher, each as part of its sync. Returns the trajectories' rewards."""
+        rewards = [np.empty(0, np.float32)]
         for searcher, syncs in sync_of_round.items():
             rounds = sorted(syncs)
             for start in range(0, len(rounds), SHARDS_PER_READ):
@@ -246,10 +247,11 @@ class ReplayBuffer:
                 self._index.register("arrivals", arrivals)
                 self._execute("insert_prompts")
                 self._execute("insert_trajectories")
+                self._execute("count_copies")
                 self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
                 self._index.unregister("arrivals")
-                num_trajectories += shards.num_rows
-        return num_trajectories
+                rewards.append(shards["reward"].to_numpy())
+        return np.concatenate(rewards)
 
     def _advance(self, newest_sync: int, rounds: dict[str, Iterable[int]], num_trajectories: int) -> None:
         self.newest_sync = newest_sync

@@ -64,6 +64,7 @@ TRAINING_STEP = pa.schema(
         "step_s": pa.float64(),
         "loss": pa.float64(),
         "reward_mean": pa.float64(),
+        "fresh_reward_mean": pa.float64(),  # of all that the newest sync took in; null before this attempt's first
         "reward_recent_mean": pa.float64(),  # null where the batch has no recent trajectory
         "log_z_mean": pa.float64(),
         "residual_abs_mean": pa.float64(),

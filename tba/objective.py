@@ -18,6 +18,8 @@ log p_ref): on-policy the gradient is beta times REINFORCE's. Without the factor
 times it, and beta anneals over orders of magnitude.
 """
 
+import math
+
 from torch import Tensor
 
 
@@ -50,5 +52,5 @@ def _check(policy_logprob: Tensor, reference_logprob: Tensor, reward: Tensor, be
             f"trajectory balance: got policy_logprob {list(shape)}, reference_logprob {list(reference_logprob.shape)}, "
             f"reward {list(reward.shape)}; all three are [B, K], B prompts by K >= 2 responses"
         )
-    if not beta > 0:
+    if not 0 < beta < math.inf:
         raise ValueError(f"trajectory balance: got beta={beta}; the KL coefficient is greater than 0")

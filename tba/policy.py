@@ -1,17 +1,18 @@
 """Log-probabilities of responses under a causal language model, without waste.
 
-A batch is groups: one prompt and its K responses. The tokens of all groups lie in one packed row, no padding, and a
-prompt is computed once for its K responses:
+A batch is groups: one prompt and its K responses. The tokens of all groups lie in one packed row, no padding. A prompt
+is computed once for its K responses, and what all prompts begin with (a system prompt, worked examples) once for all:
 
-    [ prompt a | a's response 1 | a's response 2 | … | prompt b | b's response 1 | … ]
+    [ common beginning | rest of prompt a | response 1 of a | response 2 of a | … | rest of prompt b | … ]
 
-Positions restart behind the prompt for each response. Everything but attention works token by token, so only
-attention must know the layout: `_shared_prefix_attention` lets a prompt attend to itself and each response to its
-prompt and itself. Gradients through the shared prompt are exact. A response's last token predicts nothing and is not
-computed; the prompt's last token predicts the first token of all its responses.
+Positions restart behind the common beginning for each group, and behind the prompt for each response. Everything but
+attention works token by token, so only attention must know the layout: `_shared_prefix_attention` lets a prompt attend
+to itself and each response to its prompt and itself. Gradients through the shared parts are exact. A response's last
+token predicts nothing and is not computed; the prompt's last token predicts the first token of all its responses.
 
-Dimensions: N packed tokens, G groups, K responses of a group, P prompt tokens, R response tokens (padded, in
-attention only), H heads, D head size, M response tokens scored, V vocabulary.
+Dimensions: N packed tokens, G groups, K responses of a group, C tokens of the common beginning, S further tokens of a
+prompt, P = C + S, R response tokens (padded, in attention only), H heads, D head size, M response tokens scored, V
+vocabulary.
 """
 
 import contextlib
@@ -38,23 +39,32 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the packed row holds for this group."""
+        """Tokens that the packed row holds for this group alone."""
         return len(self.prompt) + sum(len(response) - 1 for response in self.responses)
 
 
 @dataclass(frozen=True)
 class _GroupLayout:
-    prompt: slice  # of the packed row
+    """Where a group lies in the packed row, and what attends to what behind the common beginning."""
+
+    prompt: slice  # the S tokens of the prompt behind the common beginning
+    prompt_may_attend: Tensor  # [S, C + S]
     rows: Tensor | None  # [K', R] packed positions of responses longer than one token; None: there are none
     is_token: Tensor | None  # [K', R] False where `rows` is padding
-    may_attend: Tensor | None  # [R, P + R]
+    may_attend: Tensor | None  # [R, C + S + R]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    num_common: int  # C
+    groups: list[_GroupLayout]
 
 
 @dataclass(frozen=True)
 class _Packed:
     input_ids: Tensor  # [1, N]
     position_ids: Tensor  # [1, N]
-    groups: list[_GroupLayout]
+    layout: _Layout
     target_rows: Tensor  # [M] packed position whose hidden state predicts the m-th response token
     target_ids: Tensor  # [M]
 
@@ -85,7 +95,7 @@ def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
     autocast = torch.autocast(device.type, torch.bfloat16) if model.dtype == torch.float32 else contextlib.nullcontext()
     with autocast:
         hidden = model.base_model(
-            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, tba_groups=packed.groups
+            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, tba_layout=packed.layout
         ).last_hidden_state[0]  # [N, hidden]
         rows, target_index = packed.target_rows.unique(return_inverse=True)
         logprobs = _target_logprobs(
@@ -104,44 +114,62 @@ def sequence_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
 
 
 def _pack(groups: Sequence[Group], device: torch.device) -> _Packed:
-    input_ids, position_ids, target_rows, target_ids, layouts = [], [], [], [], []
     for number, group in enumerate(groups):
         if not len(group.prompt) or not all(len(response) for response in group.responses):
             raise ValueError(f"group {number}: prompt and responses need at least one token each")
+    C = _num_common([group.prompt for group in groups])
+    input_ids, position_ids = list(groups[0].prompt[:C]), list(range(C))
+    target_rows, target_ids, layouts = [], [], []
+    for group in groups:
         P, start = len(group.prompt), len(input_ids)
-        input_ids.extend(group.prompt)
-        position_ids.extend(range(P))
-        # The first tokens of all responses are predicted by one row: written together, its logits are computed once.
+        input_ids.extend(group.prompt[C:])
+        position_ids.extend(range(C, P))
+        last_of_prompt = len(input_ids) - 1
         begins = []
         for response in group.responses:
-            begins.append(len(input_ids))
+            begin = len(input_ids)
+            begins.append(begin)
             input_ids.extend(response[:-1])
             position_ids.extend(range(P, P + len(response) - 1))
-        for response, begin in zip(group.responses, begins, strict=True):
-            target_rows.extend([start + P - 1, *range(begin, begin + len(response) - 1)])
+            target_rows.extend([last_of_prompt, *range(begin, begin + len(response) - 1)])
             target_ids.extend(response)
-        layouts.append(_layout(slice(start, start + P), begins, [len(r) - 1 for r in group.responses], device))
+        prompt = slice(start, last_of_prompt + 1)
+        layouts.append(_group_layout(C, prompt, begins, [len(response) - 1 for response in group.responses], device))
     return _Packed(
         input_ids=torch.tensor([input_ids], device=device),
         position_ids=torch.tensor([position_ids], device=device),
-        groups=layouts,
+        layout=_Layout(C, layouts),
         target_rows=torch.tensor(target_rows, device=device),
         target_ids=torch.tensor(target_ids, device=device),
     )
 
 
-def _layout(prompt: slice, begins: list[int], lengths: list[int], device: torch.device) -> _GroupLayout:
+def _num_common(prompts: list[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with; each keeps its last one, which predicts its responses' first tokens."""
+    if len(prompts) == 1:
+        return 0
+    limit = min(map(len, prompts)) - 1
+    return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
+
+
+def _group_layout(C: int, prompt: slice, begins: list[int], lengths: list[int], device: torch.device) -> _GroupLayout:
+    S = prompt.stop - prompt.start
+    prompt_may_attend = _causal_behind(C, S, device)
     longer = [(begin, length) for begin, length in zip(begins, lengths, strict=True) if length]
     if not longer:
-        return _GroupLayout(prompt, None, None, None)
+        return _GroupLayout(prompt, prompt_may_attend, None, None, None)
     begin, length = torch.tensor(longer).T.unsqueeze(2).to(device)  # [K', 1] each
-    R, P = int(length.max()), prompt.stop - prompt.start
+    R = int(length.max())
     offset = torch.arange(R, device=device)  # [R]
     is_token = offset < length  # [K', R]
     rows = torch.where(is_token, begin + offset, begin)
-    causal = offset <= offset.unsqueeze(1)  # [R, R]; padding lies behind a response's tokens, so they never see it
-    may_attend = torch.cat([torch.ones(R, P, dtype=torch.bool, device=device), causal], dim=1)
-    return _GroupLayout(prompt, rows, is_token, may_attend)
+    # Padding lies behind a response's tokens, so causal attention keeps it from them.
+    return _GroupLayout(prompt, prompt_may_attend, rows, is_token, _causal_behind(C + S, R, device))
+
+
+def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
+    """[num, num_before + num]: each token may attend to all that come before, and causally to its own kind."""
+    return torch.ones(num, num_before + num, dtype=torch.bool, device=device).tril(num_before)
 
 
 def _shared_prefix_attention(
@@ -150,7 +178,7 @@ def _shared_prefix_attention(
     key: Tensor,  # [1, H', N, D] with H' key-value heads
     value: Tensor,  # [1, H', N, D]
     attention_mask: None,
-    tba_groups: list[_GroupLayout],
+    tba_layout: _Layout,
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
@@ -164,10 +192,14 @@ def _shared_prefix_attention(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking).transpose(1, 2)
 
-    outputs = []  # in the packed row's order: group by group, each prompt before its responses
-    for group in tba_groups:
-        q, k, v = (x[group.prompt].unsqueeze(0) for x in (query, key, value))  # [1, P, H, D]
-        outputs.append(attend(q, k, v, is_causal=True)[0])
+    outputs = []  # in the packed row's order: the common beginning, then each prompt before its responses
+    C = tba_layout.num_common
+    common_key, common_value = key[:C], value[:C]  # [C, H, D]
+    if C:
+        outputs.append(attend(query[None, :C], common_key[None], common_value[None], is_causal=True)[0])
+    for group in tba_layout.groups:
+        k, v = torch.cat([common_key, key[group.prompt]]), torch.cat([common_value, value[group.prompt]])  # [P, H, D]
+        outputs.append(attend(query[None, group.prompt], k[None], v[None], attn_mask=group.prompt_may_attend)[0])
         if group.rows is not None:
             num_responses = len(group.rows)
             k = torch.cat([k.expand(num_responses, -1, -1, -1), key[group.rows]], dim=1)  # [K', P + R, H, D]

@@ -84,7 +84,8 @@ class Trainer:
         Raises: RuntimeError: the gradient was not finite `MAX_SKIPPED_IN_A_ROW` times running.
         """
         started = time.monotonic()
-        learning_rate = self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+        warmup = min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+        learning_rate = self.settings.learning_rate * warmup * (1 - self.step / self.settings.steps)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = learning_rate
         beta, totals = self.settings.beta, {}

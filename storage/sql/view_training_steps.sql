@@ -16,6 +16,7 @@ COMMENT ON COLUMN training_steps.wait_s IS 'Seconds without a batch before it.';
 COMMENT ON COLUMN training_steps.step_s IS 'Seconds of forward, backward and optimizer.';
 COMMENT ON COLUMN training_steps.loss IS 'Trajectory Balance loss, scaled by beta^2 / 2.';
 COMMENT ON COLUMN training_steps.reward_mean IS 'Mean reward of the batch.';
+COMMENT ON COLUMN training_steps.fresh_reward_mean IS 'Mean reward of all that the newest sync took in, repeated responses too: the accuracy of sampling where a reward is 0 or 1. NULL before the first sync of a resumed Trainer.';
 COMMENT ON COLUMN training_steps.reward_recent_mean IS 'Mean reward of its recent slots; NULL where there are none.';
 COMMENT ON COLUMN training_steps.log_z_mean IS 'Mean of log Z over the prompts.';
 COMMENT ON COLUMN training_steps.residual_abs_mean IS 'Mean absolute residual.';

@@ -88,6 +88,7 @@ def make_training_step(attempt: int, step: int) -> dict:
         "step_s": 2.0,
         "loss": 0.5,
         "reward_mean": 0.25,
+        "fresh_reward_mean": 0.25,
         "reward_recent_mean": None,
         "log_z_mean": 0.0,
         "residual_abs_mean": 1.0,

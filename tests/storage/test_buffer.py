@@ -231,7 +231,7 @@ def test_bad_settings_are_refused():
         with pytest.raises(ValidationError, match=next(iter(settings))):
             Sampling(**settings)
     with pytest.raises(ValidationError, match="capacity_per_prompt=8 must be at least responses_per_prompt=16"):
-        Sampling(capacity_per_prompt=8)
+        Sampling(capacity_per_prompt=8, responses_per_prompt=16)
 
 
 def test_before_min_size_trajectories_came_in_there_is_not_enough_experience(store):

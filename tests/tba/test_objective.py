@@ -156,7 +156,7 @@ def test_wrong_shapes_are_refused(shapes):
         trajectory_balance_loss(*(torch.zeros(shape) for shape in shapes), 0.1)
 
 
-@pytest.mark.parametrize("beta", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("beta", [0.0, -1.0, float("nan"), float("inf")])
 def test_beta_is_positive(beta):
     with pytest.raises(ValueError, match="beta"):
         trajectory_balance_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), beta)

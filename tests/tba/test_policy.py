@@ -1,6 +1,7 @@
 """Log-probabilities with a shared prompt equal those of one response at a time.
 
 - Values and gradients equal a plain forward pass a response, for five architectures, any lengths.
+- What all prompts begin with is computed once.
 - Chunks of logits change nothing.
 - Empty prompts or responses are refused.
 
@@ -51,10 +52,10 @@ def model_of(architecture: str, attention: str):
     return model
 
 
-def plain_logprobs(model) -> list[torch.Tensor]:
+def plain_logprobs(model, groups) -> list[torch.Tensor]:
     """One forward pass a response, whole logits: slower and obvious."""
     result = []
-    for group in GROUPS:
+    for group in groups:
         for response in group.responses:
             logits = model(torch.tensor([[*group.prompt, *response]])).logits[0]
             logprobs = (logits / TEMPERATURE).log_softmax(-1)
@@ -71,17 +72,32 @@ def gradients(model, logprobs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+# All prompts begin alike, and one is the beginning of another.
+ALIKE = [
+    Group([7, 8, 9, 5], [[1, 2, 3], [4]]),
+    Group([7, 8, 9], [[6, 1], [2, 2]]),
+    Group([7, 8, 9, 5, 6, 1], [[3], [1, 1, 1]]),
+]
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ALIKE], ids=["unlike", "alike"])
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_values_and_gradients_equal_one_response_at_a_time(architecture):
+def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups):
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
-    expected = plain_logprobs(slow)
-    got = [tokens for of_group in response_logprobs(fast, GROUPS, TEMPERATURE) for tokens in of_group]
+    expected = plain_logprobs(slow, groups)
+    got = [tokens for of_group in response_logprobs(fast, groups, TEMPERATURE) for tokens in of_group]
     for one, other in zip(expected, got, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     expected_gradients = gradients(slow, expected)
     for name, gradient in gradients(fast, got).items():
         # The RMS norms of Llama and Qwen compute in float32 whatever the weights are: that is their rounding.
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-6, atol=5e-6, msg=name)
+
+
+def test_what_prompts_begin_with_is_computed_once():
+    # Three tokens are common, but each prompt keeps its last: two are shared.
+    packed = [7, 8, *[9, 5, 1, 2], *[9, 6, 2], *[9, 5, 6, 1, 1, 1]]
+    assert policy._pack(ALIKE, torch.device("cpu")).input_ids.tolist() == [packed]
 
 
 def test_logits_in_chunks_give_the_same(monkeypatch):

@@ -1,0 +1,142 @@
+"""The Searcher: a round's trajectories are complete, right and repeatable in their prompts.
+
+- Rows have what the schema asks for; ids follow from (searcher, round, place); rewards are the task's.
+- Reference log-probabilities are the reference policy's own, one a token.
+- A round's prompts depend on (seed, searcher, round) alone: a retried round asks the same.
+- Too few rewards or a NaN stop the round, and say which response.
+
+python -m pytest tests/tba/test_searcher.py
+"""
+
+import math
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
+from tba.config import SearchSettings
+from tba.engine import Response
+from tba.policy import Group, load_policy, response_logprobs
+from tba.searcher import Searcher, stop_tokens
+from tba.tasks.base import Problem
+
+WORDS = ["[UNK]", "</s>", "one", "two", "three", "four", "five"]
+
+
+class Counting:
+    """What comes next? Rewarded for the right word."""
+
+    name, version, stop, max_response_tokens = "counting", "next-1", (), 4
+    train = tuple(Problem(f"p{n}", WORDS[n], WORDS[n + 1]) for n in range(2, 6))
+    heldout = train
+
+    def rewards(self, problems, responses):
+        return [float(response == problem.answer) for problem, response in zip(problems, responses, strict=True)]
+
+
+class Parrot:
+    """An engine that says the word after the prompt's, then the one before it: one right, one wrong."""
+
+    def load(self, folder):
+        return "fingerprint"
+
+    def sample(self, prompts, sampling):
+        assert sampling.temperature in (0.0, 0.7)
+        return [
+            [
+                Response([prompt[0] + (1 if n == 0 else -1), 1], [-0.5, -0.1], "stop")
+                for n in range(sampling.num_samples)
+            ]
+            for prompt in prompts
+        ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_searcher(tokenizer, reference, task=None, name="s0") -> Searcher:
+    searcher = Searcher(
+        name,
+        task or Counting(),
+        tokenizer,
+        Parrot(),
+        reference,
+        SearchSettings(samples_per_prompt=3, prompts_per_round=2),
+        max_response_tokens=4,
+        temperature=0.5,
+        seed=1,
+        code_version="test",
+    )
+    searcher.load(reference, policy_step=8)
+    return searcher
+
+
+def test_a_round_is_whole_and_right(tokenizer, reference):
+    found = make_searcher(tokenizer, reference).round(5)
+    rows = found.trajectories
+    to_table([row | {"schema_version": SCHEMA_VERSION} for row in rows], TRAJECTORY)  # raises where it does not fit
+    assert [row["trajectory_id"] for row in rows] == [f"s0-00000005-{index:05d}" for index in range(6)]
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.0] * 2
+    assert {row["policy_step"] for row in rows} == {8} and {row["policy_fingerprint"] for row in rows} == {
+        "fingerprint"
+    }
+    assert found.metrics["num_trajectories"] == 6 and found.metrics["reward_mean"] == pytest.approx(1 / 3)
+    policy = load_policy(reference)
+    for row in rows:
+        group = Group(row["prompt_tokens"], [row["response_tokens"]])
+        ((expected,),) = response_logprobs(policy, [group], temperature=0.5)
+        assert row["reference_logprobs"] == pytest.approx(expected.tolist(), abs=0.05)  # bfloat16
+
+
+def test_a_retried_round_asks_the_same_and_others_do_not(tokenizer, reference):
+    def prompts(name: str, number: int) -> list[str]:
+        return [row["prompt"] for row in make_searcher(tokenizer, reference, name=name).round(number).trajectories]
+
+    assert prompts("s0", 7) == prompts("s0", 7)
+    assert len({tuple(prompts(name, number)) for name in ("s0", "s1") for number in range(8)}) > 3
+
+
+def test_evaluation_is_greedy_and_means_the_reward(tokenizer, reference):
+    result = make_searcher(tokenizer, reference).evaluate(3)
+    assert result["accuracy"] == 1.0 and result["num_problems"] == 3 and result["policy_step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([1.0], "1 rewards for 6 responses"),
+        ([math.nan] * 6, "is nan"),
+        ([math.inf] * 6, "is inf"),
+        ([None] * 6, "None"),
+    ],
+)
+def test_a_reward_that_is_no_number_stops_the_round(tokenizer, reference, rewards, message):
+    task = Counting()
+    task.rewards = lambda problems, responses: rewards
+    with pytest.raises(ValueError, match=message):
+        make_searcher(tokenizer, reference, task).round(0)
+
+
+def test_a_stop_string_of_several_tokens_is_refused(tokenizer):
+    task = Counting()
+    task.stop = ("one two",)
+    with pytest.raises(ValueError, match="'one two' is 2 tokens"):
+        stop_tokens(task, tokenizer)
