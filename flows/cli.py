@@ -210,7 +210,8 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
     from storage.store import RunStore
 
     try:
-        check_inputs(config)
+        for warning in check_inputs(config):
+            typer.echo(f"WARNING: {warning}", err=True)
         return RunStore(config.store, config.run)
     except (ValueError, OSError, ImportError, StoreError) as error:
         _fail(str(error), status=2)

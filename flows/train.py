@@ -62,7 +62,8 @@ def prepare(config: RunConfig) -> RunStore:
     """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
     from flows.checks import check_inputs
 
-    check_inputs(config)
+    for warning in check_inputs(config):
+        get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded())
     return store
