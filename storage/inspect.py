@@ -27,6 +27,7 @@ VIEWS = (
     "evaluations",
     "syncs",
     "attempts",
+    "rewards",
 )
 
 # Where each table's files are, and their columns.
@@ -37,6 +38,7 @@ _STORED = {
     "training_steps": ("metrics/training", schema.TRAINING_STEP),
     "evaluations": ("metrics/evaluations", schema.EVALUATION),
     "syncs": ("syncs", schema.SYNC),
+    "rewards": ("rewards", schema.REWARD),
 }
 
 # Without external access there are no files, network, extensions or Python variables as tables; without temp_directory
@@ -82,7 +84,7 @@ def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
 
 def _dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
     filesystem, base = store.arrow_filesystem()
-    paths = [f"{base}/{path}" for path in store.list(folder)]
+    paths = [f"{base}/{path}" for path in store.list(folder) if path.endswith(".parquet")]
     return ds.FileSystemDataset.from_paths(paths, columns, ds.ParquetFileFormat(), filesystem)
 
 
