@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 
 from storage import ledger, schema
 from storage.errors import ReadOnly
+from storage.shards import committed_paths
 from storage.sql import sql
 from storage.store import RunStore
 
@@ -84,7 +85,8 @@ def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
 
 def _dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
     filesystem, base = store.arrow_filesystem()
-    paths = [f"{base}/{path}" for path in store.list(folder) if path.endswith(".parquet")]
+    stored = committed_paths(store) if folder == "trajectories" else store.list(folder)
+    paths = [f"{base}/{path}" for path in stored if path.endswith(".parquet")]
     return ds.FileSystemDataset.from_paths(paths, columns, ds.ParquetFileFormat(), filesystem)
 
 
