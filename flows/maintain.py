@@ -46,7 +46,7 @@ def delete_expired(store: RunStore, grace_hours: float) -> None:
     get_run_logger().info("%d expired shards deleted", num_shards)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+@task(cache_policy=NO_CACHE, persist_result=False)
 def audit_buffer(store: RunStore) -> str:
     """Great Expectations over the whole buffer, and its Data Docs as a site in the store.
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from storage.errors import StoreError
 from storage.quality import describe, expectations, facts_of
-from storage.shards import new_shards, read_shards
+from storage.shards import expired_through, new_shards, read_shards
 from storage.store import RunStore
 
 
@@ -20,9 +20,9 @@ def audit(store: RunStore, vocab_size: int) -> tuple[str, list[str]]:
 
     A shard that cannot be read is one of the faults. vocab_size: token ids are in [0, vocab_size).
     """
-    facts, faults = [], []
+    facts, faults, expired = [], [], expired_through(store)
     for searcher, rounds in new_shards(store, {}).items():
-        missing = sorted(set(range(rounds[0], rounds[-1] + 1)) - set(rounds))
+        missing = sorted(set(range(expired.get(searcher, -1) + 1, rounds[-1])) - set(rounds))
         faults += [f"searcher {searcher}: round {number} is missing" for number in missing]
         for number in rounds:
             try:

@@ -4,11 +4,11 @@
     the shards themselves, and their rewards       deleted by a later call, once the mark is `grace` old
 
 From the mark on no reader of this package begins to read these rounds; who had begun has `grace` to finish. Killed
-anywhere, each shard still counts or does not, and the next call goes on. Only the oldest rounds of a searcher expire and
-never its last, so that the rest has no gaps and its next round is numbered as before. Of a run that is not finished,
-what a resume from any kept checkpoint would draw as recent, and all that came later, stays.
+anywhere, each shard still counts or does not, and the next call goes on. Only the oldest rounds of a searcher expire
+and never its last, so that the rest has no gaps and its next round is numbered as before. Of a run that is not
+finished, what a resume from any kept checkpoint would draw as recent, and all that came later, stays.
 
-What a step before had drawn cannot be drawn again once a part of it has expired; the ledger keeps its ids.
+What an earlier step drew cannot be drawn again once a part of it has expired; the ledger keeps its ids.
 """
 
 import json

@@ -4,8 +4,9 @@
     quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; the .json beside it says why
     expired/searcher=<id>/through=00000041.json             rounds that no longer count (storage/expiry.py)
 
-A Searcher's rounds have no gaps, from the first that has not expired on: a round that went to quarantine is tried again under its number. So what is new is
-what follows the last round seen of each Searcher, and finding it costs in proportion to what is new.
+A Searcher's rounds have no gaps, from the first that has not expired: a round that went to quarantine is tried again
+under its number. So what is new is what follows the last round seen of each Searcher, and finding it costs in
+proportion to what is new.
 """
 
 import json
