@@ -48,8 +48,8 @@ class Sampling(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompts_per_batch: int = Field(16, ge=1, description="B, prompts in a batch")
-    responses_per_prompt: int = Field(8, ge=2, description="K, responses drawn of each prompt; the loss compares them")
-    recent_probability: float = Field(0.9, ge=0, le=1, description="m, share of prompts drawn from the newest sync")
+    responses_per_prompt: int = Field(16, ge=2, description="K, responses drawn of each prompt; the loss compares them")
+    recent_probability: float = Field(0.75, ge=0, le=1, description="m, share of prompts drawn from the newest sync")
     reward_temperature: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="tau: other draws weigh softmax(reward / tau); None: all the same"
     )
@@ -250,6 +250,7 @@ class ReplayBuffer:
                 self._index.register("arrivals", arrivals)
                 self._execute("insert_prompts")
                 self._execute("insert_trajectories")
+                self._execute("count_copies")
                 self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
                 self._index.unregister("arrivals")
                 rewards.append(shards["reward"].to_numpy())

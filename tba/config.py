@@ -24,20 +24,20 @@ class TaskSettings(Settings):
 class SearchSettings(Settings):
     """How Searchers explore."""
 
-    samples_per_prompt: int = Field(10, ge=2, description="S: responses sampled a prompt in a round.")
-    prompts_per_round: int = Field(16, ge=1, description="Prompts in a round; a round is one shard.")
-    temperature: float = Field(0.7, gt=0, description="Temperature that responses are sampled at.")
+    samples_per_prompt: int = Field(16, ge=2, description="S: responses sampled a prompt in a round.")
+    prompts_per_round: int = Field(12, ge=1, description="Prompts in a round; a round is one shard.")
+    temperature: float = Field(1.0, gt=0, description="Temperature that responses are sampled at.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus that responses are sampled from.")
 
 
 class TrainSettings(Settings):
     """How the Trainer steps the policy. Loss: Trajectory Balance in VarGrad form (arXiv 2503.18929, eq. 4-5)."""
 
-    steps: int = Field(100, ge=1, description="Policy steps to train for.")
+    steps: int = Field(80, ge=1, description="Policy steps to train for.")
     beta: float = Field(0.1, gt=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
     temperature: float = Field(1.0, gt=0, description="T that policy and reference logits are divided by.")
     learning_rate: float = Field(3e-5, gt=0, description="AdamW's step size, after warm-up.")
-    warmup_steps: int = Field(5, ge=0, description="Steps over which the learning rate rises from zero.")
+    warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises from zero.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")
     micro_batch_tokens: int = Field(16384, ge=1, description="Tokens a forward pass holds; larger batches are split.")

@@ -82,11 +82,34 @@ drawn AS (
                 trajectory_id
         ) - 1 AS finish
     FROM weighted
+),
+-- fewer candidates than K: each fills a slot, and the slots that are left go by how often each was sampled, as drawing
+-- with replacement would on average; `copies_before` and `copies_up_to` are its share of the samples, from - to
+shared AS (
+    SELECT
+        *,
+        greatest($responses_per_prompt - num_candidates, 0) AS slots_left,
+        (sum(times_sampled) OVER place)::BIGINT AS num_copies,
+        (sum(times_sampled) OVER (place ORDER BY finish))::BIGINT AS copies_up_to,
+        copies_up_to - times_sampled AS copies_before
+    FROM drawn
+    WHERE finish < $responses_per_prompt
+    WINDOW place AS (PARTITION BY prompt_index)
+),
+-- the K slots: turn 0 is everybody's, further turns are those of the slots left over, rounded to the nearest
+slots AS (
+    SELECT
+        *,
+        unnest(range(
+            1
+            + (2 * copies_up_to * slots_left + num_copies - 1) // (2 * num_copies)
+            - (2 * copies_before * slots_left + num_copies - 1) // (2 * num_copies)
+        )) AS turn
+    FROM shared
 )
--- the K slots; fewer candidates than K: each in turn, the one that finished at f in slots f, f + n, f + 2n ...
 SELECT
     prompt_index::INTEGER AS prompt_index,
-    unnest(range(finish, $responses_per_prompt, num_candidates))::INTEGER AS slot,
+    (row_number() OVER (PARTITION BY prompt_index ORDER BY turn, finish) - 1)::INTEGER AS slot,
     trajectory_id,
     prompt_id,
     recent,
@@ -97,5 +120,5 @@ SELECT
     word_offset,
     num_prompt_tokens,
     num_response_tokens
-FROM drawn
+FROM slots
 ORDER BY prompt_index, slot;

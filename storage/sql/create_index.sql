@@ -11,6 +11,7 @@ CREATE TABLE trajectories (
     trajectory_id VARCHAR,
     response_digest BIGINT,
     reward FLOAT,
+    times_sampled INTEGER, -- how often its sync brought this very response to this prompt
     word_offset BIGINT,
     num_prompt_tokens INTEGER,
     num_response_tokens INTEGER

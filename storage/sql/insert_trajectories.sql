@@ -7,6 +7,7 @@ SELECT
     trajectory_id,
     response_digest,
     reward,
+    1 AS times_sampled,
     word_offset,
     num_prompt_tokens,
     num_response_tokens

@@ -3,7 +3,7 @@
 - the share of recent draws is m, and what is recent is what the newest sync took in
 - rewards weigh as softmax(reward / tau) mixed with uniform, in the first draw and in the second without replacement
 - prompts are drawn uniformly, all different within a batch where there are enough, otherwise each in turn
-- no response twice for a prompt where there are enough, otherwise each in turn
+- no response twice for a prompt where there are enough, otherwise all, and as often as each was sampled
 - a temperature near zero draws in the order of rewards
 - the whole draw equals a slow reference in plain Python, which computes the same random numbers with hashlib
 """
@@ -122,13 +122,24 @@ def test_no_response_twice_for_a_prompt_where_there_are_enough(store):
             assert len({row["trajectory_id"] for row in group}) == 6
 
 
-def test_fewer_responses_than_k_are_used_in_turn(store):
-    commit(store, "s0", 0, distinct("a", 3))
-    buffer = new_buffer(store, prompts_per_batch=1, responses_per_prompt=8)
+def test_fewer_responses_than_k_are_all_used_and_as_often_as_they_were_sampled(store):
+    def counts(buffer, step: int) -> Counter:
+        return Counter(tokens[0] for tokens in buffer.draw(step)["response_tokens"].to_pylist())
+
+    # Two were sampled once, and one six times, by two Searchers. A slot each, and the five left over by shares of 1/8,
+    # 1/8 and 6/8: the frequent one's is 3.75 slots, rounded by where in the order it comes.
+    commit(store, "s0", 0, [("a", [1], 0.0), ("a", [2], 1.0), *[("a", [3], 0.5)] * 4])
+    commit(store, "s1", 0, [("a", [3], 0.5)] * 2)
+    buffer = new_buffer(store, prompts_per_batch=1, responses_per_prompt=8, recent_probability=1)
     buffer.sync(step=1, attempt=1)
-    drawn = buffer.draw(1)["trajectory_id"].to_pylist()
-    assert sorted(Counter(drawn).values()) == [2, 3, 3]
-    assert drawn[:3] == drawn[3:6] and drawn[:2] == drawn[6:], "in turn"
+    for step in range(20):
+        drawn = counts(buffer, step)
+        assert drawn.total() == 8 and drawn.keys() == {1, 2, 3} and drawn[3] in (4, 5)
+
+    # How often an older sync brought it does not count: the newest brought both once.
+    commit(store, "s0", 1, [("a", [1], 0.0), ("a", [3], 0.5)])
+    buffer.sync(step=2, attempt=1)
+    assert counts(buffer, 2) == {1: 4, 3: 4}
 
 
 def test_a_reward_temperature_near_zero_draws_the_best_responses_first(store):
@@ -145,6 +156,13 @@ def uniform_number(step: int, purpose: str, name: object) -> float:
     """What storage/sql/create_index.sql promises: the high 52 bits of a little-endian md5."""
     digest = hashlib.md5(f"{SEED}/{step}/{purpose}/{name}".encode()).digest()
     return ((int.from_bytes(digest, "little") >> 76) + 0.5) / 2**52
+
+
+def slots_of_each(race: list, K: int) -> list[int]:
+    """One each; those left over to whom the middle of each of as many equal parts of the samples belongs (all once)."""
+    left = K - len(race)
+    middles = [(part + 0.5) / left * len(race) for part in range(left)]
+    return [1 + sum(finish < middle <= finish + 1 for middle in middles) for finish in range(len(race))]
 
 
 def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Sampling, step: int) -> list[tuple]:
@@ -174,8 +192,10 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
             u = uniform_number(step, "trajectory", f"{place}/{t['trajectory_id']}")
             race.append((-math.log(u) / p, t["trajectory_id"], p))
         race.sort()
-        for slot in range(sampling.responses_per_prompt):
-            _, name, p = race[slot % len(race)]
+        K = sampling.responses_per_prompt
+        order = [(turn, finish) for finish, turns in enumerate(slots_of_each(race[:K], K)) for turn in range(turns)]
+        for slot, (_, finish) in enumerate(sorted(order)):
+            _, name, p = race[finish]
             rows.append((place, slot, name, recent, pytest.approx(p, rel=1e-12)))
     return rows
 
