@@ -25,13 +25,15 @@ import pyarrow.parquet as pq
 
 from storage import ledger, policies, quality, schema
 from storage.errors import DamagedPolicy, NotFound, StoreError, TornShard
-from storage.shards import read_shards, shard_path
+from storage.shards import expired_through, read_shards, shard_path
 from storage.store import RunStore, transfer_all
 
 SHARDS_PER_READ = 32  # bounds memory, and spreads the fixed cost of the quality gate over as many
 ANY_VOCABULARY = 2**31  # token ids are int32
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
+WARM_START = "warm_start/plan.json"  # a run that began with others' trajectories, in logs warm0, warm1 ...
+_WARM = re.compile(r"warm\d+")
 _SHARD = re.compile(r"trajectories/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
 _LEDGER = {
     "batches": schema.BATCH,
@@ -69,6 +71,7 @@ class _Shards:
     rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, those that could be read
     ids: list[pa.ChunkedArray] = field(default_factory=list)  # trajectory ids, an array a shard
     speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
+    expired: dict[str, int] = field(default_factory=dict)  # by searcher, the last round that no longer counts
 
 
 def verify(store: RunStore, fingerprint: Callable[[Path], str]) -> Report:
@@ -105,14 +108,14 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str]) -> Report:
 
 
 def _check_shards(store: RunStore, vocab_size: int, faults: list[Fault]) -> _Shards:
-    found, rounds_of = _Shards(), defaultdict(list)
+    found, rounds_of = _Shards(expired=expired_through(store)), defaultdict(list)
     for path in store.list("trajectories"):
         if match := _SHARD.fullmatch(path):
             rounds_of[match["searcher"]].append(int(match["round"]))
         else:
             faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
     for searcher, rounds in rounds_of.items():
-        for missing in sorted(set(range(max(rounds))) - set(rounds)):
+        for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - set(rounds)):
             path = shard_path(searcher, missing)
             faults.append(Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this"))
         found.rounds[searcher] = rounds
@@ -142,7 +145,8 @@ def _check_some_shards(
             faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
         found.ids.append(table["trajectory_id"])
         speakers = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
-        found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
+        if not store.exists(WARM_START) or not _WARM.fullmatch(searcher):  # other runs' policies are not published here
+            found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
 
 
 def _vocab_size(store: RunStore, pointer: dict | None) -> int:
@@ -187,7 +191,9 @@ def _unknown_trained(batches: pa.Table, shards: _Shards) -> Iterator[Fault]:
     unknown = batches.filter(pc.invert(pc.is_in(batches["trajectory_id"], stored)))
     ids_by_path = defaultdict(list)
     for path, name in zip(unknown["path"].to_pylist(), unknown["trajectory_id"].to_pylist(), strict=True):
-        ids_by_path[path].append(name)
+        searcher, number, _ = name.rsplit("-", 2) if name.count("-") >= 2 else (name, "", "")
+        if not (number.isdigit() and int(number) <= shards.expired.get(searcher, -1)):
+            ids_by_path[path].append(name)
     for path, ids in ids_by_path.items():
         yield Fault("unknown trajectory", path, f"trained on {_some(ids)}, but no shard holds them")
 
@@ -224,9 +230,10 @@ def _inconsistent_syncs(store: RunStore, shards: _Shards) -> Iterator[Fault]:
     for row in sorted(syncs, key=lambda row: row["sync"]):
         path, searcher = f"syncs/attempt={row['attempt']:08d}/sync={row['sync']:08d}.parquet", row["searcher"]
         first, last = row["first_round"], row["last_round"]
-        if first != following[searcher]:
+        expired = shards.expired.get(searcher, -1)
+        if first not in (following[searcher], expired + 1):  # a resume takes in anew what has not expired
             yield Fault("sync out of order", path, f"{searcher}: from round {first}, expected {following[searcher]}")
-        if missing := sorted(set(range(first, last + 1)) - set(shards.rounds.get(searcher, []))):
+        if missing := sorted(set(range(max(first, expired + 1), last + 1)) - set(shards.rounds.get(searcher, []))):
             yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not there")
         following[searcher] = last + 1
 
