@@ -13,7 +13,7 @@ EXTRA := cpu
 TORCH := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend=cpu)
 endif
 
-.PHONY: train test lint up down bench-buffer clean
+.PHONY: train test lint up down bench-buffer crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
@@ -33,6 +33,9 @@ down: $(STAMP)
 
 bench-buffer: $(STAMP)  ## How the replay buffer scales
 	$(BIN)/python -m tests.benchmarks.bench_buffer
+
+crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle; account for what was acknowledged
+	$(BIN)/python -m tests.crash.matrix
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -20,6 +20,7 @@ from prefect.states import Cancelling
 from flows.config import RunConfig
 from flows.processes import ALREADY_TRAINING
 from flows.summary import summarise
+from flows.warm_start import take_over
 from storage import ledger, policies
 from storage.errors import AlreadyTraining, NotFound
 from storage.store import RunStore
@@ -42,6 +43,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     if summary := finished(store):
         get_run_logger().info("run %s is finished; choose another name to train again", config.run)
         return summary
+    take_over(store, config)
     searchers, began, over = Searchers(config), threading.Event(), threading.Event()
     try:
         training = train_policy.submit(config.store, config.run, began, over)
@@ -50,7 +52,8 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
                 searchers.keep_up()
             time.sleep(POLL_S)
         training.result()
-        await_evaluation(store, searchers)
+        if config.searchers:  # without one there is no engine to evaluate with
+            await_evaluation(store, searchers)
     finally:
         over.set()
         searchers.stop()
@@ -62,7 +65,8 @@ def prepare(config: RunConfig) -> RunStore:
     """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
     from flows.checks import check_inputs
 
-    check_inputs(config)
+    for warning in check_inputs(config):
+        get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded())
     return store

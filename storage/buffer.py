@@ -31,7 +31,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage import ledger
-from storage.shards import new_shards, read_shards
+from storage.shards import expired_through, new_shards, read_shards
 from storage.sql import sql
 from storage.store import RunStore
 
@@ -182,17 +182,20 @@ class ReplayBuffer:
     def rebuild(self, step: int) -> None:
         """Become the buffer `step` was drawn from: the shards of the recorded syncs that count, up to that step's.
 
-        The next sync() takes in the rest. Raises NotFound or TornShard where a recorded shard is gone or unreadable.
+        What has expired since is left out. The next sync() takes in the rest. Raises NotFound or TornShard where a
+        recorded shard is gone or unreadable.
         """
         self._clear()
+        records, expired = ledger.effective_syncs(self._store, step), expired_through(self._store)
         sync_of_round: dict[str, dict[int, int]] = defaultdict(dict)
-        for record in ledger.effective_syncs(self._store, step):
-            rounds = range(record["first_round"], record["last_round"] + 1)
+        for record in records:
+            first = max(record["first_round"], expired.get(record["searcher"], -1) + 1)
+            rounds = range(first, record["last_round"] + 1)
             sync_of_round[record["searcher"]] |= dict.fromkeys(rounds, record["sync"])
         with self._transaction():
             rewards = self._take_in(sync_of_round)
-        newest_sync = max((max(syncs.values()) for syncs in sync_of_round.values()), default=0)
-        self._advance(newest_sync, sync_of_round, len(rewards))
+        newest_sync = max((record["sync"] for record in records), default=0)
+        self._advance(newest_sync, {record["searcher"]: [record["last_round"]] for record in records}, len(rewards))
 
     def draw(self, step: int) -> pa.Table:
         """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).

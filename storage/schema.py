@@ -36,6 +36,16 @@ TRAJECTORY = pa.schema(
     }
 )
 
+# A stored trajectory's reward by another reward function.
+REWARD = pa.schema(
+    {
+        "trajectory_id": pa.string(),
+        "reward_version": pa.string(),
+        "reward": pa.float32(),
+        "created_at": _TIME,
+    }
+)
+
 # One drawn slot of a training batch.
 BATCH = pa.schema(
     {

@@ -3,7 +3,7 @@
     shards       every one whole and valid, under its own name, no round missing, no trajectory twice
     ledger       every trajectory trained on is there, every step that counts recorded, syncs as the shards say
     policies     every one still stored has the published files and weights, latest.json names one,
-                 every trajectory was sampled by a policy that was published
+                 every trajectory of this run was sampled by a policy that was published
     checkpoints  every one that training could resume from is whole
 
 What a killed process leaves unfinished is no fault: nothing of it is visible to a reader. A run may be verified while
@@ -15,6 +15,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -25,10 +26,11 @@ import pyarrow.parquet as pq
 
 from storage import ledger, policies, quality, schema
 from storage.errors import DamagedPolicy, NotFound, StoreError, TornShard
-from storage.shards import read_shards, shard_path
+from storage.shards import expired_through, read_shards, shard_path
 from storage.store import RunStore, transfer_all
 
 SHARDS_PER_READ = 32  # bounds memory, and spreads the fixed cost of the quality gate over as many
+WARM_START = "warm_start/plan.json"  # a list of the sources that searchers warm0, warm1, ... are copies of
 ANY_VOCABULARY = 2**31  # token ids are int32
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
@@ -66,8 +68,10 @@ class Report:
 class _Shards:
     """What the other checks need of the shards."""
 
-    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, those that could be read
+    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, those that are there
+    expired: dict[str, int] = field(default_factory=dict)  # by searcher, through which round shards may be gone
     ids: list[pa.ChunkedArray] = field(default_factory=list)  # trajectory ids, an array a shard
+    copied: set[str] = field(default_factory=set)  # searchers that stand for what other runs sampled
     speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
 
 
@@ -111,8 +115,11 @@ def _check_shards(store: RunStore, vocab_size: int, faults: list[Fault]) -> _Sha
             rounds_of[match["searcher"]].append(int(match["round"]))
         else:
             faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
+    found.expired = expired_through(store)  # after the listing: a shard's mark comes long before it is deleted
+    with suppress(NotFound):
+        found.copied = {f"warm{index}" for index in range(len(json.loads(store.get(WARM_START))))}
     for searcher, rounds in rounds_of.items():
-        for missing in sorted(set(range(max(rounds))) - set(rounds)):
+        for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - set(rounds)):
             path = shard_path(searcher, missing)
             faults.append(Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this"))
         found.rounds[searcher] = rounds
@@ -124,9 +131,11 @@ def _check_shards(store: RunStore, vocab_size: int, faults: list[Fault]) -> _Sha
 def _check_some_shards(
     store: RunStore, searcher: str, rounds: list[int], vocab_size: int, found: _Shards, faults: list[Fault]
 ) -> None:
-    def read(number: int) -> pa.Table | Fault:
+    def read(number: int) -> pa.Table | Fault | None:
         try:
             return read_shards(store, searcher, [number])
+        except NotFound:
+            return None  # it expired since it was listed
         except TornShard as error:
             return Fault("torn shard", shard_path(searcher, number), str(error))
 
@@ -141,6 +150,8 @@ def _check_some_shards(
         if origins - {(searcher, number)}:
             faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
         found.ids.append(table["trajectory_id"])
+        if searcher in found.copied:
+            continue  # sampled by another run's policies
         speakers = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
         found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
 
@@ -187,9 +198,15 @@ def _unknown_trained(batches: pa.Table, shards: _Shards) -> Iterator[Fault]:
     unknown = batches.filter(pc.invert(pc.is_in(batches["trajectory_id"], stored)))
     ids_by_path = defaultdict(list)
     for path, name in zip(unknown["path"].to_pylist(), unknown["trajectory_id"].to_pylist(), strict=True):
-        ids_by_path[path].append(name)
+        if not _is_expired(name, shards):
+            ids_by_path[path].append(name)
     for path, ids in ids_by_path.items():
         yield Fault("unknown trajectory", path, f"trained on {_some(ids)}, but no shard holds them")
+
+
+def _is_expired(name: str, shards: _Shards) -> bool:
+    searcher, number, _ = name.rsplit("-", 2) if name.count("-") >= 2 else (name, "", "")
+    return number.isdecimal() and int(number) <= shards.expired.get(searcher, -1)
 
 
 def _effective_steps(store: RunStore, rows: pa.Table) -> set[int]:
@@ -226,7 +243,8 @@ def _inconsistent_syncs(store: RunStore, shards: _Shards) -> Iterator[Fault]:
         first, last = row["first_round"], row["last_round"]
         if first != following[searcher]:
             yield Fault("sync out of order", path, f"{searcher}: from round {first}, expected {following[searcher]}")
-        if missing := sorted(set(range(first, last + 1)) - set(shards.rounds.get(searcher, []))):
+        kept = range(max(first, shards.expired.get(searcher, -1) + 1), last + 1)
+        if missing := sorted(set(kept) - set(shards.rounds.get(searcher, []))):
             yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not there")
         following[searcher] = last + 1
 
