@@ -183,7 +183,9 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
     def read(path: str) -> pa.Table | Fault:
         try:
             table = pq.ParquetFile(pa.BufferReader(store.get(path))).read()
-            return table.cast(columns).append_column("path", pa.array([path] * table.num_rows, pa.string()))
+            # an older version recorded fewer columns: null here, as in `tba sql`
+            table = pa.concat_tables([columns.empty_table(), table], promote_options="default").select(columns.names)
+            return table.append_column("path", pa.array([path] * table.num_rows, pa.string()))
         except (pa.ArrowException, OSError, ValueError) as error:
             return Fault("torn ledger entry", path, str(error))
 
