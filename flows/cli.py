@@ -125,47 +125,20 @@ def sql(
     """
     import duckdb
 
+    from flows.config import default_store
     from flows.table import print_table
     from storage.errors import StoreError
     from storage.inspect import query as run_query
+    from storage.store import RunStore
 
     try:
-        rows = run_query(_existing_run(run, store), query)
-    except (StoreError, duckdb.Error) as error:
+        run_store = RunStore(_as_url(store) if store else default_store(), run)
+        if not run_store.exists("run.json"):
+            _fail(f"There is no run {run!r} in {store or default_store()}.", status=2)
+        rows = run_query(run_store, query)
+    except (StoreError, ValueError, duckdb.Error) as error:
         _fail(str(error), status=2)
     print_table(rows, form)
-
-
-@app.command()
-def verify(
-    run: Annotated[str, typer.Argument(help="Name of the run.")],
-    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-) -> None:
-    """Prove a run's store, during or after the run: every shard, ledger entry, policy and checkpoint.
-
-    Exit status 0: all of it is whole and agrees. 1: each fault is named.
-    """
-    from dataclasses import asdict
-
-    from storage.errors import StoreError
-    from storage.verify import verify as prove
-    from tba.weights import fingerprint, read_weights
-
-    try:
-        report = prove(_existing_run(run, store), lambda folder: fingerprint(read_weights(folder)))
-    except StoreError as error:
-        _fail(str(error), status=2)
-    if as_json:
-        _say(json.dumps({"run": run} | asdict(report), indent=1))
-    else:
-        for fault in report.faults:
-            _say(f"{fault.kind}: {fault.path}: {fault.message}")
-        _say(
-            f"{len(report.faults)} faults in {report.num_trajectories} trajectories of {report.num_shards} shards, "
-            f"{report.num_steps} training steps, {report.num_policies} published policies."
-        )
-    raise typer.Exit(1 if report.faults else 0)
 
 
 # --- train ------------------------------------------------------------------------------------------------------------
@@ -333,21 +306,6 @@ def _project() -> Path:
     if not (folder / "prefect.yaml").exists():
         _fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)
     return folder
-
-
-def _existing_run(run: str, store: str | None) -> "RunStore":
-    from flows.config import default_store
-    from storage.errors import StoreError
-    from storage.store import RunStore
-
-    url = _as_url(store) if store else default_store()
-    try:
-        run_store = RunStore(url, run)
-        if run_store.exists("run.json"):
-            return run_store
-    except (StoreError, ValueError) as error:
-        _fail(str(error), status=2)
-    _fail(f"There is no run {run!r} in {url}.", status=2)
 
 
 def _as_url(store: str) -> str:

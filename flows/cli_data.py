@@ -1,5 +1,6 @@
-"""The part of the command line that works on stored data: `tba rescore`."""
+"""The part of the command line that works on stored data: `tba rescore`, `tba verify`."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,19 +22,58 @@ def rescore(
     The function: f(prompts, completions, **columns) -> list[float], with columns prompt_id and answer. To train on it:
     tba train NEW --warm-start RUN --set reward_version=VERSION
     """
-    from flows.config import default_store
     from flows.rescore import rescore
     from storage.errors import StoreError
-    from storage.store import RunStore
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it: the function lies beside where one works
     try:
-        root = default_store() if store is None else store if "://" in store else Path(store).absolute().as_uri()
-        run_store = RunStore(root, run)
-        if not run_store.exists("run.json"):
-            raise ValueError(f"There is no run {run!r} in {root}.")
-        version, num_scored = rescore(run_store, reward, version, typer.echo)
+        version, num_scored = rescore(_existing_run(run, store), reward, version, typer.echo)
     except (StoreError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     typer.echo(f"{num_scored:,} trajectories of run {run!r} scored by {reward}: reward version {version!r}.")
+
+
+@app.command()
+def verify(
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Prove a run's store, during or after the run: every shard, ledger entry, policy and checkpoint.
+
+    Exit status 0: all of it is whole and agrees. 1: each fault is named.
+    """
+    from dataclasses import asdict
+
+    from storage.errors import StoreError
+    from storage.verify import verify as prove
+    from tba.weights import fingerprint, read_weights
+
+    try:
+        report = prove(_existing_run(run, store), lambda folder: fingerprint(read_weights(folder)))
+    except (StoreError, ValueError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps({"run": run} | asdict(report), indent=1))
+    else:
+        for fault in report.faults:
+            typer.echo(f"{fault.kind}: {fault.path}: {fault.message}")
+        typer.echo(
+            f"{len(report.faults)} faults in {report.num_trajectories} trajectories of {report.num_shards} shards, "
+            f"{report.num_steps} training steps, {report.num_policies} published policies."
+        )
+    raise typer.Exit(1 if report.faults else 0)
+
+
+def _existing_run(run: str, store: str | None):
+    """The run's store. ValueError where there is no such run."""
+    from flows.config import default_store
+    from storage.store import RunStore
+
+    root = default_store() if store is None else store if "://" in store else Path(store).absolute().as_uri()
+    run_store = RunStore(root, run)
+    if not run_store.exists("run.json"):
+        raise ValueError(f"There is no run {run!r} in {root}.")
+    return run_store

@@ -3,7 +3,7 @@
     shards       every one whole and valid, under its own name, no round missing, no trajectory twice
     ledger       every trajectory trained on is there, every step that counts recorded, syncs as the shards say
     policies     every one still stored has the published files and weights, latest.json names one,
-                 every trajectory was sampled by a policy that was published
+                 every trajectory of this run was sampled by a policy that was published
     checkpoints  every one that training could resume from is whole
 
 What a killed process leaves unfinished is no fault: nothing of it is visible to a reader. A run may be verified while
@@ -15,6 +15,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -29,11 +30,10 @@ from storage.shards import expired_through, read_shards, shard_path
 from storage.store import RunStore, transfer_all
 
 SHARDS_PER_READ = 32  # bounds memory, and spreads the fixed cost of the quality gate over as many
+WARM_START = "warm_start/plan.json"  # a list of the sources that searchers warm0, warm1, ... are copies of
 ANY_VOCABULARY = 2**31  # token ids are int32
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
-WARM_START = "warm_start/plan.json"  # a run that began with others' trajectories, in logs warm0, warm1 ...
-_WARM = re.compile(r"warm\d+")
 _SHARD = re.compile(r"trajectories/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
 _LEDGER = {
     "batches": schema.BATCH,
@@ -68,10 +68,11 @@ class Report:
 class _Shards:
     """What the other checks need of the shards."""
 
-    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, those that could be read
+    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, those that are there
+    expired: dict[str, int] = field(default_factory=dict)  # by searcher, through which round shards may be gone
     ids: list[pa.ChunkedArray] = field(default_factory=list)  # trajectory ids, an array a shard
+    copied: set[str] = field(default_factory=set)  # searchers that stand for what other runs sampled
     speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
-    expired: dict[str, int] = field(default_factory=dict)  # by searcher, the last round that no longer counts
 
 
 def verify(store: RunStore, fingerprint: Callable[[Path], str]) -> Report:
@@ -108,12 +109,15 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str]) -> Report:
 
 
 def _check_shards(store: RunStore, vocab_size: int, faults: list[Fault]) -> _Shards:
-    found, rounds_of = _Shards(expired=expired_through(store)), defaultdict(list)
+    found, rounds_of = _Shards(), defaultdict(list)
     for path in store.list("trajectories"):
         if match := _SHARD.fullmatch(path):
             rounds_of[match["searcher"]].append(int(match["round"]))
         else:
             faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
+    found.expired = expired_through(store)  # after the listing: a shard's mark comes long before it is deleted
+    with suppress(NotFound):
+        found.copied = {f"warm{index}" for index in range(len(json.loads(store.get(WARM_START))))}
     for searcher, rounds in rounds_of.items():
         for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - set(rounds)):
             path = shard_path(searcher, missing)
@@ -127,9 +131,11 @@ def _check_shards(store: RunStore, vocab_size: int, faults: list[Fault]) -> _Sha
 def _check_some_shards(
     store: RunStore, searcher: str, rounds: list[int], vocab_size: int, found: _Shards, faults: list[Fault]
 ) -> None:
-    def read(number: int) -> pa.Table | Fault:
+    def read(number: int) -> pa.Table | Fault | None:
         try:
             return read_shards(store, searcher, [number])
+        except NotFound:
+            return None  # it expired since it was listed
         except TornShard as error:
             return Fault("torn shard", shard_path(searcher, number), str(error))
 
@@ -144,9 +150,10 @@ def _check_some_shards(
         if origins - {(searcher, number)}:
             faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
         found.ids.append(table["trajectory_id"])
+        if searcher in found.copied:
+            continue  # sampled by another run's policies
         speakers = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
-        if not store.exists(WARM_START) or not _WARM.fullmatch(searcher):  # other runs' policies are not published here
-            found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
+        found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
 
 
 def _vocab_size(store: RunStore, pointer: dict | None) -> int:
@@ -176,7 +183,9 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
     def read(path: str) -> pa.Table | Fault:
         try:
             table = pq.ParquetFile(pa.BufferReader(store.get(path))).read()
-            return table.cast(columns).append_column("path", pa.array([path] * table.num_rows, pa.string()))
+            # an older version recorded fewer columns: null here, as in `tba sql`
+            table = pa.concat_tables([columns.empty_table(), table], promote_options="default").select(columns.names)
+            return table.append_column("path", pa.array([path] * table.num_rows, pa.string()))
         except (pa.ArrowException, OSError, ValueError) as error:
             return Fault("torn ledger entry", path, str(error))
 
@@ -191,11 +200,15 @@ def _unknown_trained(batches: pa.Table, shards: _Shards) -> Iterator[Fault]:
     unknown = batches.filter(pc.invert(pc.is_in(batches["trajectory_id"], stored)))
     ids_by_path = defaultdict(list)
     for path, name in zip(unknown["path"].to_pylist(), unknown["trajectory_id"].to_pylist(), strict=True):
-        searcher, number, _ = name.rsplit("-", 2) if name.count("-") >= 2 else (name, "", "")
-        if not (number.isdigit() and int(number) <= shards.expired.get(searcher, -1)):
+        if not _is_expired(name, shards):
             ids_by_path[path].append(name)
     for path, ids in ids_by_path.items():
         yield Fault("unknown trajectory", path, f"trained on {_some(ids)}, but no shard holds them")
+
+
+def _is_expired(name: str, shards: _Shards) -> bool:
+    searcher, number, _ = name.rsplit("-", 2) if name.count("-") >= 2 else (name, "", "")
+    return number.isdecimal() and int(number) <= shards.expired.get(searcher, -1)
 
 
 def _effective_steps(store: RunStore, rows: pa.Table) -> set[int]:
@@ -233,7 +246,8 @@ def _inconsistent_syncs(store: RunStore, shards: _Shards) -> Iterator[Fault]:
         expired = shards.expired.get(searcher, -1)
         if first not in (following[searcher], expired + 1):  # a resume takes in anew what has not expired
             yield Fault("sync out of order", path, f"{searcher}: from round {first}, expected {following[searcher]}")
-        if missing := sorted(set(range(max(first, expired + 1), last + 1)) - set(shards.rounds.get(searcher, []))):
+        kept = range(max(first, expired + 1), last + 1)
+        if missing := sorted(set(kept) - set(shards.rounds.get(searcher, []))):
             yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not there")
         following[searcher] = last + 1
 

@@ -30,6 +30,7 @@ from tests.storage.helpers import OWNER, start_python
 # The real process but for the model: it says when it is ready, begins on a line from us, and trains until it is killed.
 TRAINER = """
 import sys, time
+from pathlib import Path
 from flows import learn
 
 def train(trainer, experience, outbox):
@@ -44,7 +45,7 @@ print("ready", flush=True)
 input()
 sys.exit(learn.main(*sys.argv[1:]))
 """
-START_S = 60  # importing torch on a busy machine
+START_S = 180  # importing torch on a busy machine
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ python -m pytest tests/flows/test_second_life.py
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -212,7 +213,7 @@ def test_ten_thousand_rescored_trajectories_are_trained_on_without_an_engine(tmp
     assert rescore(old, f"{module}:brief", "v2", silent) == ("v2", 10_000)
     config = run_config(tmp_path, model, "new", warm_start=[url(old)], reward_version="v2")
     store = begin(config)
-    learn(config.store, config.run)
+    learn(config.store, config.run, parent=os.getppid())
     assert rows_of(store, "SELECT count(*), count(DISTINCT trajectory_id) FROM trajectories") == [(10_000, 10_000)]
     assert rows_of(store, "SELECT count(*), count(DISTINCT step), min(reward) > 1 FROM batches") == [(32, 2, True)]
     assert rows_of(store, "SELECT DISTINCT reward_version, policy_step FROM trajectories") == [("v2", 0)]
@@ -244,7 +245,7 @@ def test_a_run_begins_with_several_sources(tmp_path, model):
         (20, 8),
         (2, 0),
     ]
-    learn(store.url, store.run)
+    learn(store.url, store.run, parent=os.getppid())
     assert rows_of(store, "SELECT max(step) FROM training_steps") == [(2,)]
 
 

@@ -5,7 +5,7 @@ in a copy. Run: pytest tests/storage/test_verify.py
 
 - a good run has no fault, on a folder and on S3; nor has what a killed process leaves, nor a run just created
 - each single fault is found and named by kind and file, and nothing else is reported
-- what a resumed Trainer undid counts as not trained
+- what a resumed Trainer undid counts as not trained; what has expired, or was taken over from another run, is no fault
 """
 
 import hashlib
@@ -128,6 +128,22 @@ def test_what_killed_processes_leave_is_no_fault(good):
     shards.quarantine_shard(good, make_shard("s0", 7, reward=float("nan")), ["reward is finite"])
     shards.commit_shard(good, make_shard("s1", 7, policy_step=5, policy_fingerprint=newest_fingerprint(good)))
     good.delete("metrics/search/searcher=s0/round=00000006.parquet")  # killed between shard and ledger
+    assert faults(good) == []
+
+
+def test_what_expired_is_not_missed_but_what_follows_it_is(good):
+    good.put("expired/searcher=s0/through=00000002.json", b"{}")
+    good.delete(S0[0])
+    good.delete(S0[2])
+    assert faults(good) == []
+    good.delete(S0[3])
+    assert ("missing round", S0[3]) in faults(good)
+
+
+def test_what_another_runs_policies_sampled_is_no_fault_where_the_run_says_so(good):
+    path = shards.commit_shard(good, make_shard("warm0", 0, policy_fingerprint="e" * 32))
+    assert faults(good) == [("unpublished policy", path)]
+    good.put("warm_start/plan.json", b'[{"url": "file:///other/run"}]')
     assert faults(good) == []
 
 

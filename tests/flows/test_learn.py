@@ -1,0 +1,92 @@
+"""What the Trainer's process adds to trainer and store (flows/learn.py).
+
+Claims
+- flow control is in every step's metrics; while a draw is too early its reason is what the heartbeat says
+- Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
+- a checkpoint follows the ledger: what was trained before it is on record
+
+Run: pytest tests/flows/test_learn.py
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flows import learn
+from flows.config import RunConfig
+from storage import ledger
+from storage.schema import TRAINING_STEP
+from tba.trainer import Batch
+from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
+from tests.storage.helpers import make_batch, make_training_step
+
+
+@pytest.fixture
+def store(tmp_path):
+    return new_store(tmp_path)
+
+
+@pytest.fixture
+def experience(store):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2, max_age=4)
+    return learn.StoredExperience(store, buffer, attempt=1)
+
+
+@pytest.fixture
+def outbox(store):
+    outbox = learn.StoreOutbox(store, RunConfig(), 1, Path(), parent=os.getppid())
+    yield outbox
+    outbox.close("finished")
+
+
+def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experience):
+    experience.sync(1)
+    assert experience.draw(1).startswith("min_size=1, but the 0 syncs so far took in 0")
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    facts = experience.draw(2).facts
+    assert (facts["num_inserted"], facts["samples_per_insert"], facts["num_too_old"]) == (8, 2.0, 0)
+    assert 0 <= facts["searchers_silent_s"] < 60
+    assert facts.keys() <= set(TRAINING_STEP.names)
+    assert experience.draw(3).startswith("samples_per_insert=2, but")
+
+
+def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, caplog, monkeypatch):
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    monkeypatch.setattr(learn, "SEARCHERS_SILENT_S", 0.2)
+    time.sleep(0.3)
+    with caplog.at_level(logging.WARNING, logger="tba.learn"):
+        for _ in range(3):
+            experience.sync(2)
+    assert [record.message[:15] for record in caplog.records] == ["no new shard fo"]
+    assert experience.draw(3).startswith("no new shard for"), "rather than samples_per_insert, which follows from it"
+    facts = experience.draw(1).facts
+    assert facts["searchers_silent_s"] >= 0.3
+    outbox.status("training", 1, facts)
+    outbox._write_beat()
+    assert json.loads(store.get(ledger.HEARTBEAT))["message"].startswith("no new shard for")
+
+    commit(store, "s0", 1, distinct("ab", 4))
+    experience.sync(2)
+    outbox.status("training", 2, experience.draw(2).facts)
+    outbox._write_beat()
+    assert json.loads(store.get(ledger.HEARTBEAT))["message"] == ""
+
+
+def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
+    written, go_on = [], threading.Event()
+    record = ledger.record_training_step
+    monkeypatch.setattr(learn.ledger, "record_training_step", lambda *of: (go_on.wait(30), record(*of)))
+    monkeypatch.setattr(learn.ledger, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
+    metrics = {k: v for k, v in make_training_step(1, 1).items() if k not in ("attempt", "step")}
+    outbox.record(1, Batch([], {}, make_batch([0])), metrics)
+    threading.Timer(0.3, go_on.set).start()
+    outbox.checkpoint(1, SimpleNamespace(save=lambda folder: None))
+    assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]

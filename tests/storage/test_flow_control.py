@@ -1,0 +1,92 @@
+"""Claims about the buffer's flow control; `pytest tests/storage/test_flow_control.py`.
+
+- samples_per_insert holds a step back exactly until enough was taken in, and depends on step and syncs alone
+- max_age is a hard bound: no draw is older, in recent places and others; what is left is drawn as if it were all
+- without anything young enough there is no batch, and the message has every number of the rule
+- where all of the newest sync is too old, its places draw among the rest
+"""
+
+import pytest
+
+from storage.buffer import NotEnoughExperience, Sampling
+from storage.store import RunStore
+from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
+from tests.storage.test_sampling import reference_draw
+
+
+@pytest.fixture
+def store(tmp_path) -> RunStore:
+    return new_store(tmp_path)
+
+
+def test_samples_per_insert_holds_a_step_back_until_enough_came_in(store):
+    # 2 x 4 = 8 slots a step, at most 2 draws of each: 4 trajectories a step
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2)
+    commit(store, "s0", 0, distinct("ab", 4))
+    buffer.sync(step=1, attempt=1)
+    assert buffer.draw(1).num_rows == buffer.draw(2).num_rows == 8
+    assert buffer.samples_per_insert(2) == 2
+    with pytest.raises(NotEnoughExperience, match=r"samples_per_insert=2, but with step 3 it would be 3\.00 of 8 traj"):
+        buffer.draw(3)
+    commit(store, "s0", 1, distinct("ab", 2))  # repeats count: they were sampled
+    buffer.sync(step=3, attempt=1)
+    assert buffer.draw(3).num_rows == 8
+    resumed = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2)
+    resumed.rebuild(2)
+    with pytest.raises(NotEnoughExperience):
+        resumed.draw(3)
+
+
+def run_of_three_policies(store: RunStore, **sampling):
+    """Policy steps 0, 4 and 8 sampled prompts a-d, a-d and c-f, taken in by syncs 1, 2 and 3."""
+    buffer = new_buffer(store, prompts_per_batch=4, responses_per_prompt=3, recent_probability=0.5, **sampling)
+    for sync, (prompts, policy_step) in enumerate((("abcd", 0), ("abcd", 4), ("cdef", 8))):
+        commit(store, "s0", sync, distinct(prompts, 4, start=10 * sync), policy_step)
+        buffer.sync(step=policy_step + 1, attempt=1)
+    return buffer
+
+
+@pytest.mark.parametrize(("step", "oldest", "num_too_old"), [(9, 4, 16), (14, 9, 48), (10, 5, 32), (5, 0, 0)])
+def test_no_draw_is_older_than_max_age(store, step, oldest, num_too_old):
+    buffer = run_of_three_policies(store, max_age=4)
+    assert buffer.num_too_old(step) == num_too_old
+    if oldest > 8:
+        message = r"max_age=4, but all 48 trajectories stored are older, of policies before step 9"
+        with pytest.raises(NotEnoughExperience, match=message):
+            buffer.draw(step)
+        return
+    assert min(buffer.draw(step)["policy_step"].to_pylist()) >= oldest
+    assert step - 1 - oldest <= 4
+
+
+def test_what_is_young_enough_is_drawn_as_if_it_were_all(store):
+    buffer = run_of_three_policies(store, max_age=4)
+    rows = [
+        {
+            "trajectory_id": f"s0-{sync:08d}-{index:05d}",
+            "prompt_id": prompt_id,
+            "reward": reward,
+            "sync": sync + 1,
+        }
+        for sync, prompts in ((1, "abcd"), (2, "cdef"))
+        for index, (prompt_id, _, reward) in enumerate(distinct(prompts, 4))
+    ]
+    drawn = buffer.draw(9).select(["prompt_index", "slot", "trajectory_id", "recent", "draw_probability"])
+    assert [tuple(row.values()) for row in drawn.to_pylist()] == reference_draw(rows, 3, buffer._sampling, 9)
+
+
+def test_places_of_a_newest_sync_that_is_too_old_draw_among_the_rest(store):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=2, recent_probability=1, max_age=2)
+    commit(store, "fast", 0, distinct("ab", 2), policy_step=8)
+    buffer.sync(step=9, attempt=1)
+    commit(store, "slow", 0, distinct("cd", 2), policy_step=0)  # a straggler's
+    buffer.sync(step=10, attempt=1)
+    batch = buffer.draw(10)
+    assert batch.num_rows == 4
+    assert set(batch["prompt_id"].to_pylist()) == {"a", "b"} and not any(batch["recent"].to_pylist())
+
+
+@pytest.mark.parametrize("bad", [{"samples_per_insert": 0}, {"samples_per_insert": float("inf")}, {"max_age": -1}])
+def test_bounds_that_would_stop_everything_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)
