@@ -2,8 +2,10 @@
 
 from flows.config import RunConfig
 from flows.machine import model_folder
+from flows.warm_start import check_sources
 from storage.store import RunStore
-from tba.searcher import checked_rewards, stop_tokens
+from tba.rewards import checked_rewards
+from tba.searcher import stop_tokens
 from tba.tasks import load_task
 
 
@@ -16,6 +18,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     store = RunStore(config.store, config.run)
     warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded())
+    check_sources(store, config)
     task = load_task(config.task.name, data=config.task.data, seed=config.seed)
     problem = task.train[0]
     checked_rewards(task, [problem], [problem.answer])

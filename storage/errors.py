@@ -39,6 +39,10 @@ class Superseded(StoreError):
     """A later Trainer has taken over the run; this one must stop."""
 
 
+class AlreadyTraining(StoreError):
+    """Another Trainer works on the run; this one must not begin."""
+
+
 class ReadOnly(StoreError):
     """A statement that would do more than read."""
 

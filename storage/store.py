@@ -191,6 +191,18 @@ class RunStore:
             raise
 
 
+def read_file(url: str) -> bytes:
+    """A file anywhere in a store, by its URL. NotFound if nothing is there."""
+    folder, _, name = url.rpartition("/")
+    backend, root = _parse_url(folder)
+    try:
+        return backend(root).get(name)
+    except Exception as error:
+        if translated := translate(error, "read", url):
+            raise translated from error
+        raise
+
+
 def _parse_url(url: str) -> tuple[type, str]:
     """The backend for a store's URL, and the root as it understands it."""
     parts = urlsplit(url)
