@@ -201,6 +201,7 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
 def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     """Bring the stack up, submit or join the run's flow run, show it to its end, leave the stack. Exits on failure."""
     from flows import runs, server, stack
+    from storage.errors import StoreError
 
     flow_run = None
     submitted = False
@@ -222,7 +223,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
             state = _follow(project, client, flow_run, store, old)
         if not state.is_completed():
             _fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
-    except stack.StackError as error:
+    except (stack.StackError, StoreError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         if submitted:

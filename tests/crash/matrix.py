@@ -299,6 +299,7 @@ def main() -> None:
     parser.add_argument("--points", nargs="+", choices=list(POINTS), default=list(POINTS))
     parser.add_argument("--drop-shard", action="store_true", help="delete one acknowledged shard at the end")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` too must leave no stack and no store behind
     with tempfile.TemporaryDirectory(prefix="crash-matrix-") as folder:
         gateway = LocalS3(Path(folder) / "s3")
         try:
