@@ -13,7 +13,7 @@ EXTRA := cpu
 TORCH := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend=cpu)
 endif
 
-.PHONY: train test lint up down bench-buffer clean
+.PHONY: train test lint up down bench-buffer bench-trainer clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
@@ -33,6 +33,10 @@ down: $(STAMP)
 
 bench-buffer: $(STAMP)  ## How the replay buffer scales
 	$(BIN)/python -m tests.benchmarks.bench_buffer
+
+bench-trainer: $(STAMP)  ## A training step beside TRL's, which it installs
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
+	$(BIN)/python -m tests.benchmarks.bench_trainer
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The command line: `tba up`, `tba down`, `tba train`, `tba sql`. Run in the project's folder.
+"""The command line: `tba up`, `tba down`, `tba train`, `tba profile`, `tba sql`. Run in the project's folder.
 
 Exit status: 0 done, 1 failed (the reason and the log's tail are shown), 2 bad input (nothing was started), 130 Ctrl-C.
 Imports are inside the commands: `tba --help` and `tba sql` need neither Prefect nor torch.
@@ -102,6 +102,32 @@ def train(
         _print_summary(summary)
         return
     _train(project, config, run_store)
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = (
+        "smollm2-135m-instruct"
+    ),
+    prompts: Annotated[int, typer.Option(min=1, help="B: prompts in the batch.")] = 4,
+    responses: Annotated[int, typer.Option(min=2, help="K: responses to a prompt.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    response_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    folder: Annotated[Path, typer.Option(help="Where trace.json and table.txt go.")] = Path(".tba/.local/profile"),
+) -> None:
+    """Profile one training step on random tokens: where its time and memory go, operation by operation."""
+    from flows.machine import model_folder
+    from tba.config import TrainSettings
+    from tba.profile import profile_step, random_draws
+    from tba.trainer import Trainer
+
+    try:
+        trainer = Trainer(model_folder(model), TrainSettings())
+    except ValueError as error:
+        _fail(str(error), status=2)
+    draws = random_draws(trainer.vocabulary, prompts, responses, prompt_tokens, response_tokens)
+    _say(profile_step(trainer, draws, folder))
+    _say(f"Trace: {folder / 'trace.json'} (open in ui.perfetto.dev). Table: {folder / 'table.txt'}.")
 
 
 @app.command()
