@@ -2,18 +2,23 @@
 
 from flows.config import RunConfig
 from flows.machine import model_folder
+from flows.warm_start import check_sources
 from storage.store import RunStore
-from tba.searcher import checked_rewards, stop_tokens
+from tba.rewards import checked_rewards
+from tba.searcher import stop_tokens
 from tba.tasks import load_task
 
 
-def check_inputs(config: RunConfig) -> None:
-    """Raises: ValueError, storage.errors.StoreError: something could not work; the message says what and what would."""
+def check_inputs(config: RunConfig) -> list[str]:
+    """Returns what may go wrong later, in words, for the user to be warned of.
+
+    Raises: ValueError, storage.errors.StoreError: something could not work; the message says what and what would."""
     from transformers import AutoTokenizer
 
     store = RunStore(config.store, config.run)
-    store.check_writable()
+    warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded())
+    check_sources(store, config)
     task = load_task(config.task.name, data=config.task.data, seed=config.seed)
     problem = task.train[0]
     checked_rewards(task, [problem], [problem.answer])
@@ -23,3 +28,4 @@ def check_inputs(config: RunConfig) -> None:
             f"{config.sampling.prompts_per_batch}; a batch draws that many distinct prompts"
         )
     stop_tokens(task, AutoTokenizer.from_pretrained(model_folder(config.model)))
+    return warnings

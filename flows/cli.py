@@ -1,4 +1,4 @@
-"""The command line: `tba up`, `tba down`, `tba train`, `tba profile`, `tba sql`. Run in the project's folder.
+"""The command line: `tba up`, `down`, `train`, `sql`, `profile`, `verify`, `rescore`. Run in the project's folder.
 
 Exit status: 0 done, 1 failed (the reason and the log's tail are shown), 2 bad input (nothing was started), 130 Ctrl-C.
 Imports are inside the commands: `tba --help` and `tba sql` need neither Prefect nor torch.
@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.cli_profile import profile
+
+from flows import cli_data
+
 if TYPE_CHECKING:
     from flows.config import RunConfig
     from storage.store import RunStore
@@ -25,6 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous RL post-training of language models by Trajectory Balance.",
 )
+app.add_typer(cli_data.app)
+
+app.command()(profile)
 
 HEARTBEAT = "trainer/heartbeat.json"  # the live Trainer overwrites it every few seconds
 SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back
@@ -79,6 +86,10 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Policy steps to train for.")] = None,
     searchers: Annotated[int | None, typer.Option(help="Searchers to start.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of prompts' order, sampling and every draw.")] = None,
+    warm_start: Annotated[
+        list[str] | None,
+        typer.Option(help="A run whose trajectories to begin with, or a .parquet of demonstrations; repeatable."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any other setting; repeatable.")
     ] = None,
@@ -94,6 +105,7 @@ def train(
         "train.steps": steps,
         "searchers": searchers,
         "seed": seed,
+        "warm_start": [_source_url(source, store) for source in warm_start] if warm_start else None,
     }
     config = _config({key: value for key, value in given.items() if value is not None}, settings or [])
     run_store = _check_inputs(config)
@@ -102,32 +114,6 @@ def train(
         _print_summary(summary)
         return
     _train(project, config, run_store)
-
-
-@app.command()
-def profile(
-    model: Annotated[str, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = (
-        "smollm2-135m-instruct"
-    ),
-    prompts: Annotated[int, typer.Option(min=1, help="B: prompts in the batch.")] = 4,
-    responses: Annotated[int, typer.Option(min=2, help="K: responses to a prompt.")] = 16,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 100,
-    response_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    folder: Annotated[Path, typer.Option(help="Where trace.json and table.txt go.")] = Path(".tba/.local/profile"),
-) -> None:
-    """Profile one training step on random tokens: where its time and memory go, operation by operation."""
-    from flows.machine import model_folder
-    from tba.config import TrainSettings
-    from tba.profile import profile_step, random_draws
-    from tba.trainer import Trainer
-
-    try:
-        trainer = Trainer(model_folder(model), TrainSettings())
-    except ValueError as error:
-        _fail(str(error), status=2)
-    draws = random_draws(trainer.vocabulary, prompts, responses, prompt_tokens, response_tokens)
-    _say(profile_step(trainer, draws, folder))
-    _say(f"Trace: {folder / 'trace.json'} (open in ui.perfetto.dev). Table: {folder / 'table.txt'}.")
 
 
 @app.command()
@@ -143,20 +129,47 @@ def sql(
     """
     import duckdb
 
-    from flows.config import default_store
     from flows.table import print_table
     from storage.errors import StoreError
     from storage.inspect import query as run_query
-    from storage.store import RunStore
 
     try:
-        run_store = RunStore(_as_url(store) if store else default_store(), run)
-        if not run_store.exists("run.json"):
-            _fail(f"There is no run {run!r} in {store or default_store()}.", status=2)
-        rows = run_query(run_store, query)
-    except (StoreError, ValueError, duckdb.Error) as error:
+        rows = run_query(_existing_run(run, store), query)
+    except (StoreError, duckdb.Error) as error:
         _fail(str(error), status=2)
     print_table(rows, form)
+
+
+@app.command()
+def verify(
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Prove a run's store, during or after the run: every shard, ledger entry, policy and checkpoint.
+
+    Exit status 0: all of it is whole and agrees. 1: each fault is named.
+    """
+    from dataclasses import asdict
+
+    from storage.errors import StoreError
+    from storage.verify import verify as prove
+    from tba.weights import fingerprint, read_weights
+
+    try:
+        report = prove(_existing_run(run, store), lambda folder: fingerprint(read_weights(folder)))
+    except StoreError as error:
+        _fail(str(error), status=2)
+    if as_json:
+        _say(json.dumps({"run": run} | asdict(report), indent=1))
+    else:
+        for fault in report.faults:
+            _say(f"{fault.kind}: {fault.path}: {fault.message}")
+        _say(
+            f"{len(report.faults)} faults in {report.num_trajectories} trajectories of {report.num_shards} shards, "
+            f"{report.num_steps} training steps, {report.num_policies} published policies."
+        )
+    raise typer.Exit(1 if report.faults else 0)
 
 
 # --- train ------------------------------------------------------------------------------------------------------------
@@ -209,7 +222,8 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
     from storage.store import RunStore
 
     try:
-        check_inputs(config)
+        for warning in check_inputs(config):
+            typer.echo(f"WARNING: {warning}", err=True)
         return RunStore(config.store, config.run)
     except (ValueError, OSError, ImportError, StoreError) as error:
         _fail(str(error), status=2)
@@ -325,6 +339,21 @@ def _project() -> Path:
     return folder
 
 
+def _existing_run(run: str, store: str | None) -> "RunStore":
+    from flows.config import default_store
+    from storage.errors import StoreError
+    from storage.store import RunStore
+
+    url = _as_url(store) if store else default_store()
+    try:
+        run_store = RunStore(url, run)
+        if run_store.exists("run.json"):
+            return run_store
+    except (StoreError, ValueError) as error:
+        _fail(str(error), status=2)
+    _fail(f"There is no run {run!r} in {url}.", status=2)
+
+
 def _as_url(store: str) -> str:
     return store if "://" in store else Path(store).absolute().as_uri()
 
@@ -332,6 +361,15 @@ def _as_url(store: str) -> str:
 def _absolute_if_there(name: str) -> str:
     """A local path as seen from anywhere; a Hugging Face id as it is."""
     return str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def _source_url(source: str, store: str | None) -> str:
+    """A URL as it is, what lies at a path, or else a run of the same store."""
+    from flows.config import default_store
+
+    if "://" in source or Path(source).exists() or source.endswith(".parquet"):
+        return _as_url(source)
+    return f"{_as_url(store) if store else default_store()}/{source}"
 
 
 def _command_line() -> str:

@@ -23,7 +23,14 @@ class RunConfig(Settings):
     store: str = Field(default_factory=default_store, description="Root URL: file:///folder or s3://bucket/prefix.")
     model: str = Field("smollm2-135m-instruct", description="The embedded model, a local folder or a Hugging Face id.")
     seed: int = Field(0, ge=0, description="Of prompts' order, sampling and every draw.")
-    searchers: int = Field(1, ge=1, description="Searchers that the flow starts; more may join at any time.")
+    searchers: int = Field(1, ge=0, description="Searchers that the flow starts; more may join at any time.")
+    warm_start: tuple[str, ...] = Field(
+        (),
+        description="URLs of runs (<store>/<run>) and .parquet files of demonstrations to begin with.",
+    )
+    reward_version: str | None = Field(
+        None, description="Reward version that the warm-starting runs' trajectories count with; None: as sampled."
+    )
     task: TaskSettings = TaskSettings()
     search: SearchSettings = SearchSettings()
     sampling: Sampling = Sampling()
@@ -33,6 +40,27 @@ class RunConfig(Settings):
     @classmethod
     def _run_is_a_plain_name(cls, run: str) -> str:
         return check_run_name(run)
+
+    @field_validator("warm_start")
+    @classmethod
+    def _warm_start_names_urls(cls, warm_start: tuple[str, ...]) -> tuple[str, ...]:
+        for url in warm_start:
+            if not url.startswith(("file:///", "s3://")):
+                raise ValueError(
+                    f"warm_start: got {url!r}; write file:///folder/run, s3://... or either's .parquet file"
+                )
+        if len(set(warm_start)) < len(warm_start):
+            raise ValueError(f"warm_start: {', '.join(warm_start)} names one source twice; name each once")
+        return warm_start
+
+    @model_validator(mode="after")
+    def _reward_version_of_something(self):
+        if self.reward_version is not None and not self.warm_start:
+            raise ValueError(
+                f"reward_version is {self.reward_version!r}, but there is no warm_start: it chooses the reward of "
+                "trajectories that were scored again (tba rescore). Name the run that has them in warm_start."
+            )
+        return self
 
     @model_validator(mode="after")
     def _enough_samples_for_a_draw(self):

@@ -1,9 +1,14 @@
-"""The Trainer's process: `python -m flows.learn STORE RUN`. Joins tba.trainer with the store.
+"""The Trainer's process: `python -m flows.learn STORE RUN PARENT`. Joins tba.trainer with the store.
+
+PARENT is the flow's process: without it nobody watches this one, which then ends. One Trainer works on a run: a second
+one is refused when it starts, and one that was taken for dead and lives (a machine that froze) stops before it writes.
 
 It is one process beside the flow, so that neither Prefect's threads nor its failures touch training, and so that a
 launcher for many devices can take its place. It reads the run's configuration from run.json and nowhere else.
 """
 
+import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -18,36 +23,55 @@ import pyarrow as pa
 
 from flows.config import RunConfig, load_run
 from flows.machine import cpu_threads, model_folder, this_process
+from flows.processes import ALREADY_TRAINING
 from storage import ledger, policies
 from storage.buffer import NotEnoughExperience, ReplayBuffer
+from storage.errors import AlreadyTraining, StoreError, Superseded
 from storage.store import RunStore
 from tba.policy import Group
 from tba.trainer import Batch, Draw, Trainer, train
 from tba.weights import fingerprint, write_weights
 
 HEARTBEAT_S = 2.0
+# Several heartbeats, on a slow store too. Only a Trainer of another machine is watched for so long.
+TAKEOVER_WATCH_S = 15.0
+# No new shard for so long: the Searchers have stopped, or a round takes far longer than it should.
+SEARCHERS_SILENT_S = 300.0
 # Older ones are deleted: a checkpoint is 3 x the float32 weights, and only the newest whole one is resumed from.
 KEPT_CHECKPOINTS = 2
 # A Searcher fetches the newest; one more may be in flight while the next is published, and one is spare.
 KEPT_POLICIES = 3
 
+log = logging.getLogger("tba.learn")
+
 
 class StoredExperience:
     """tba.trainer's Experience over storage's replay buffer."""
 
-    def __init__(self, buffer: ReplayBuffer, attempt: int) -> None:
-        self.buffer, self._attempt = buffer, attempt
+    def __init__(self, store: RunStore, buffer: ReplayBuffer, attempt: int) -> None:
+        self._store, self.buffer, self._attempt = store, buffer, attempt
+        self._arrived_at = time.monotonic()  # when a sync last took something in
+        self._alarmed = False
         self._fresh_reward_mean = None
 
     def sync(self, step: int) -> None:
+        ledger.check_not_superseded(self._store, self._attempt)
         if found := self.buffer.sync(step, self._attempt):
             self._fresh_reward_mean = found.reward_mean
+            self._arrived_at = time.monotonic()
+        alarm = searchers_alarm(self._silent_s())
+        if alarm and not self._alarmed:
+            log.warning(alarm)
+        self._alarmed = bool(alarm)
 
-    def draw(self, step: int) -> Batch | None:
+    def draw(self, step: int) -> Batch | str:
         try:
             return self._batch(self.buffer.draw(step), step)
-        except NotEnoughExperience:
-            return None
+        except NotEnoughExperience as reason:
+            return searchers_alarm(self._silent_s()) or str(reason)
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._arrived_at
 
     def _batch(self, rows: pa.Table, step: int) -> Batch:
         by_prompt: dict[int, list[dict]] = {}
@@ -62,8 +86,19 @@ class StoredExperience:
             "fresh_reward_mean": self._fresh_reward_mean,
             "num_trajectories": self.buffer.num_trajectories,
             "num_prompts": self.buffer.num_prompts,
+            "num_inserted": self.buffer.num_taken_in,
+            "samples_per_insert": self.buffer.samples_per_insert(step),
+            "num_too_old": self.buffer.num_too_old(step),
+            "searchers_silent_s": self._silent_s(),
         }
         return Batch([_draw(of_prompt) for of_prompt in by_prompt.values()], facts, rows)
+
+
+def searchers_alarm(silent_s: float) -> str:
+    """What to tell whoever watches; nothing while Searchers commit."""
+    if silent_s < SEARCHERS_SILENT_S:
+        return ""
+    return f"no new shard for {silent_s:.0f} s: have the Searchers stopped? Their flow runs' logs in Prefect say why"
 
 
 def columns(rows: pa.Table, *names: str) -> list[list]:
@@ -85,14 +120,18 @@ def _draw(rows: list[dict]) -> Draw:
 class StoreOutbox:
     """tba.trainer's Outbox over the store. One background thread writes, in order: training does not wait."""
 
-    def __init__(self, store: RunStore, config: RunConfig, attempt: int, template: Path) -> None:
-        """`template` is the model's folder, from which published policies take configuration and tokenizer."""
+    def __init__(self, store: RunStore, config: RunConfig, attempt: int, template: Path, parent: int) -> None:
+        """`template`: the model's folder, from which published policies take configuration and tokenizer.
+
+        `parent`: the process without which this one ends.
+        """
         self._store, self._config, self._attempt, self._template = store, config, attempt, template
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._pending: list[Future] = []
         self._started = time.monotonic()
         self._first_step: int | None = None
         self._beat = {"state": "starting", "step": 0}
+        self._parent = parent
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat_on, daemon=True)
         self._heart.start()
@@ -100,7 +139,9 @@ class StoreOutbox:
     def status(self, state: str, step: int, metrics: dict | None = None) -> None:
         if state == "training" and self._first_step is None:
             self._first_step, self._started = step, time.monotonic()
-        self._beat = self._beat | {"state": state, "step": step} | (metrics or {})
+        told = metrics or {}
+        alarm = searchers_alarm(told.get("searchers_silent_s", 0.0))
+        self._beat = self._beat | {"state": state, "step": step, "message": alarm} | told
 
     def record(self, step: int, batch: Batch, metrics: dict) -> None:
         self._later(self._write_record, step, batch.record, metrics)
@@ -109,6 +150,9 @@ class StoreOutbox:
         self._later(self._write_policy, step, weights, final)
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:
+        for future in self._pending:
+            future.result()  # what trained the steps before it is on record first: a resumed run takes them as done
+        ledger.check_not_superseded(self._store, self._attempt)
         with tempfile.TemporaryDirectory(prefix="tba-checkpoint-") as folder:
             trainer.save(Path(folder))
             ledger.save_checkpoint(self._store, step, Path(folder))
@@ -123,7 +167,8 @@ class StoreOutbox:
         self._closing.set()
         self._heart.join()
         self._beat = self._beat | {"state": state, "message": message}
-        self._write_beat()
+        with contextlib.suppress(Superseded):  # the last word is another's
+            self._write_beat()
         if errors:
             raise errors[0]
 
@@ -132,7 +177,11 @@ class StoreOutbox:
         for future in done:
             future.result()  # an error of the writer stops training at the next hand-over
         self._pending = [future for future in self._pending if not future.done()]
-        self._pending.append(self._writer.submit(write, *arguments))
+        self._pending.append(self._writer.submit(self._fenced, write, *arguments))
+
+    def _fenced(self, write, *arguments) -> None:
+        ledger.check_not_superseded(self._store, self._attempt)
+        write(*arguments)
 
     def _write_record(self, step: int, rows: pa.Table, metrics: dict) -> None:
         ledger.record_batch(self._store, self._attempt, step, rows)
@@ -149,13 +198,22 @@ class StoreOutbox:
         policies.prune_policies(self._store, keep=KEPT_POLICIES)
 
     def _beat_on(self) -> None:
-        parent = os.getppid()
-        while not self._closing.wait(HEARTBEAT_S):
-            if os.getppid() != parent:
+        """The first beat comes at once: who starts at the same time must see that the run is taken."""
+        while True:
+            if os.getppid() != self._parent:
                 os._exit(1)  # the flow was killed: nobody watches this process or would end the run
-            self._write_beat()
+            try:
+                self._write_beat()
+            except Superseded as error:
+                log.error(error)
+                os._exit(1)  # at once, whatever the other threads are in the middle of
+            except StoreError as error:
+                log.warning("no sign of life could be written: %s", error)
+            if self._closing.wait(HEARTBEAT_S):
+                return
 
     def _write_beat(self) -> None:
+        ledger.check_not_superseded(self._store, self._attempt)
         steps, step = self._config.train.steps, self._beat["step"]
         since_first = step - self._first_step if self._first_step is not None else 0
         seconds_left = (time.monotonic() - self._started) / since_first * (steps - step) if since_first else None
@@ -173,18 +231,22 @@ class StoreOutbox:
         )
 
 
-def learn(store_url: str, run: str) -> None:
-    """Trains the run to its end, from its newest checkpoint if it has one."""
+def learn(store_url: str, run: str, parent: int) -> None:
+    """Trains the run to its end, from its newest checkpoint if it has one.
+
+    Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
+    """
     store = RunStore(store_url, run)
     config = load_run(store)
+    folder = model_folder(config.model)  # may take long: whoever has begun an attempt shows signs of life at once
+    previous = ledger.refuse_live_trainer(store, TAKEOVER_WATCH_S)
     steps = ledger.list_checkpoints(store)
     resumed_from = steps[-1] if steps else 0
-    attempt = ledger.start_attempt(store, resumed_from, this_process())
+    attempt = ledger.start_attempt(store, resumed_from, this_process(), previous=previous)
+    outbox = StoreOutbox(store, config, attempt, folder, parent)
     import torch
 
     torch.set_num_threads(cpu_threads(config.searchers))
-    folder = model_folder(config.model)
-    outbox = StoreOutbox(store, config, attempt, folder)
     state, message = "failed", ""
     try:
         trainer = Trainer(folder, config.train)
@@ -194,7 +256,7 @@ def learn(store_url: str, run: str) -> None:
                 trainer.load(Path(local))
         buffer = ReplayBuffer(store, config.sampling, config.seed)
         buffer.rebuild(resumed_from)
-        train(trainer, StoredExperience(buffer, attempt), outbox)
+        train(trainer, StoredExperience(store, buffer, attempt), outbox)
         state = "finished"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
@@ -203,6 +265,17 @@ def learn(store_url: str, run: str) -> None:
         outbox.close(state, message)
 
 
+def main(store: str, run: str, parent: str) -> int:
+    """Exit status: ALREADY_TRAINING where the run has another Trainer; other errors are raised."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    try:
+        learn(store, run, int(parent))
+    except AlreadyTraining as error:
+        log.error(error)
+        return ALREADY_TRAINING
+    return 0
+
+
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    learn(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
+ALREADY_TRAINING = 75  # a Trainer's exit status: the run has another one (EX_TEMPFAIL of sysexits.h)
 STOP_TIMEOUT_S = 15  # a flow process that is told to stop reports its state to the server first
 
 

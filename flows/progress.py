@@ -20,6 +20,7 @@ COLUMNS = {
 
 SUMMARY = {
     "run": ("Run", "{}"),
+    "note": ("Note", "{}"),
     "accuracy_before": ("Accuracy before (held-out, greedy)", "{:.3f}"),
     "accuracy_after": ("Accuracy after training", "{:.3f}"),
     "steps": ("Policy steps", "{:,}"),

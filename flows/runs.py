@@ -23,15 +23,17 @@ def live_run(client, config: RunConfig):
 
 
 def mark_crashed(client, config: RunConfig) -> int:
-    """Mark flow runs of this run that a killed stack left behind as Crashed, stopping what is left of them.
+    """Mark flow runs of this run that a killed stack or flow left behind as Crashed, stopping what is left of them.
 
-    Returns how many. Those still waiting for a worker count too: they would start beside what is submitted next."""
+    Only where no flow trains the run (live_run): a Searcher that a flow started has then outlived it, and would search
+    beside the next flow's Searcher of its name. Returns how many. Those still waiting for a worker count too."""
     from prefect.states import Crashed
 
-    dead = [r for r in _unfinished(client, config, FLOWS) if not is_alive(client, r)]
+    unfinished = _unfinished(client, config, FLOWS)
+    dead = [r for r in unfinished if r.parent_task_run_id is not None or not is_alive(client, r)]
     for flow_run in dead:
         stop_processes(_processes(flow_run))
-        state = Crashed(message="Its stack was killed; found by a later `tba train`.")
+        state = Crashed(message="Its stack or flow was killed; found by a later `tba train`.")
         client.set_flow_run_state(flow_run.id, state, force=True)
     return len(dead)
 

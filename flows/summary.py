@@ -36,14 +36,20 @@ def summarise(store: RunStore) -> dict:
         "wall_s": (datetime.now(UTC) - ledger.first_attempt_at(store)).total_seconds(),
         "step_s_median": median(step["step_s"] for step in steps),
         "attempts": attempts,
+        "note": None if rounds else "no Searcher took part, so there was no engine to measure accuracy with",
         "finished_at": datetime.now(UTC).isoformat(),
     }
     store.put("summary.json", json.dumps(summary, indent=1).encode())
     return summary
 
 
-def idle_share(rounds: list[dict]) -> float:
-    """Of the Searchers' time, each from its first round to its last, the share spent neither sampling nor scoring."""
+def idle_share(rounds: list[dict]) -> float | None:
+    """Of the Searchers' time, each from its first round to its last, the share spent neither sampling nor scoring.
+
+    None: there was no Searcher.
+    """
+    if not rounds:
+        return None
     busy = present = timedelta()
     for searcher in {row["searcher"] for row in rounds}:
         own = [(row["started_at"], row["ended_at"]) for row in rounds if row["searcher"] == searcher]

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +18,11 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelling
 
 from flows.config import RunConfig
+from flows.processes import ALREADY_TRAINING
 from flows.summary import summarise
+from flows.warm_start import take_over
 from storage import ledger, policies
-from storage.errors import NotFound
+from storage.errors import AlreadyTraining, NotFound
 from storage.store import RunStore
 
 # A Searcher that fell is replaced; one that falls this often has a fault that a new one would share.
@@ -39,14 +43,17 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     if summary := finished(store):
         get_run_logger().info("run %s is finished; choose another name to train again", config.run)
         return summary
-    searchers, over = Searchers(config), threading.Event()
+    take_over(store, config)
+    searchers, began, over = Searchers(config), threading.Event(), threading.Event()
     try:
-        training = train_policy.submit(config.store, config.run, over)
+        training = train_policy.submit(config.store, config.run, began, over)
         while not training.state.is_final():
-            searchers.replace_fallen()
+            if began.is_set():  # the run is ours: what our Searchers commit is not beside another flow's
+                searchers.keep_up()
             time.sleep(POLL_S)
         training.result()
-        await_evaluation(store, searchers)
+        if config.searchers:  # without one there is no engine to evaluate with
+            await_evaluation(store, searchers)
     finally:
         over.set()
         searchers.stop()
@@ -58,26 +65,40 @@ def prepare(config: RunConfig) -> RunStore:
     """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
     from flows.checks import check_inputs
 
-    check_inputs(config)
+    for warning in check_inputs(config):
+        get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded())
     return store
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
-def train_policy(store: str, run: str, over: threading.Event) -> None:
+def may_succeed_later(_task, _run, state) -> bool:
+    """Whether to retry: not where the run is another's."""
+    return not isinstance(state.result(raise_on_failure=False), AlreadyTraining)
+
+
+@task(
+    cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5, retry_condition_fn=may_succeed_later
+)
+def train_policy(store: str, run: str, began: threading.Event, over: threading.Event) -> None:
     """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
 
-    Raises: RuntimeError: it failed; the message has the reason.
+    `began` is set once the run is this Trainer's. Raises: AlreadyTraining: it is another's. RuntimeError: the Trainer
+    failed; the message has the reason.
     """
-    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run])
+    run_store = RunStore(store, run)
+    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run, str(os.getpid())])
     try:
         while process.poll() is None and not over.wait(POLL_S):
-            pass
+            if not began.is_set() and ledger.trainer(run_store) == (socket.gethostname(), process.pid):
+                began.set()
     finally:
         process.kill()
-    if status := process.wait():
-        raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(RunStore(store, run))}")
+    status = process.wait()
+    if status == ALREADY_TRAINING:
+        raise AlreadyTraining(f"run {run} has another live Trainer: {ledger.trainer(run_store)}. Nothing was written.")
+    if status:
+        raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(run_store)}")
 
 
 class Searchers:
@@ -85,13 +106,15 @@ class Searchers:
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._replacements = config, 0
-        self._runs = {f"s{number}": self._start(f"s{number}") for number in range(config.searchers)}
+        self._runs: dict[str, FlowRun] = {}
 
-    def replace_fallen(self) -> None:
-        """Starts anew each Searcher that failed, crashed or was lost.
+    def keep_up(self) -> None:
+        """Starts those not started yet, and anew each that failed, crashed or was lost.
 
         Raises: RuntimeError: too many fell.
         """
+        for number in range(len(self._runs), self._config.searchers):
+            self._runs[f"s{number}"] = self._start(f"s{number}")
         for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
             self._replacements += 1
             if self._replacements > MAX_REPLACEMENTS:
@@ -137,7 +160,7 @@ def await_evaluation(store: RunStore, searchers: Searchers) -> None:
     while final not in ledger.evaluated_steps(store):
         if time.monotonic() > deadline:
             raise TimeoutError(f"policy step {final} was not evaluated within {EVALUATION_TIMEOUT_S} s")
-        searchers.replace_fallen()
+        searchers.keep_up()
         time.sleep(POLL_S)
 
 

@@ -1,11 +1,17 @@
 """The two kinds of store: a folder and an S3 prefix. storage/store.py is what everything else uses.
 
 Both promise the same: a file is seen whole or not at all, whoever is killed; of writers racing to create one path
-exactly one wins; a listing shows every file put before it. Paths are relative, with `/`; exceptions are the backend's.
+exactly one wins (on S3, where the server honours create-if-absent); a listing shows every file put before it; a store
+that is full or does not answer is waited for, `patience_s` long. Paths are relative, with `/`; exceptions are the
+backend's.
 """
 
+import errno
+import functools
+import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,13 +21,55 @@ from typing import BinaryIO
 import pyarrow.fs
 
 _TEMPORARY = ".tmp-"  # begins the name of a file still being written: no listing and no *.parquet glob shows it
+# A gateway that restarts, a network that comes back, a disk that is being cleared. Less than the silence after which a
+# Searcher takes its run's Trainer for dead (180 s), so that an outage ends no Searcher.
+PATIENCE_S = 120.0
+_LONGEST_PAUSE_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def patient(operation: Callable) -> Callable:
+    """Repeats a backend's operation while the store is full or away, up to the backend's `patience_s`.
+
+    The one place where an outage is waited for; what s3fs and botocore repeat by themselves are hiccups of seconds.
+    Every operation may be repeated: a put brings the same bytes to the same path.
+    """
+
+    @functools.wraps(operation)
+    def repeated(self, *arguments):
+        deadline, pause_s = time.monotonic() + self.patience_s, 0.25
+        while True:
+            try:
+                return operation(self, *arguments)
+            except Exception as error:
+                if not _may_pass(error) or time.monotonic() + pause_s > deadline:
+                    raise
+                logger.warning("store: cannot %s now, trying on: %s", operation.__name__.strip("_"), error)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    return repeated
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the store is full or away, and not refusing."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    for cause in (error, error.__cause__):
+        status = getattr(cause, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        names = {ancestor.__name__ for ancestor in type(cause).__mro__}  # by name: botocore is not imported here
+        if status >= 500 or names & {"ConnectionError", "HTTPClientError", "TimeoutError"}:
+            return True
+    return False
 
 
 class LocalFolder:
     """A folder. Written to a temporary file beside its place, synced to disk, then linked or renamed there."""
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, patience_s: float = PATIENCE_S):
         self._root = Path(root)
+        self.patience_s = patience_s
 
     def put(self, path: str, data: bytes) -> None:
         self._write(path, lambda file: file.write(data), os.replace)
@@ -30,10 +78,21 @@ class LocalFolder:
         # a link appears whole, and only where nothing is: rename would replace what another writer put
         self._write(path, lambda file: file.write(data), os.link)
 
-    def put_file(self, path: str, local: Path) -> None:
-        with open(local, "rb") as source:
-            self._write(path, lambda file: shutil.copyfileobj(source, file), os.replace)
+    def is_exclusive(self, probe: str) -> bool:
+        """Whether put_new never replaces; writes, reads and removes a file. A folder's link never does."""
+        self.put_new(probe, b"probe")
+        self.get(probe)
+        self.delete(probe)
+        return True
 
+    def put_file(self, path: str, local: Path) -> None:
+        def copy(file: BinaryIO) -> None:
+            with open(local, "rb") as source:
+                shutil.copyfileobj(source, file)
+
+        self._write(path, copy, os.replace)
+
+    @patient
     def _write(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,20 +155,28 @@ class LocalFolder:
 class S3Prefix:
     """Objects under `bucket/prefix`, through s3fs. Address and credentials come from AWS's environment and files."""
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, patience_s: float = PATIENCE_S):
         import s3fs  # half a second, and a local store needs none of it
 
         self._root = root
+        self.patience_s = patience_s
         self._bucket, _, self._prefix = root.partition("/")
         # an own instance sees the environment as it is now; without a cache of listings it sees other writers at once
         self._fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 
+    @patient
     def put(self, path: str, data: bytes) -> None:
         self._fs.pipe_file(f"{self._root}/{path}", data)
 
     def put_new(self, path: str, data: bytes) -> None:
-        # a put whose answer got lost is sent again by s3fs and meets its own object: the mark tells it from a rival's
-        mark = uuid.uuid4().hex
+        # A server that ignores create-if-absent replaces: looking first leaves it only the moment until the put.
+        if self.exists(path):
+            raise FileExistsError(path)
+        self._create(path, data, uuid.uuid4().hex)
+
+    @patient
+    def _create(self, path: str, data: bytes, mark: str) -> None:
+        # a put whose answer got lost is sent again and meets its own object: the mark tells it from a rival's
         try:
             self._fs.pipe_file(f"{self._root}/{path}", data, mode="create", Metadata={"writer": mark})
         except OSError as error:
@@ -118,12 +185,26 @@ class S3Prefix:
             if self._head(path)["Metadata"].get("writer") != mark:
                 raise FileExistsError(path) from error
 
+    def is_exclusive(self, probe: str) -> bool:
+        """Whether the server honours create-if-absent; writes, reads and removes an object."""
+        self.put_new(probe, b"probe")
+        try:
+            self._create(probe, b"second probe", uuid.uuid4().hex)
+            replaced = True
+        except FileExistsError:
+            replaced = self.get(probe) != b"probe"
+        self.delete(probe)
+        return not replaced
+
+    @patient
     def put_file(self, path: str, local: Path) -> None:
         self._fs.put_file(str(local), f"{self._root}/{path}")
 
+    @patient
     def get(self, path: str) -> bytes:
         return self._fs.cat_file(f"{self._root}/{path}")
 
+    @patient
     def get_file(self, path: str, local: Path) -> None:
         self._fs.get_file(f"{self._root}/{path}", str(local))
 
@@ -132,18 +213,21 @@ class S3Prefix:
             return bool(self._head(path))
         return False
 
+    @patient
     def _head(self, path: str) -> dict:
         return self._fs.call_s3("head_object", Bucket=self._bucket, Key=self._key(path))
 
     def _key(self, path: str) -> str:
         return f"{self._prefix}/{path}".lstrip("/")
 
+    @patient
     def files(self, folder: str, start_after: str) -> list[str]:
         # StartAfter skips on the server: what was listed before costs nothing
         skip = {"StartAfter": self._key(start_after)} if start_after else {}
         start = len(self._key(""))
         return [item["Key"][start:] for page in self._pages(folder, **skip) for item in page.get("Contents", [])]
 
+    @patient
     def folders(self, folder: str) -> list[str]:
         pages = self._pages(folder, Delimiter="/")
         return sorted(Path(item["Prefix"]).name for page in pages for item in page.get("CommonPrefixes", []))
@@ -157,10 +241,12 @@ class S3Prefix:
                 return
             arguments["ContinuationToken"] = page["NextContinuationToken"]
 
+    @patient
     def delete(self, path: str) -> None:
         self._head(path)  # S3 deletes what is not there without a word
         self._fs.rm_file(f"{self._root}/{path}")
 
+    @patient
     def delete_folder(self, folder: str) -> None:
         for path in self.files(folder, ""):
             self._fs.rm_file(f"{self._root}/{path}")

@@ -6,7 +6,8 @@ The shards are the truth. Index and word file are one process's cache of them, g
 
     sync     produces: a sync record, rows to draw   consumes: shards committed since the last sync
     draw     produces: a batch                       consumes: nothing, rows stay
-             waits for nothing: raises NotEnoughExperience until syncs took in `min_size` trajectories
+             waits for nothing: raises NotEnoughExperience where flow control says that the Trainer is too early:
+             fewer than `min_size` taken in, more than `samples_per_insert` drawn of each, none within `max_age`
     rebuild  produces: the buffer as it was at some step, from shards and sync records alone
 
 A draw depends on nothing but (seed, step) and the rows stored, and those only on the syncs so far: "what would step 420
@@ -30,16 +31,23 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage import ledger
-from storage.shards import new_shards, read_shards
+from storage.shards import expired_through, new_shards, read_shards
 from storage.sql import sql
 from storage.store import RunStore
 
 SHARDS_PER_READ = 16  # bounds the memory of taking in a backlog: 16 shards of 1000 x 128 tokens are 40 MB
+_DRAW_SETTINGS = {
+    "prompts_per_batch",
+    "responses_per_prompt",
+    "recent_probability",
+    "reward_temperature",
+    "uniform_fraction",
+}
 WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
 
 
 class NotEnoughExperience(RuntimeError):
-    """The buffer has not taken in `min_size` trajectories yet."""
+    """Flow control: a batch now would be too early. The message names the setting, and what would let it go on."""
 
 
 class Sampling(BaseModel):
@@ -56,6 +64,12 @@ class Sampling(BaseModel):
     uniform_fraction: float = Field(0.0, ge=0, le=1, description="share of the uniform distribution in that softmax")
     capacity_per_prompt: int = Field(100, ge=2, description="distinct responses kept of each prompt, the newest")
     min_size: int = Field(256, ge=1, description="trajectories taken in before the first batch, repeats included")
+    samples_per_insert: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="draws of each trajectory taken in, at most, on average; None: any"
+    )
+    max_age: int | None = Field(
+        None, ge=0, description="policy steps; trajectories of older policies are not drawn; None: all are"
+    )
 
     @model_validator(mode="after")
     def _capacity_holds_a_draw(self) -> "Sampling":
@@ -168,35 +182,70 @@ class ReplayBuffer:
     def rebuild(self, step: int) -> None:
         """Become the buffer `step` was drawn from: the shards of the recorded syncs that count, up to that step's.
 
-        The next sync() takes in the rest. Raises NotFound or TornShard where a recorded shard is gone or unreadable.
+        What has expired since is left out. The next sync() takes in the rest. Raises NotFound or TornShard where a
+        recorded shard is gone or unreadable.
         """
         self._clear()
+        records, expired = ledger.effective_syncs(self._store, step), expired_through(self._store)
         sync_of_round: dict[str, dict[int, int]] = defaultdict(dict)
-        for record in ledger.effective_syncs(self._store, step):
-            rounds = range(record["first_round"], record["last_round"] + 1)
+        for record in records:
+            first = max(record["first_round"], expired.get(record["searcher"], -1) + 1)
+            rounds = range(first, record["last_round"] + 1)
             sync_of_round[record["searcher"]] |= dict.fromkeys(rounds, record["sync"])
         with self._transaction():
             rewards = self._take_in(sync_of_round)
-        newest_sync = max((max(syncs.values()) for syncs in sync_of_round.values()), default=0)
-        self._advance(newest_sync, sync_of_round, len(rewards))
+        newest_sync = max((record["sync"] for record in records), default=0)
+        self._advance(newest_sync, {record["searcher"]: [record["last_round"]] for record in records}, len(rewards))
 
     def draw(self, step: int) -> pa.Table:
         """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).
 
         Columns: prompt_index, slot, trajectory_id, prompt_id, recent, draw_probability (of being the first of the K
         drawn, given its prompt and `recent`), reward, policy_step, sync (the newest when drawn), prompt_tokens,
-        response_tokens, behavior_logprobs, reference_logprobs. Raises NotEnoughExperience before `min_size` came in.
+        response_tokens, behavior_logprobs, reference_logprobs. Raises NotEnoughExperience where it is too early.
         """
-        if self._num_taken_in < self._sampling.min_size:
-            raise NotEnoughExperience(
-                f"min_size={self._sampling.min_size}, but the {self.newest_sync} syncs so far took in "
-                f"{self._num_taken_in} trajectories: sync again when Searchers have committed more, or lower min_size"
-            )
-        settings = self._sampling.model_dump(exclude={"capacity_per_prompt", "min_size"})
+        self._check_rate(step)
+        settings = self._sampling.model_dump(include=_DRAW_SETTINGS)
         here = {"seed": self._seed, "step": step, "newest_sync": self.newest_sync}
-        chosen = self._execute("choose_batch", settings | here).fetchnumpy()
+        bound = {"oldest_policy_step": self._oldest_policy_step(step)}
+        chosen = self._execute("choose_batch", settings | here | bound).fetchnumpy()
+        if not len(chosen["slot"]):
+            raise NotEnoughExperience(
+                f"max_age={self._sampling.max_age}, but all {self.num_trajectories} trajectories stored are older, of "
+                f"policies before step {bound['oldest_policy_step']}: sync again when Searchers have committed newer "
+                "ones, or raise max_age"
+            )
         places = {name: chosen.pop(name) for name in ("word_offset", "num_prompt_tokens", "num_response_tokens")}
         return pa.table(chosen | self._words.read(**places))
+
+    def _check_rate(self, step: int) -> None:
+        """NotEnoughExperience while too little was taken in for that many steps. Depends on step and syncs alone."""
+        taken_in, limit = self.num_taken_in, self._sampling.samples_per_insert
+        if taken_in < self._sampling.min_size:
+            raise NotEnoughExperience(
+                f"min_size={self._sampling.min_size}, but the {self.newest_sync} syncs so far took in {taken_in} "
+                "trajectories: sync again when Searchers have committed more, or lower min_size"
+            )
+        if limit is not None and self.samples_per_insert(step) > limit:
+            raise NotEnoughExperience(
+                f"samples_per_insert={limit:g}, but with step {step} it would be {self.samples_per_insert(step):.2f} "
+                f"of {taken_in} trajectories: sync again when Searchers have committed more, or raise it"
+            )
+
+    def _oldest_policy_step(self, step: int) -> int:
+        """Of what may be drawn. A trajectory of policy step - 1 is on-policy: its age is 0."""
+        max_age = self._sampling.max_age
+        return 0 if max_age is None else max(0, step - 1 - max_age)
+
+    def samples_per_insert(self, step: int) -> float:
+        """How often a trajectory taken in so far is drawn on average, once that step is drawn: each draws B * K."""
+        drawn = step * self._sampling.prompts_per_batch * self._sampling.responses_per_prompt
+        return drawn / self.num_taken_in
+
+    def num_too_old(self, step: int) -> int:
+        """Trajectories stored that `max_age` keeps from that step."""
+        oldest = self._oldest_policy_step(step)
+        return self._index.execute("SELECT count(*) FROM trajectories WHERE policy_step < ?", [oldest]).fetchone()[0]
 
     @property
     def num_trajectories(self) -> int:
@@ -214,7 +263,7 @@ class ReplayBuffer:
         self._statements: dict[str, duckdb.Statement] = {}
         self._words = WordFile()
         self._seen: dict[str, int] = {}  # last round taken in, by searcher
-        self._num_taken_in = 0
+        self.num_taken_in = 0  # repeats, and what capacity pushed out since, included
         self.newest_sync = 0
 
     def _execute(self, query: str, parameters: dict | None = None) -> duckdb.DuckDBPyConnection:
@@ -249,6 +298,7 @@ class ReplayBuffer:
                 self._execute("insert_trajectories")
                 self._execute("count_copies")
                 self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
+                self._execute("update_prompts")
                 self._index.unregister("arrivals")
                 rewards.append(shards["reward"].to_numpy())
         return np.concatenate(rewards)
@@ -256,4 +306,4 @@ class ReplayBuffer:
     def _advance(self, newest_sync: int, rounds: dict[str, Iterable[int]], num_trajectories: int) -> None:
         self.newest_sync = newest_sync
         self._seen |= {searcher: max(rounds[searcher]) for searcher in rounds}
-        self._num_taken_in += num_trajectories
+        self.num_taken_in += num_trajectories

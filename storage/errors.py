@@ -1,5 +1,7 @@
 """What can go wrong with a store, and the one table from backends' exceptions to these."""
 
+import errno
+
 
 class StoreError(Exception):
     """A store did not do what was asked. The message says what, where and what to do."""
@@ -17,6 +19,10 @@ class StoreUnreachable(StoreError):
     """The store cannot be reached, read or written: address, credentials or permissions."""
 
 
+class StoreFull(StoreError):
+    """The store's disk, or this user's share of it, has no room left."""
+
+
 class RunConfigMismatch(StoreError):
     """The run exists with another configuration."""
 
@@ -31,6 +37,10 @@ class DamagedPolicy(StoreError):
 
 class Superseded(StoreError):
     """A later Trainer has taken over the run; this one must stop."""
+
+
+class AlreadyTraining(StoreError):
+    """Another Trainer works on the run; this one must not begin."""
 
 
 class ReadOnly(StoreError):
@@ -53,11 +63,23 @@ _BACKEND_ERRORS: dict[str, tuple[type[StoreError], str]] = {
     "ClientError": (StoreError, "the store refused"),
 }
 
+# Before those: what the operating system says, and what s3fs makes of 503 and 500.
+_FULL = (StoreFull, "no room is left; make room, and the same command resumes")
+_AWAY = (StoreUnreachable, "the store is away or overloaded; when it is back, the same command resumes")
+_BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EBUSY: _AWAY,
+    errno.EREMOTEIO: _AWAY,
+}
+
 
 def translate(error: Exception, action: str, where: str) -> StoreError | None:
     """The StoreError for a backend's exception while doing `action` at `where`; None when it is not a backend's."""
+    known = _BY_ERRNO.get(getattr(error, "errno", None))
     for ancestor in type(error).__mro__:
-        if known := _BACKEND_ERRORS.get(ancestor.__name__):
-            kind, remedy = known
-            return kind(f"cannot {action} {where}: {remedy} ({type(error).__name__}: {error})")
-    return None
+        known = known or _BACKEND_ERRORS.get(ancestor.__name__)
+    if known is None:
+        return None
+    kind, remedy = known
+    return kind(f"cannot {action} {where}: {remedy} ({type(error).__name__}: {error})")

@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 
 from storage import ledger, schema
 from storage.errors import ReadOnly
+from storage.shards import committed_paths
 from storage.sql import sql
 from storage.store import RunStore
 
@@ -27,6 +28,7 @@ VIEWS = (
     "evaluations",
     "syncs",
     "attempts",
+    "rewards",
 )
 
 # Where each table's files are, and their columns.
@@ -37,6 +39,7 @@ _STORED = {
     "training_steps": ("metrics/training", schema.TRAINING_STEP),
     "evaluations": ("metrics/evaluations", schema.EVALUATION),
     "syncs": ("syncs", schema.SYNC),
+    "rewards": ("rewards", schema.REWARD),
 }
 
 # Without external access there are no files, network, extensions or Python variables as tables; without temp_directory
@@ -82,7 +85,8 @@ def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
 
 def _dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
     filesystem, base = store.arrow_filesystem()
-    paths = [f"{base}/{path}" for path in store.list(folder)]
+    stored = committed_paths(store) if folder == "trajectories" else store.list(folder)
+    paths = [f"{base}/{path}" for path in stored if path.endswith(".parquet")]
     return ds.FileSystemDataset.from_paths(paths, columns, ds.ParquetFileFormat(), filesystem)
 
 

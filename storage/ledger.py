@@ -14,18 +14,18 @@ attempt a at step t counts if no later attempt resumed from before t. Entries th
 """
 
 import json
-import os
 import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.errors import NotFound
+from storage.errors import AlreadyExists, AlreadyTraining, NotFound, Superseded
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RunStore, transfer_all
@@ -33,6 +33,7 @@ from storage.store import RunStore, transfer_all
 HEARTBEAT = "trainer/heartbeat.json"
 _CHECKPOINT_COMPLETE = "state.json"
 _POLL_S = 0.2
+_CLOCK_SLACK_S = 5.0  # a process's start is reckoned from the boot, whose time moves when the clock is set
 
 
 # --- entries ----------------------------------------------------------------------------------------------------------
@@ -105,21 +106,50 @@ def effective_syncs(store: RunStore, step: int) -> list[dict]:
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
-def start_attempt(store: RunStore, resumed_from: int, owner: dict) -> int:
+def start_attempt(store: RunStore, resumed_from: int, owner: dict, *, previous: int | None = None) -> int:
     """Begin a life of the Trainer at a checkpoint's step (0: from scratch). Returns its number; they count from 1.
 
-    owner: host, pid, started: who trains. AlreadyExists if another Trainer began at this very moment. The number
-    fences: a later attempt takes the run over, and what an earlier one writes after that does not count.
+    owner: host, pid, started: who trains. previous: the attempt that refuse_live_trainer found to be over; None: the
+    latest. AlreadyTraining if another Trainer has begun since. The number fences: a later attempt takes the run over,
+    and what an earlier one writes after that does not count.
     """
-    attempt = latest_attempt(store) + 1
+    attempt = (latest_attempt(store) if previous is None else previous) + 1
     record = {
         "attempt": attempt,
         "resumed_from": resumed_from,
         "owner": owner,
         "created_at": datetime.now(UTC).isoformat(),
     }
-    store.put_new(_attempt_path(attempt), json.dumps(record, indent=2).encode())
+    try:
+        store.put_new(_attempt_path(attempt), json.dumps(record, indent=2).encode())
+    except AlreadyExists:
+        raise _already_training(store, json.loads(store.get(_attempt_path(attempt)))) from None
     return attempt
+
+
+def refuse_live_trainer(store: RunStore, watch_s: float) -> int:
+    """The latest attempt's number, 0 if there is none. AlreadyTraining if its Trainer is alive (run_is_alive)."""
+    latest = attempts(store)[-1:]
+    if run_is_alive(store, watch_s):
+        raise _already_training(store, attempts(store)[-1])
+    return latest[0]["attempt"] if latest else 0
+
+
+def _already_training(store: RunStore, record: dict) -> AlreadyTraining:
+    owner = record["owner"]
+    return AlreadyTraining(
+        f"run {store.run} in {store.url} has a live Trainer: attempt {record['attempt']}, host {owner['host']}, pid "
+        f"{owner['pid']}. Nothing was written. Follow that one, or stop it and start again: the run resumes."
+    )
+
+
+def check_not_superseded(store: RunStore, attempt: int) -> None:
+    """Superseded if a later attempt has begun. Cheap: one look-up, so that a Trainer asks before each write."""
+    if store.exists(_attempt_path(attempt + 1)):
+        raise Superseded(
+            f"attempt {attempt} at run {store.run} writes no more: attempt {latest_attempt(store)} has begun, so "
+            "another Trainer has taken over."
+        )
 
 
 def latest_attempt(store: RunStore) -> int:
@@ -131,6 +161,12 @@ def attempts(store: RunStore) -> list[dict]:
     """Every attempt's record (attempt, resumed_from, owner, created_at), oldest first."""
     paths = [path for path in store.list("trainer") if path.startswith("trainer/attempt=")]
     return [json.loads(store.get(path)) for path in paths]
+
+
+def trainer(store: RunStore) -> tuple[str, int] | None:
+    """Host and process of the latest attempt's Trainer; None before the first."""
+    latest = attempts(store)[-1:]
+    return (latest[0]["owner"]["host"], latest[0]["owner"]["pid"]) if latest else None
 
 
 def first_attempt_at(store: RunStore) -> datetime:
@@ -151,19 +187,24 @@ def heartbeat(store: RunStore, beat: dict) -> None:
 
 
 def run_is_alive(store: RunStore, watch_s: float) -> bool:
-    """Whether a Trainer works on the run: its process is not known to be dead, and the heartbeat changes in `watch_s`.
+    """Whether a Trainer works on the run.
 
-    Compares no clocks. Takes up to `watch_s`; less where the answer is clear before.
+    A process of this machine does while it is there; of another machine, if its heartbeat changes in `watch_s`.
+    Compares no clocks. Takes up to `watch_s`, none where the process is known to be dead.
     """
     records = attempts(store)
-    if not records or _is_gone(records[-1]["owner"]):
+    if not records:
         return False
-    first = _heartbeat_bytes(store)
+    owner = records[-1]["owner"]
+    beats = {_heartbeat_bytes(store)}
     deadline = time.monotonic() + watch_s
-    while time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        if _heartbeat_bytes(store) != first:
+    while not _is_gone(owner):
+        beats.add(_heartbeat_bytes(store))
+        if len(beats) > 2:  # one change may be the last words of a Trainer that lost its flow
             return True
+        if time.monotonic() > deadline:
+            return owner["host"] == socket.gethostname()  # there, but silent: it starts, or hangs
+        time.sleep(_POLL_S)
     return False
 
 
@@ -179,12 +220,11 @@ def _is_gone(owner: dict) -> bool:
     if owner["host"] != socket.gethostname():
         return False
     try:
-        os.kill(owner["pid"], 0)  # sends nothing, only looks
-    except ProcessLookupError:
+        process = psutil.Process(owner["pid"])
+        another = abs(process.create_time() - owner["started"]) > _CLOCK_SLACK_S  # the pid was used again
+        return another or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return True
-    except PermissionError:
-        pass  # somebody else's, alive
-    return False
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

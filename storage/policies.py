@@ -2,6 +2,7 @@
 
 policies/step=00000040/          Hugging Face format; policy.json, written last, says which files make it whole
 policies/step=00000044-a0002/    published by the run's second Trainer: what the first published is not touched
+policies/step=00000010/          pruned: only policy.json is left, so that every trajectory's fingerprint stays known
 policies/latest.json             names the newest; replaced in one put, after everything that it names is there
 """
 
@@ -11,13 +12,14 @@ import re
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from storage.errors import DamagedPolicy, NotFound, Superseded
-from storage.store import RunStore
+from storage.store import RunStore, transfer_all
 
 MANIFEST = "policy.json"
 LATEST = "policies/latest.json"
@@ -128,12 +130,37 @@ def _trim_cache(cache_dir: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def prune_policies(store: RunStore, keep: int) -> None:
-    """Delete all but the newest `keep` policies. A later attempt's are newer, whatever their step: it began anew."""
+def published_policies(store: RunStore) -> dict[str, dict]:
+    """By folder (inside the run) what the policy.json of each policy ever published says, pruned ones included."""
+    paths = [path for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
+    manifests = transfer_all(lambda path: json.loads(store.get(path)), paths)
+    return {path.removesuffix(f"/{MANIFEST}"): manifest for path, manifest in zip(paths, manifests, strict=True)}
 
-    def age(name: str) -> tuple[int, int]:
-        match = _FOLDER.fullmatch(name)
+
+def prune_policies(store: RunStore, keep: int) -> None:
+    """Delete the weights of all but the newest `keep` policies; their policy.json stays, marked as pruned.
+
+    A later attempt's are newer, whatever their step: it began anew. Of half a policy, whose Trainer was killed, nothing
+    stays.
+    """
+
+    def age(folder: str) -> tuple[int, int]:
+        match = _FOLDER.fullmatch(Path(folder).name)
         return int(match["attempt"] or 1), int(match["step"])
 
-    for name in sorted(store.folders("policies"), key=age)[:-keep]:
-        store.delete_folder(f"policies/{name}", first=MANIFEST)
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in store.list("policies"):
+        if path != LATEST:
+            files["/".join(path.split("/")[:2])].append(path)
+    unpruned = [folder for folder, paths in files.items() if paths != [f"{folder}/{MANIFEST}"]]
+    for folder in sorted(unpruned, key=age)[:-keep]:
+        manifest = f"{folder}/{MANIFEST}"
+        if manifest not in files[folder]:
+            store.delete_folder(folder, first=MANIFEST)
+            continue
+        # the mark comes first: files that are gone without it mean damage
+        store.put(manifest, json.dumps(json.loads(store.get(manifest)) | {"pruned": True}, indent=2).encode())
+        for path in files[folder]:
+            if path != manifest:
+                with suppress(NotFound):  # somebody else is pruning too
+                    store.delete(path)

@@ -29,14 +29,26 @@ def validate_shard(table: pa.Table, vocab_size: int) -> list[str]:
         wrong = sorted(str(field) for field in set(table.schema) - set(TRAJECTORY))
         missing = sorted(str(field) for field in set(TRAJECTORY) - set(table.schema))
         return [f"schema: missing {missing}, unknown {wrong}, or in another order; it is storage.schema.TRAJECTORY"]
+    return _judge(facts_of(table, vocab_size))
+
+
+def validate_shards(tables: list[pa.Table], vocab_size: int) -> list[list[str]]:
+    """validate_shard of each table of TRAJECTORY columns: as strict, and many good ones cost little more than one."""
+    facts = [facts_of(table, vocab_size) for table in tables]
+    if all(of_shard.num_rows for of_shard in facts) and not (facts and _judge(pa.concat_tables(facts))):
+        return [[] for _ in facts]
+    return [_judge(of_shard) for of_shard in facts]
+
+
+def _judge(facts: pa.Table) -> list[str]:
+    """The rules that the facts break."""
     context, suite = _suite()
     batch_definition = context.data_sources.get("shards").get_asset("facts").get_batch_definition("whole")
-    batch = batch_definition.get_batch({"dataframe": _facts(table, vocab_size).to_pandas()})
-    report = batch.validate(suite)
-    return [_describe(result) for result in report.results if not result.success]
+    report = batch_definition.get_batch({"dataframe": facts.to_pandas()}).validate(suite)
+    return [describe(result) for result in report.results if not result.success]
 
 
-def _facts(table: pa.Table, vocab_size: int) -> pa.Table:
+def facts_of(table: pa.Table, vocab_size: int) -> pa.Table:
     """The flat facts that the suite judges, one row a trajectory."""
     facts = {name: table[name] for name in ("trajectory_id", "finish_reason")}
     # by name, and not a column each: an expectation costs milliseconds
@@ -79,10 +91,10 @@ def _suite():
     context.variables.progress_bars = {"globally": False}  # one a shard would drown a Searcher's log
     context.enable_analytics(False)
     context.data_sources.add_pandas("shards").add_dataframe_asset("facts").add_batch_definition_whole_dataframe("whole")
-    return context, gx.ExpectationSuite(name="trajectories", expectations=_expectations())
+    return context, gx.ExpectationSuite(name="trajectories", expectations=expectations())
 
 
-def _expectations() -> list:
+def expectations() -> list:
     from great_expectations import expectations as gxe
 
     def rule(expectation: type, text: str, **arguments):
@@ -111,7 +123,7 @@ def _expectations() -> list:
     ]
 
 
-def _describe(result) -> str:
+def describe(result) -> str:
     """One line: the rule, how many trajectories break it, and the first offending facts."""
     arguments = result.expectation_config.kwargs
     facts = ", ".join(arguments[key] for key in ("column", "column_A", "column_B") if key in arguments)

@@ -36,6 +36,16 @@ TRAJECTORY = pa.schema(
     }
 )
 
+# A stored trajectory's reward by another reward function.
+REWARD = pa.schema(
+    {
+        "trajectory_id": pa.string(),
+        "reward_version": pa.string(),
+        "reward": pa.float32(),
+        "created_at": _TIME,
+    }
+)
+
 # One drawn slot of a training batch.
 BATCH = pa.schema(
     {
@@ -76,6 +86,10 @@ TRAINING_STEP = pa.schema(
         "staleness_max": pa.int64(),
         "num_trajectories": pa.int64(),  # in the buffer
         "num_prompts": pa.int64(),  # in the buffer
+        "num_inserted": pa.int64(),  # trajectories ever taken in: what min_size counts
+        "samples_per_insert": pa.float64(),  # draws of each of those so far, this step's included, on average
+        "num_too_old": pa.int64(),  # in the buffer, but kept from the batch by max_age
+        "searchers_silent_s": pa.float64(),  # since a sync last took something in
         "num_response_tokens": pa.int64(),  # in the batch
         "num_unique": pa.int64(),  # distinct trajectories in the batch
         "skipped": pa.bool_(),  # the weights were left as they were

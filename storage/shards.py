@@ -2,9 +2,11 @@
 
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
     quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; the .json beside it says why
+    expired/searcher=<id>/through=00000041.json             rounds that no longer count (storage/expiry.py)
 
-A Searcher's rounds have no gaps: a round that went to quarantine is tried again under its number. So what is new is
-what follows the last round seen of each Searcher, and finding it costs in proportion to what is new.
+A Searcher's rounds have no gaps, from the first that has not expired: a round that went to quarantine is tried again
+under its number. So what is new is what follows the last round seen of each Searcher, and finding it costs in
+proportion to what is new.
 """
 
 import json
@@ -89,11 +91,30 @@ def next_round(store: RunStore, searcher: str) -> int:
     return _round_number(paths[-1]) + 1 if paths else 0
 
 
+def expired_through(store: RunStore) -> dict[str, int]:
+    """Per searcher the last expired round; searchers without expired rounds are left out."""
+    through: dict[str, int] = {}
+    for path in store.list("expired"):  # in order: a searcher's last one wins
+        _, searcher, name = path.split("/")
+        through[searcher.removeprefix("searcher=")] = int(name.removeprefix("through=").removesuffix(".json"))
+    return through
+
+
+def committed_paths(store: RunStore) -> list[str]:
+    """Paths of all shards that count."""
+    expired = {_log(searcher): number for searcher, number in expired_through(store).items()}
+    return [
+        path for path in store.list("trajectories") if _round_number(path) > expired.get(path.rpartition("/")[0], -1)
+    ]
+
+
 def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
-    """Per searcher the committed rounds after `seen[searcher]`, in order; all of a searcher not in `seen`.
+    """Per searcher the committed rounds after `seen[searcher]`, in order; of a searcher not in `seen` all that count.
 
     Searchers with nothing new are left out.
     """
+    expired = expired_through(store)
+    seen = expired | {searcher: max(number, expired.get(searcher, -1)) for searcher, number in seen.items()}
 
     def rounds_after_seen(searcher: str) -> list[int]:
         start_after = shard_path(searcher, seen[searcher]) if searcher in seen else None

@@ -132,27 +132,28 @@ class RunStore:
         """For pyarrow.dataset: the filesystem and the run's folder in it."""
         return self._files.arrow_filesystem()
 
-    def check_writable(self) -> None:
-        """Write, read and remove a probe beside the runs. StoreUnreachable if that fails, or if the store replaces what
-        put_new must not: two writers of one shard would then both believe they had won."""
-        files, probe = self._backend(self._store_root), f".probe-{uuid.uuid4().hex}"
+    def check_writable(self) -> str | None:
+        """Write, read and remove a probe beside the runs. Returns what to warn of: a store without create-if-absent.
+
+        StoreUnreachable if that fails, at once: what does not answer before a run begins is a wrong address more often
+        than an outage.
+        """
+        files, probe = self._backend(self._store_root, patience_s=0), f".probe-{uuid.uuid4().hex}"
         try:
             with self._errors("write", probe):
-                files.put_new(probe, b"probe")
-                try:
-                    files.put_new(probe, b"second probe")
-                except FileExistsError:
-                    refused_second = True
-                else:
-                    refused_second = False
-                files.delete(probe)
+                exclusive = files.is_exclusive(probe)
+        except NotFound as error:
+            raise StoreUnreachable(f"store: cannot write to {self.url}: its bucket does not exist; make it") from error
         except StoreError as error:
             raise StoreUnreachable(f"store: cannot write to {self.url}. {error}") from error
-        if not refused_second:
-            raise StoreUnreachable(
-                f"store: {self.url} does not honour create-if-absent (If-None-Match on PUT), so it cannot keep shards "
-                "immutable. Use a store that does: AWS S3, Ceph's radosgw, MinIO, a local folder."
-            )
+        if exclusive:
+            return None
+        return (
+            f"store: {self.url} does not honour create-if-absent (If-None-Match on PUT). Nothing is counted twice, but "
+            "of two processes that write one shard, ledger entry or attempt in the same moment the later silently "
+            "replaces the earlier: never start two Trainers of one run, or two Searchers of one name, at once. AWS S3, "
+            "Ceph's radosgw, MinIO and a local folder honour it."
+        )
 
     def create_run(self, config: dict) -> dict:
         """Record the resolved configuration (JSON values) of a new run, or find that the run has exactly this one.
@@ -188,6 +189,18 @@ class RunStore:
             if translated := translate(error, action, self._where(path)):
                 raise translated from error
             raise
+
+
+def read_file(url: str) -> bytes:
+    """A file anywhere in a store, by its URL. NotFound if nothing is there."""
+    folder, _, name = url.rpartition("/")
+    backend, root = _parse_url(folder)
+    try:
+        return backend(root).get(name)
+    except Exception as error:
+        if translated := translate(error, "read", url):
+            raise translated from error
+        raise
 
 
 def _parse_url(url: str) -> tuple[type, str]:

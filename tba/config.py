@@ -27,7 +27,7 @@ class SearchSettings(Settings):
     """How Searchers explore."""
 
     samples_per_prompt: int = Field(16, ge=2, description="S: responses sampled a prompt in a round.")
-    prompts_per_round: int = Field(12, ge=1, description="Prompts in a round; a round is one shard.")
+    prompts_per_round: int = Field(8, ge=1, description="Prompts in a round; a round is one shard.")
     temperature: float = Field(1.0, gt=0, description="Temperature that responses are sampled at.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus that responses are sampled from.")
 
@@ -43,18 +43,18 @@ class TrainSettings(Settings):
         None, ge=1, description="Steps after which the policy becomes the reference (TBA'); None: never."
     )
     temperature: float = Field(1.0, gt=0, description="T that policy and reference logits are divided by.")
-    learning_rate: float = Field(3e-5, gt=0, description="AdamW's step size, after warm-up.")
+    learning_rate: float = Field(2e-5, gt=0, description="AdamW's step size, after warm-up.")
     warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises from zero.")
     learning_rate_schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field(
-        "constant", description="Of the learning rate after warm-up; the decay of the last one is a cosine."
+        "linear", description="Of the learning rate after warm-up; the decay of the last one is a cosine."
     )
     decay_steps: int | None = Field(None, ge=1, description="Last steps, in which warmup-stable-decay decays.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")
-    micro_batch_tokens: int = Field(16384, ge=1, description="Tokens a forward pass holds; larger batches are split.")
+    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens a forward pass holds; larger batches are split.")
     gradient_checkpointing: bool = Field(False, description="Less memory for a third more work.")
     lora_rank: int | None = Field(None, ge=1, description="Train low-rank adapters of this rank; None: all weights.")
-    sync_interval: int = Field(2, ge=1, description="k: steps between published policies, each followed by a sync.")
+    sync_interval: int = Field(1, ge=1, description="k: steps between published policies, each followed by a sync.")
     checkpoint_interval: int = Field(20, ge=1, description="Steps between checkpoints that training resumes from.")
 
     @model_validator(mode="after")

@@ -9,7 +9,6 @@ It keeps no state: a round's prompts follow from (seed, searcher, round). It can
 time.
 """
 
-import math
 import random
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ import torch
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling
 from tba.policy import Group, load_policy, response_logprobs
+from tba.rewards import checked_rewards
 from tba.tasks.base import Problem, Task
 
 
@@ -177,25 +177,6 @@ class Searcher:
 
     def _text(self, response: Response) -> str:
         return self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-
-
-def checked_rewards(task: Task, problems: list[Problem], responses: list[str]) -> list[float]:
-    """The task's reward of each response.
-
-    Raises: ValueError: the reward function returned too few or too many, or one that is not a finite number.
-    """
-    rewards = task.rewards(problems, responses)
-    if len(rewards) != len(responses):
-        raise ValueError(
-            f"task {task.name}: {len(rewards)} rewards for {len(responses)} responses; one each is expected"
-        )
-    for problem, response, reward in zip(problems, responses, rewards, strict=True):
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ValueError(
-                f"task {task.name}: the reward of {problem.prompt_id} for response {response!r} is {reward!r}; "
-                "a reward is a finite number"
-            )
-    return [float(reward) for reward in rewards]
 
 
 def stop_tokens(task: Task, tokenizer) -> list[int]:

@@ -2,7 +2,7 @@
 
     produces      a policy every k steps
     consumes      batches: B prompts, K responses to each, sampled by any policy
-    waits for     the buffer's first `min_size` trajectories; afterwards nothing
+    waits for     the buffer's first `min_size` trajectories; afterwards only where the run bounds rate or age of draws
     unblocks      the Searchers' next policy; they never wait for it
 
 Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones among them.
@@ -56,8 +56,8 @@ class Experience(Protocol):
     def sync(self, step: int) -> None:
         """Takes in what Searchers committed since the last sync; `step` is the first that can draw it."""
 
-    def draw(self, step: int) -> Batch | None:
-        """The batch for a step; None while there is not enough experience."""
+    def draw(self, step: int) -> Batch | str:
+        """The batch for a step; or, while it would be too early, why."""
 
 
 class Outbox(Protocol):
@@ -245,8 +245,8 @@ def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: floa
     while trainer.step < settings.steps:
         step = trainer.step + 1
         wait_started = time.monotonic()
-        while (batch := experience.draw(step)) is None:
-            outbox.status("waiting", trainer.step)
+        while isinstance(batch := experience.draw(step), str):
+            outbox.status("waiting", trainer.step, {"message": batch})
             time.sleep(poll_s)
             experience.sync(step)
         wait_s, started_at = time.monotonic() - wait_started, datetime.now(UTC)

@@ -1,38 +1,74 @@
 """Fixtures that several folders of tests share: a run in a local store, and the same on an S3 server."""
 
 import logging
+import shutil
 import uuid
+from collections.abc import Iterator
 
 import pytest
 
+from infra.local_s3 import LocalS3, LocalS3Error
 from storage.store import RunStore
 
 
 @pytest.fixture(scope="session")
-def s3_server():
-    """Address of a moto_server on a free loopback port; create-if-absent works on it as on AWS."""
+def local_s3(tmp_path_factory) -> Iterator[tuple[LocalS3, dict[str, str]]]:
+    """Ceph's radosgw, and the environment variables that reach it."""
+    server = LocalS3(tmp_path_factory.mktemp("local-s3"))
+    try:
+        try:
+            environment = server.start()
+        except LocalS3Error as error:
+            pytest.skip(f"no radosgw here: {error}")
+        yield server, environment
+    finally:
+        server.stop()
+        shutil.rmtree(server.folder)
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[dict[str, str]]:
+    """The environment variables that reach a moto_server on a free loopback port."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
+    yield {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test-secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     server.stop()
 
 
-@pytest.fixture
-def s3_url(s3_server, monkeypatch) -> str:
-    """Root URL of a store in a new bucket, with AWS's environment variables set to reach it."""
+def new_bucket(environment: dict[str, str], monkeypatch) -> str:
+    """Root URL of a store in a new bucket, with the environment variables set that reach it."""
     import boto3
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     bucket = f"test-{uuid.uuid4().hex}"
-    boto3.client("s3").create_bucket(Bucket=bucket)
+    boto3.Session().client("s3").create_bucket(Bucket=bucket)  # its default session would keep the first server's keys
     return f"s3://{bucket}/stores"
+
+
+@pytest.fixture
+def moto_url(moto, monkeypatch) -> str:
+    return new_bucket(moto, monkeypatch)
+
+
+@pytest.fixture
+def radosgw_url(local_s3, monkeypatch) -> str:
+    return new_bucket(local_s3[1], monkeypatch)
+
+
+@pytest.fixture(params=["moto", "radosgw"])
+def s3_url(request) -> str:
+    """Root URL of a store on an S3 server, once each kind; create-if-absent works on both as on AWS."""
+    return request.getfixturevalue(f"{request.param}_url")
 
 
 @pytest.fixture
@@ -45,10 +81,22 @@ def s3_store(s3_url) -> RunStore:
     return RunStore(s3_url, "run")
 
 
-@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture
+def moto_store(moto_url, monkeypatch) -> RunStore:
+    """For what only this server's tests can set: here a page of a listing holds two entries."""
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")  # of the server, which runs in this process
+    return RunStore(moto_url, "run")
+
+
+S3 = [pytest.param(kind, marks=pytest.mark.s3) for kind in ("moto", "radosgw")]
+
+
+@pytest.fixture(params=["file", *S3])
 def store(request) -> RunStore:
-    """A new run, once in a local folder and once on the S3 server."""
-    return request.getfixturevalue({"file": "local_store", "s3": "s3_store"}[request.param])
+    """A new run, once in a local folder and once on each S3 server."""
+    if request.param == "file":
+        return request.getfixturevalue("local_store")
+    return RunStore(request.getfixturevalue(f"{request.param}_url"), "run")
 
 
 @pytest.fixture

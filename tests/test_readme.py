@@ -66,6 +66,6 @@ def test_commands_exist():
     makefile = (REPOSITORY / "Makefile").read_text()
     for target in set(re.findall(r"\bmake ([a-z-]+)\b", README)) - {"nothing"}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    cli = (REPOSITORY / "flows" / "cli.py").read_text()
+    cli = "".join(file.read_text() for file in (REPOSITORY / "flows").glob("cli*.py"))
     for command in set(re.findall(r"\btba (up|down|train|sql|[a-z]+) ", README)):
         assert f"def {command}(" in cli, command

@@ -1,22 +1,25 @@
 -- Choose the B x K trajectories of one training step by MOP (TBA, arXiv 2503.18929, section 4).
 -- Every random number is uniform_number($seed, $step, purpose, id), so the same stored rows give the same batch.
 WITH
+-- a list of B prompts, in random order, of those that got trajectories in the newest sync that are not too old
+recent_pool AS (
+    SELECT
+        min_by(prompts, uniform_number($seed, $step, 'recent prompt', prompt_id), $prompts_per_batch) AS pool
+    FROM prompts
+    WHERE prompt IN (
+        SELECT prompt FROM trajectories WHERE sync = $newest_sync AND policy_step >= $oldest_policy_step
+    )
+),
 -- the B places of the batch: recent with probability m; `turn` counts within the pool the place draws from
 places AS (
     SELECT prompt_index, recent, row_number() OVER (PARTITION BY recent ORDER BY prompt_index) - 1 AS turn
     FROM (
         SELECT
             prompt_index,
-            uniform_number($seed, $step, 'recent', prompt_index) < $recent_probability AS recent
-        FROM range($prompts_per_batch) AS places(prompt_index)
+            pool IS NOT NULL
+            AND uniform_number($seed, $step, 'recent', prompt_index) < $recent_probability AS recent
+        FROM range($prompts_per_batch) AS places(prompt_index), recent_pool
     )
-),
--- a list of B prompts, in random order, of those that got trajectories in the newest sync
-recent_pool AS (
-    SELECT
-        min_by(prompts, uniform_number($seed, $step, 'recent prompt', prompt_id), $prompts_per_batch) AS pool
-    FROM prompts
-    WHERE prompt IN (SELECT prompt FROM trajectories WHERE sync = $newest_sync)
 ),
 -- prompts of the recent places; fewer prompts than places: each in turn
 recent_prompts AS (
@@ -24,7 +27,8 @@ recent_prompts AS (
     FROM places, recent_pool
     WHERE recent
 ),
--- a list of B prompts, in random order, of all; those already in the batch come last, to repeat only where they must
+-- a list of B prompts, in random order, of all with a trajectory that is not too old; those already in the batch come
+-- last, to repeat only where they must
 whole_pool AS (
     SELECT
         min_by(
@@ -34,6 +38,7 @@ whole_pool AS (
             $prompts_per_batch
         ) AS pool
     FROM prompts
+    WHERE newest_policy_step >= $oldest_policy_step
 ),
 -- the prompt of each place
 batch_prompts AS (
@@ -54,7 +59,7 @@ candidates AS (
         END AS weight
     FROM batch_prompts
     JOIN trajectories USING (prompt)
-    WHERE NOT recent OR sync = $newest_sync
+    WHERE (NOT recent OR sync = $newest_sync) AND policy_step >= $oldest_policy_step
 ),
 -- probability to be the first of the K drawn for its place; summed in the order of ids, so the same to the last bit
 weighted AS (

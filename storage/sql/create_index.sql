@@ -1,7 +1,11 @@
 -- The replay buffer's index: an in-memory database over the shards, metadata only. Thrown away and rebuilt at will.
 
 -- One row a prompt ever taken in. `prompt` is a join key of this index alone: no random number may depend on it.
-CREATE TABLE prompts (prompt INTEGER, prompt_id VARCHAR);
+CREATE TABLE prompts (
+    prompt INTEGER,
+    prompt_id VARCHAR,
+    newest_policy_step BIGINT -- of its stored trajectories
+);
 
 -- One row a stored trajectory; its tokens and log-probabilities lie in the word file, from `word_offset` on.
 CREATE TABLE trajectories (

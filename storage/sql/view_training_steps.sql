@@ -28,6 +28,10 @@ COMMENT ON COLUMN training_steps.staleness_mean IS 'Mean staleness of the batch,
 COMMENT ON COLUMN training_steps.staleness_max IS 'Largest staleness of the batch, in policy steps.';
 COMMENT ON COLUMN training_steps.num_trajectories IS 'Trajectories in the buffer.';
 COMMENT ON COLUMN training_steps.num_prompts IS 'Prompts in the buffer.';
+COMMENT ON COLUMN training_steps.num_inserted IS 'Trajectories ever taken in: what min_size counts.';
+COMMENT ON COLUMN training_steps.samples_per_insert IS 'Draws of each of those so far, on average.';
+COMMENT ON COLUMN training_steps.num_too_old IS 'Trajectories in the buffer that max_age keeps from the batch.';
+COMMENT ON COLUMN training_steps.searchers_silent_s IS 'Seconds since a sync last took something in.';
 COMMENT ON COLUMN training_steps.num_response_tokens IS 'Response tokens that were computed.';
 COMMENT ON COLUMN training_steps.num_unique IS 'Distinct trajectories in the batch.';
 COMMENT ON COLUMN training_steps.skipped IS 'Whether the weights stayed as they were, the gradient not being finite.';

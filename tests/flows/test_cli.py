@@ -46,7 +46,9 @@ def project(tmp_path, monkeypatch):
 def checked(monkeypatch):
     """The configurations that were handed to the input check, which finds nothing here: the real one needs a model."""
     configs = []
-    monkeypatch.setitem(sys.modules, "flows.checks", SimpleNamespace(check_inputs=configs.append))
+    monkeypatch.setitem(
+        sys.modules, "flows.checks", SimpleNamespace(check_inputs=lambda config: configs.append(config) or [])
+    )
     return configs
 
 
@@ -115,6 +117,14 @@ def test_what_the_check_refuses_is_the_message(project, monkeypatch):
     monkeypatch.setitem(sys.modules, "flows.checks", SimpleNamespace(check_inputs=refuse))
     result = tba("train", "--task", "chess")
     assert (result.exit_code, result.stderr) == (2, "task: got 'chess'; known tasks: arithmetic, gsm8k\n")
+
+
+def test_what_the_check_warns_of_is_printed(project, monkeypatch):
+    RunStore((project / ".tba").as_uri(), "done").put("summary.json", json.dumps({"run": "done"}).encode())
+    warns = SimpleNamespace(check_inputs=lambda config: ["store: s3://bucket does not honour create-if-absent"])
+    monkeypatch.setitem(sys.modules, "flows.checks", warns)
+    result = tba("train", "done")
+    assert (result.exit_code, result.stderr) == (0, "WARNING: store: s3://bucket does not honour create-if-absent\n")
 
 
 def test_a_live_trainer_that_prefect_does_not_know_is_named(project, capsys):

@@ -62,7 +62,7 @@ def search(store: str, run: str) -> None:
 # The command without the input check, which needs a model.
 COMMAND = """
 import sys, types
-sys.modules["flows.checks"] = types.SimpleNamespace(check_inputs=lambda config: None)
+sys.modules["flows.checks"] = types.SimpleNamespace(check_inputs=lambda config: [])
 from flows.cli import main
 main()
 """

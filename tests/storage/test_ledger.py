@@ -4,7 +4,8 @@
 - a batch's staleness is in policy steps at the moment of training: 0 is on-policy
 - attempts count up, and two Trainers that begin at once do not get one number
 - an entry counts if no later attempt resumed from before its step
-- a run is alive if its heartbeat changes; a Trainer known to be dead is not waited for
+- a superseded Trainer is told before it writes
+- a run is alive if its heartbeat goes on changing, or its process is on this machine; a dead one is not waited for
 - a checkpoint counts once complete; old ones and half ones are deleted, the newest are kept
 """
 
@@ -15,12 +16,13 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from storage import ledger
-from storage.errors import AlreadyExists, NotFound, StoreError
+from storage.errors import AlreadyExists, AlreadyTraining, NotFound, StoreError, Superseded
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from tests.storage.helpers import NOON, OWNER, make_batch, make_search_round, make_training_step, start_python
 
@@ -122,11 +124,21 @@ def test_attempts_count_up_and_remember_when_the_first_began(store):
     assert [(record["attempt"], record["resumed_from"]) for record in ledger.attempts(store)] == [(1, 0), (2, 20)]
 
 
-def test_two_trainers_that_begin_at_once_do_not_get_one_number(store, monkeypatch):
-    monkeypatch.setattr(ledger, "latest_attempt", lambda store: 0)  # both looked before either wrote
-    assert ledger.start_attempt(store, 0, OWNER) == 1
-    with pytest.raises(AlreadyExists, match=r"trainer/attempt=00000001\.json"):
-        ledger.start_attempt(store, 0, OWNER)
+def test_two_trainers_that_begin_at_once_do_not_get_one_number(store):
+    looked = [ledger.refuse_live_trainer(store, watch_s=0) for _ in range(2)]  # both, before either wrote
+    assert ledger.start_attempt(store, 0, OWNER, previous=looked[0]) == 1
+    with pytest.raises(AlreadyTraining, match=r"live Trainer: attempt 1, host elsewhere, pid 1"):
+        ledger.start_attempt(store, 0, OWNER, previous=looked[1])
+    assert ledger.latest_attempt(store) == 1
+
+
+def test_a_superseded_trainer_is_told(store):
+    first = ledger.start_attempt(store, 0, OWNER)
+    ledger.check_not_superseded(store, first)
+    second = ledger.start_attempt(store, 0, OWNER)
+    with pytest.raises(Superseded, match=r"attempt 1 .* attempt 2 has begun"):
+        ledger.check_not_superseded(store, first)
+    ledger.check_not_superseded(store, second)
 
 
 def test_an_entry_counts_if_no_later_attempt_resumed_from_before_its_step(store):
@@ -173,19 +185,35 @@ def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
     assert time.monotonic() - began < 5
 
 
-def test_a_run_is_alive_if_its_heartbeat_changes(local_store):
-    ledger.start_attempt(local_store, 0, OWNER)  # on another machine
+def test_a_trainer_of_another_machine_is_alive_if_its_heartbeat_goes_on_changing(local_store):
+    ledger.start_attempt(local_store, 0, OWNER)
     ledger.heartbeat(local_store, {"step": 1})
     assert not ledger.run_is_alive(local_store, watch_s=0.5)
-    beat = threading.Timer(0.3, ledger.heartbeat, (local_store, {"step": 2}))
-    beat.start()
+    once = threading.Timer(0.3, ledger.heartbeat, (local_store, {"step": 2}))
+    once.start()
+    assert not ledger.run_is_alive(local_store, watch_s=1.5), "one beat may be the last"
+    beats = [threading.Timer(0.3 * n, ledger.heartbeat, (local_store, {"step": 2 + n})) for n in (1, 2, 3)]
+    for beat in beats:
+        beat.start()
     assert ledger.run_is_alive(local_store, watch_s=30)
-    beat.join()
+    for beat in beats:
+        beat.join()
 
 
-def test_a_process_that_lives_but_does_not_train_is_not_alive(local_store):
+def test_a_trainer_of_this_machine_is_alive_while_its_process_is_there(local_store):
+    process = start_python("input()")
+    owner = {"host": socket.gethostname(), "pid": process.pid, "started": psutil.Process(process.pid).create_time()}
+    ledger.start_attempt(local_store, 0, owner)
+    assert ledger.run_is_alive(local_store, watch_s=0.5), "it has not spoken yet"
+    end = threading.Timer(0.5, process.communicate, ("\n",))
+    end.start()
+    assert not ledger.run_is_alive(local_store, watch_s=60), "it ended while it was watched"
+    end.join()
+
+
+def test_another_process_under_the_pid_is_not_the_trainer(local_store):
     ledger.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": os.getpid(), "started": 0.0})
-    assert not ledger.run_is_alive(local_store, watch_s=0.5)  # the pid was used again
+    assert not ledger.run_is_alive(local_store, watch_s=60)
 
 
 # --- checkpoints

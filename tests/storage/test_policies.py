@@ -6,6 +6,7 @@
 - the cache keeps two, and tells runs of one name in different stores apart
 - a later attempt publishes beside the earlier one's files, and an attempt that was superseded cannot publish
 - pruning keeps the newest of the newest attempt, whatever their steps, and leaves no half policies
+- of a pruned policy the fingerprint stays; pruning that was killed half-way is finished by the next
 """
 
 import json
@@ -15,7 +16,7 @@ import time
 import pytest
 
 from storage.errors import DamagedPolicy, NotFound, StoreError, Superseded
-from storage.policies import fetch_policy, latest_policy, prune_policies, publish_policy
+from storage.policies import fetch_policy, latest_policy, prune_policies, publish_policy, published_policies
 from storage.store import RunStore
 
 
@@ -159,11 +160,38 @@ def test_pruning_keeps_the_newest_of_the_newest_attempt(store, publish):
     for step in (96, 98, 100):
         publish(store, step)
     resumed = publish(store, 82, attempt=2)  # the second attempt resumed from a checkpoint at 80
-    prune_policies(store, keep=2)
-    assert store.folders("policies") == ["step=00000082-a0002", "step=00000100"]
+    for _ in range(2):  # the second time there is nothing to prune
+        prune_policies(store, keep=2)
+        assert [name for name in store.folders("policies") if has_weights(store, name)] == [
+            "step=00000082-a0002",
+            "step=00000100",
+        ]
     assert latest_policy(store) == resumed
-    prune_policies(store, keep=2)
-    assert len(store.folders("policies")) == 2
+
+
+def has_weights(store: RunStore, name: str) -> bool:
+    return store.exists(f"policies/{name}/model.safetensors")
+
+
+def test_of_a_pruned_policy_the_fingerprint_stays(store, publish):
+    refs = {ref.path: ref for ref in (publish(store, 2), publish(store, 4), publish(store, 4, attempt=2))}
+    prune_policies(store, keep=1)
+    manifests = published_policies(store)
+    assert {path: manifest["fingerprint"] for path, manifest in manifests.items()} == {
+        path: ref.fingerprint for path, ref in refs.items()
+    }
+    assert {path for path, manifest in manifests.items() if "pruned" not in manifest} == {latest_policy(store).path}
+
+
+def test_pruning_killed_half_way_is_finished_by_the_next(store, publish, monkeypatch):
+    publish(store, 2)
+    publish(store, 4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store, "delete", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        prune_policies(store, keep=1)
+    assert has_weights(store, "step=00000002") and published_policies(store)["policies/step=00000002"]["pruned"]
+    prune_policies(store, keep=1)
+    assert store.list("policies/step=00000002") == ["policies/step=00000002/policy.json"]
 
 
 def test_pruning_sweeps_up_half_a_policy(store, publish):

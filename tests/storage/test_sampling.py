@@ -158,11 +158,13 @@ def uniform_number(step: int, purpose: str, name: object) -> float:
     return ((int.from_bytes(digest, "little") >> 76) + 0.5) / 2**52
 
 
-def slots_of_each(race: list, K: int) -> list[int]:
-    """One each; those left over to whom the middle of each of as many equal parts of the samples belongs (all once)."""
-    left = K - len(race)
-    middles = [(part + 0.5) / left * len(race) for part in range(left)]
-    return [1 + sum(finish < middle <= finish + 1 for middle in middles) for finish in range(len(race))]
+def slots_of_each(times_sampled: list[int], K: int) -> list[int]:
+    """One each; slots left over cut the samples into as many equal parts, and each part's middle says whose it is."""
+    left, num, slots, up_to = K - len(times_sampled), sum(times_sampled), [], 0
+    for times in times_sampled:
+        before, up_to = up_to, up_to + times
+        slots.append(1 + sum(2 * before * left <= (2 * part + 1) * num < 2 * up_to * left for part in range(left)))
+    return slots
 
 
 def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Sampling, step: int) -> list[tuple]:
@@ -170,7 +172,9 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
     recent_pool = {t["prompt_id"] for t in trajectories if t["sync"] == newest_sync}
     whole_pool = {t["prompt_id"] for t in trajectories}
     places = range(sampling.prompts_per_batch)
-    is_recent = [uniform_number(step, "recent", place) < sampling.recent_probability for place in places]
+    is_recent = [
+        bool(recent_pool) and uniform_number(step, "recent", place) < sampling.recent_probability for place in places
+    ]
     recents = sorted(recent_pool, key=lambda name: uniform_number(step, "recent prompt", name))
     num_recent = sum(is_recent)
     prompts = {True: [recents[turn % len(recents)] for turn in range(num_recent)]}
@@ -190,12 +194,13 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
         for t, weight in zip(candidates, weights, strict=True):
             p = (1 - sampling.uniform_fraction) * weight / sum(weights) + uniform
             u = uniform_number(step, "trajectory", f"{place}/{t['trajectory_id']}")
-            race.append((-math.log(u) / p, t["trajectory_id"], p))
+            race.append((-math.log(u) / p, t["trajectory_id"], p, t.get("times_sampled", 1)))
         race.sort()
         K = sampling.responses_per_prompt
-        order = [(turn, finish) for finish, turns in enumerate(slots_of_each(race[:K], K)) for turn in range(turns)]
+        slots = slots_of_each([times for *_, times in race[:K]], K)
+        order = [(turn, finish) for finish, turns in enumerate(slots) for turn in range(turns)]
         for slot, (_, finish) in enumerate(sorted(order)):
-            _, name, p = race[finish]
+            _, name, p, _ = race[finish]
             rows.append((place, slot, name, recent, pytest.approx(p, rel=1e-12)))
     return rows
 

@@ -122,15 +122,14 @@ def test_what_is_new_follows_the_last_round_seen(store):
 
 
 @pytest.mark.s3
-def test_finding_what_is_new_lists_nothing_that_was_seen(s3_store, monkeypatch):
+def test_finding_what_is_new_lists_nothing_that_was_seen(moto_store, monkeypatch):
     for number in range(12):
-        s3_store.put(shard_path("s0", number), b"")
-    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")  # a page is one request
+        moto_store.put(shard_path("s0", number), b"")
     requests = []
-    call_s3 = s3_store._files._fs.call_s3
-    monkeypatch.setattr(s3_store._files._fs, "call_s3", lambda *a, **k: (requests.append(a), call_s3(*a, **k))[1])
-    assert new_shards(s3_store, {"s0": 9}) == {"s0": [10, 11]}
-    assert len(requests) == 2  # the searchers' folders, and one page
+    call_s3 = moto_store._files._fs.call_s3
+    monkeypatch.setattr(moto_store._files._fs, "call_s3", lambda *a, **k: (requests.append(a), call_s3(*a, **k))[1])
+    assert new_shards(moto_store, {"s0": 9}) == {"s0": [10, 11]}
+    assert len(requests) == 3  # what has expired, the searchers' folders, and one page
 
 
 def test_the_next_round_follows_the_last_committed(store):

@@ -255,11 +255,12 @@ class Recorder:
     def draw(self, step):
         if self.draws_refused:
             self.draws_refused -= 1
-            return None
+            return "too early"
         return Batch(DRAWS, {"staleness_mean": 0.0}, f"rows of step {step}")
 
     def status(self, state, step, metrics=None):
         if state == "waiting":
+            assert metrics == {"message": "too early"}
             self.calls.append(("waiting", step))
 
     def record(self, step, batch, metrics):

@@ -1,0 +1,63 @@
+"""maintain/buffer: old trajectories expire, and the whole buffer is audited. On request, or on a schedule."""
+
+from datetime import UTC, datetime, timedelta
+
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.config import load_run
+from flows.machine import model_folder
+from storage import audit, expiry
+from storage.store import RunStore
+
+
+@flow(name="maintain")
+def maintain(
+    store: str, run: str, max_age_hours: float | None = None, keep: int | None = None, grace_hours: float = 1.0
+) -> str:
+    """Expires what is older than `max_age_hours` or beyond the newest `keep` trajectories, then audits what is left.
+
+    None: nothing expires by that rule. Expired shards are deleted by a run of this flow `grace_hours` later.
+    Returns the URL of the audit's site. Raises: RuntimeError: the audit found faults.
+    """
+    for name, value in {"max_age_hours": max_age_hours, "keep": keep, "grace_hours": grace_hours}.items():
+        if value is not None and value < 0:
+            raise ValueError(f"{name}: got {value}; it must not be negative")
+    run_store = RunStore(store, run)
+    expire(run_store, max_age_hours, keep)
+    delete_expired(run_store, grace_hours)
+    return audit_buffer(run_store)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+def expire(store: RunStore, max_age_hours: float | None, keep: int | None) -> None:
+    """Marks shards that are too old or too many."""
+    if max_age_hours is None and keep is None:
+        return
+    before = None if max_age_hours is None else datetime.now(UTC) - timedelta(hours=max_age_hours)
+    marked = expiry.expire(store, before, keep, load_run(store).sampling.min_size)
+    get_run_logger().info("expired, by searcher up to round: %s", marked or "nothing")
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+def delete_expired(store: RunStore, grace_hours: float) -> None:
+    """Deletes shards that were marked by an earlier run."""
+    num_shards = expiry.delete_expired(store, timedelta(hours=grace_hours))
+    get_run_logger().info("%d expired shards deleted", num_shards)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def audit_buffer(store: RunStore) -> str:
+    """Great Expectations over the whole buffer, and its Data Docs as a site in the store.
+
+    Raises: RuntimeError: there are faults; each is named.
+    """
+    from transformers import AutoConfig
+
+    vocab_size = AutoConfig.from_pretrained(model_folder(load_run(store).model)).vocab_size
+    page, faults = audit.audit(store, vocab_size)
+    site = f"{store.url}/{store.run}/{page}"
+    if faults:
+        raise RuntimeError(f"{len(faults)} faults in the buffer, see {site}: {'; '.join(faults)}")
+    get_run_logger().info("the buffer is sound: %s", site)
+    return site

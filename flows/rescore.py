@@ -1,0 +1,49 @@
+"""tba rescore: stored trajectories scored again by another reward. No engine, no model, no Prefect."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from flows.config import load_run
+from storage import rewards, shards
+from storage.errors import AlreadyExists
+from storage.store import RunStore
+from tba.rewards import checked_rewards, load_reward
+from tba.tasks import load_task
+from tba.tasks.base import Problem
+
+TASK = "task"  # in place of module:function: the task's own reward as it is now
+PROGRESS_S = 5
+
+
+def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[str], None]) -> tuple[str, int]:
+    """Scores every trajectory that has no reward of this version. Returns the version and how many were scored.
+
+    version: None: the function's name; of the task's own reward, the task's version. Interrupted or repeated, it scores
+    what is missing. Raises: ValueError: no such reward, or one that fails on a trajectory; StoreError.
+    """
+    config = load_run(store)
+    task = load_task(config.task.name, data=config.task.data, seed=config.seed)
+    rewarding = task if reward == TASK else load_reward(reward)
+    version = version or (task.version if reward == TASK else reward.partition(":")[2])
+    problems = {problem.prompt_id: problem for problem in [*task.train, *task.heldout]}
+    num_scored, said_at = 0, time.monotonic()
+    rewards.begin_version(store, version, f"{task.name} {task.version}" if reward == TASK else reward)
+    for searcher, rounds in rewards.unscored_shards(store, version).items():
+        for number in rounds:
+            shard = shards.read_shards(store, searcher, [number])
+            asked = zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True)
+            of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
+            if reward == TASK and (unknown := [problem for problem in of_rows if problem.answer is None]):
+                raise ValueError(
+                    f"reward: task {task.name} does not ask {unknown[0].prompt_id!r} (round {number} of searcher "
+                    f"{searcher}), so it cannot score it; give a module:function"
+                )
+            values = checked_rewards(rewarding, of_rows, shard["response"].to_pylist())
+            with contextlib.suppress(AlreadyExists):  # somebody else scores the same version
+                rewards.record_rewards(store, version, shard, values)
+            num_scored += shard.num_rows
+            if time.monotonic() - said_at > PROGRESS_S:
+                said_at = time.monotonic()
+                say(f"{num_scored:,} trajectories scored")
+    return version, num_scored

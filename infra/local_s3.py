@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""A local S3: Ceph's radosgw on loopback, over one monitor, one manager and one OSD that keeps its data in a folder.
+
+    eval "$(.venv/bin/python infra/local_s3.py start)"      prints AWS_ENDPOINT_URL, new keys, region, S3_URL
+    .venv/bin/tba train --store "$S3_URL"
+    .venv/bin/python infra/local_s3.py stop                 the data stays in the folder; `start` serves it again
+
+`start` installs the Debian packages if they are missing (that needs root). Default folder: .tba/.local/s3. Everything
+listens on 127.0.0.1, and only whoever may read this user's terminal has the keys; it is one copy on one disk, for
+development and tests, and no place for what must survive the disk. Takes about 15 s and 2 GB of memory.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+PACKAGES = ["radosgw", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph-common"]
+PROGRAMS = ["radosgw", "radosgw-admin", "monmaptool", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph"]
+START_TIMEOUT_S = 90  # 15 s on an idle machine of two cores
+REGION = "us-east-1"
+BUCKET = "tba"
+USER = "tba"
+
+CONFIGURATION = """\
+[global]
+fsid = {fsid}
+mon host = [v2:127.0.0.1:{mon_v2},v1:127.0.0.1:{mon_v1}]
+public network = 127.0.0.0/8
+auth cluster required = none
+auth service required = none
+auth client required = none
+ms mon client mode = crc
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 8
+osd pool default pg autoscale mode = off
+mon allow pool size one = true
+osd crush chooseleaf type = 0
+mon data avail crit = 1
+run dir = {folder}/run
+admin socket = {folder}/run/$name.sock
+log file = {folder}/log/$name.log
+pid file = {folder}/run/$name.pid
+setuser match path = {folder}
+[mon.a]
+mon data = {folder}/mon
+[mgr.a]
+mgr data = {folder}/mgr
+mgr initial modules =
+[osd.0]
+osd objectstore = bluestore
+osd data = {folder}/osd
+bluestore block size = {block_bytes}
+osd memory target = 1073741824
+[client.rgw]
+rgw data = {folder}/rgw
+rgw frontends = beast endpoint=127.0.0.1:{port}
+debug rgw = 0
+"""
+
+
+class LocalS3Error(RuntimeError):
+    """It cannot be installed or did not start; the message says what to do."""
+
+
+class LocalS3:
+    """Where it runs, and its daemons as this process knows them: by pid and what the kernel says of the pid."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()
+        self.configuration = self.folder / "ceph.conf"
+
+    # --- for whoever uses it ------------------------------------------------------------------------------------------
+
+    def start(self) -> dict[str, str]:
+        """Start all of it; returns the environment variables that reach it. What was stored before is served again."""
+        install()
+        if self._running("radosgw"):
+            raise LocalS3Error(f"it runs already from {self.folder}; stop it first: its keys are not kept")
+        new = not (self.folder / "made").exists()
+        if new:
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by a start that was interrupted
+            self._make()
+        self._start_daemon("ceph-mon", "-i", "a")
+        self._start_daemon("ceph-mgr", "-i", "a")
+        if new:
+            self._add_osd()
+        self._start_daemon("ceph-osd", "-i", "0")
+        access_key, secret_key = secrets.token_hex(10).upper(), secrets.token_urlsafe(30)
+        self._replace_keys(access_key, secret_key)
+        self.start_gateway()
+        self._make_bucket(access_key, secret_key)
+        (self.folder / "made").touch()
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": access_key,
+            "AWS_SECRET_ACCESS_KEY": secret_key,
+            "AWS_DEFAULT_REGION": REGION,
+            "S3_URL": f"s3://{BUCKET}",
+        }
+
+    def stop(self) -> None:
+        """Stop all of it: whoever writes first, then what is written to."""
+        for program in ("radosgw", "ceph-osd", "ceph-mgr", "ceph-mon"):
+            self._stop_daemon(program, signal.SIGTERM)
+
+    def start_gateway(self) -> None:
+        process = self._start_daemon("radosgw", "-n", "client.rgw")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._gateway_answers():
+            if time.monotonic() > deadline or process.poll() is not None:
+                output = (self.folder / "log" / "radosgw.out").read_text()
+                raise LocalS3Error(f"the gateway did not start; logs are in {self.folder}/log: {output[-1000:]}")
+            time.sleep(0.1)
+
+    def kill_gateway(self) -> None:
+        """As a crash would: in the middle of whatever it is answering. The data is behind it, in the OSD."""
+        self._stop_daemon("radosgw", signal.SIGKILL)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._settings()['port']}"
+
+    # --- making a cluster ---------------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        for name in ("run", "log", "mon", "mgr", "osd", "rgw"):
+            (self.folder / name).mkdir(parents=True)
+        self.folder.chmod(0o700)
+        ports = dict(zip(("port", "mon_v1", "mon_v2"), free_ports(3), strict=True))
+        block_bytes = max(10 << 30, shutil.disk_usage(self.folder).free // 2)  # a sparse file: it takes what is used
+        settings = {"fsid": str(uuid.uuid4()), "osd": str(uuid.uuid4()), **ports}
+        (self.folder / "settings.json").write_text(json.dumps(settings))
+        self.configuration.write_text(CONFIGURATION.format(folder=self.folder, block_bytes=block_bytes, **settings))
+        address = f"[v2:127.0.0.1:{ports['mon_v2']},v1:127.0.0.1:{ports['mon_v1']}]"
+        monitors = str(self.folder / "monmap")
+        run("monmaptool", "--create", "--addv", "a", address, "--fsid", settings["fsid"], monitors)
+        self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monitors)
+
+    def _add_osd(self) -> None:
+        osd = self._settings()["osd"]
+        self._run("ceph", "osd", "new", osd)
+        self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
+        self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default")
+
+    def _replace_keys(self, access_key: str, secret_key: str) -> None:
+        keys = ["--access-key", access_key, "--secret-key", secret_key]
+        try:
+            known = json.loads(self._run("radosgw-admin", "user", "info", "--uid", USER))["keys"]
+        except LocalS3Error:
+            self._run("radosgw-admin", "user", "create", "--uid", USER, "--display-name", USER, *keys)
+            return
+        for old in known:
+            self._run("radosgw-admin", "key", "rm", "--uid", USER, "--access-key", old["access_key"])
+        self._run("radosgw-admin", "key", "create", "--uid", USER, "--key-type", "s3", *keys)
+
+    def _make_bucket(self, access_key: str, secret_key: str) -> None:
+        from botocore.session import Session  # s3fs brings it
+
+        client = Session().create_client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=access_key,
+            aws_secret_access_key=secret_key,
+            region_name=REGION,
+        )
+        client.create_bucket(Bucket=BUCKET)  # once more is no error
+
+    # --- daemons ------------------------------------------------------------------------------------------------------
+
+    def _start_daemon(self, program: str, *arguments: str) -> subprocess.Popen:
+        """Its own session: a Ctrl-C in the terminal that started it is not for it. The pid goes to a file of ours."""
+        with open(self.folder / "log" / f"{program}.out", "ab") as output:
+            process = subprocess.Popen(
+                [program, "--foreground", "--conf", str(self.configuration), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._pid_file(program).write_text(str(process.pid))
+        return process
+
+    def _stop_daemon(self, program: str, number: int) -> None:
+        pid = self._running(program)
+        if pid is None:
+            return
+        os.kill(pid, number)
+        deadline = time.monotonic() + 20
+        while self._running(program):
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def _running(self, program: str) -> int | None:
+        """Its pid, if that process still is what we started: the same program on our configuration."""
+        try:
+            pid = int(self._pid_file(program).read_text())
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # a child of this process that has ended would stay as a zombie
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return pid if Path(command[0].decode()).name == program and bytes(self.configuration) in command else None
+
+    def _pid_file(self, program: str) -> Path:
+        return self.folder / f"{program}.pid"
+
+    def _gateway_answers(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self._settings()["port"])) == 0
+
+    def _settings(self) -> dict:
+        return json.loads((self.folder / "settings.json").read_text())
+
+    def _run(self, program: str, *arguments: str) -> str:
+        return run(program, "--conf", str(self.configuration), *arguments)
+
+
+def run(program: str, *arguments: str) -> str:
+    command = [program, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise LocalS3Error(f"{program} did not end in {START_TIMEOUT_S} s") from error
+    if done.returncode:
+        raise LocalS3Error(f"{program} failed: {done.stderr.strip()[-1000:]}")
+    return done.stdout
+
+
+def install() -> None:
+    """Install what is missing. LocalS3Error where that cannot be done."""
+    if all(shutil.which(program) for program in PROGRAMS):
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise LocalS3Error(
+            f"Ceph is not installed; as root: apt-get install --no-install-recommends {' '.join(PACKAGES)}"
+        )
+    quiet = {"stdout": subprocess.DEVNULL, "env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}}
+    subprocess.run(["apt-get", "update", "-qq"], **quiet)  # an index that is stale may still do
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
+    if subprocess.run(install, **quiet).returncode:
+        raise LocalS3Error(f"apt-get cannot install {' '.join(PACKAGES)}")
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["install", "start", "stop"])
+    parser.add_argument("--folder", type=Path, default=Path(".tba/.local/s3"), help="for data, logs and sockets")
+    arguments = parser.parse_args()
+    local_s3 = LocalS3(arguments.folder)
+    try:
+        if arguments.action == "install":
+            install()
+        elif arguments.action == "stop":
+            local_s3.stop()
+        else:
+            for name, value in local_s3.start().items():
+                print(f"export {name}={value}")
+    except LocalS3Error as error:
+        local_s3.stop()
+        sys.exit(f"local S3: {error}")
+
+
+if __name__ == "__main__":
+    main()

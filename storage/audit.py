@@ -1,0 +1,55 @@
+"""Audit: the whole buffer against the quality gate's suite, with Great Expectations' Data Docs as a site in the store.
+
+audits/20261121T120000Z/index.html     begin here; each audit has a folder of its own, nothing is replaced
+"""
+
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+
+from storage.errors import StoreError
+from storage.quality import describe, expectations, facts_of
+from storage.shards import expired_through, new_shards, read_shards
+from storage.store import RunStore
+
+
+def audit(store: RunStore, vocab_size: int) -> tuple[str, list[str]]:
+    """Judge every shard that counts, all together. Returns the site's first page in the run, and what is wrong.
+
+    A shard that cannot be read is one of the faults. vocab_size: token ids are in [0, vocab_size).
+    """
+    facts, faults, expired = [], [], expired_through(store)
+    for searcher, rounds in new_shards(store, {}).items():
+        missing = sorted(set(range(expired.get(searcher, -1) + 1, rounds[-1])) - set(rounds))
+        faults += [f"searcher {searcher}: round {number} is missing" for number in missing]
+        for number in rounds:
+            try:
+                facts.append(facts_of(read_shards(store, searcher, [number]), vocab_size))
+            except StoreError as error:
+                faults.append(str(error))
+    page = f"audits/{datetime.now(UTC):%Y%m%dT%H%M%SZ}/index.html"
+    with tempfile.TemporaryDirectory(prefix="tba-audit-") as folder:
+        if facts:
+            faults += _validate(pa.concat_tables(facts), Path(folder), store.run)
+            (site,) = Path(folder).glob("gx/uncommitted/data_docs/local_site")
+            store.upload_folder(site, page.rpartition("/")[0], last="index.html")
+    return page, faults
+
+
+def _validate(facts: pa.Table, folder: Path, run: str) -> list[str]:
+    """Run the suite over all facts and build the Data Docs in the folder. Returns what is wrong."""
+    import great_expectations as gx
+
+    context = gx.get_context(mode="file", project_root_dir=folder)
+    context.variables.progress_bars = {"globally": False}
+    context.enable_analytics(False)
+    source = context.data_sources.add_pandas(run)
+    batch = source.add_dataframe_asset("buffer").add_batch_definition_whole_dataframe("whole")
+    suite = context.suites.add(gx.ExpectationSuite(name="trajectories", expectations=expectations()))
+    definition = gx.ValidationDefinition(name="buffer", data=batch, suite=suite)
+    context.validation_definitions.add(definition)
+    report = definition.run(batch_parameters={"dataframe": facts.to_pandas()}, result_format="SUMMARY")
+    context.build_data_docs()
+    return [describe(result) for result in report.results if not result.success]

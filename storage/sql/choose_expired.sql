@@ -1,0 +1,42 @@
+-- Per searcher the last round to expire: everything up to it is too old or too much, and nobody needs it any more.
+WITH
+shards AS (
+    SELECT searcher, round, count(*) AS num_trajectories, max(created_at) AS committed_at
+    FROM trajectories
+    GROUP BY searcher, round
+),
+-- how many trajectories are in younger shards
+ages AS (
+    SELECT
+        *,
+        sum(num_trajectories) OVER (ORDER BY committed_at DESC, searcher, round DESC) - num_trajectories AS num_younger
+    FROM shards
+),
+-- the newest sync of the buffer that a resume from the oldest checkpoint begins with; its rows are "recent" then
+resumed AS (
+    SELECT max(sync) AS sync FROM syncs WHERE step <= $checkpoint
+),
+-- per searcher the last round that was taken in before that
+outlived AS (
+    SELECT searcher, max(last_round) AS last_round
+    FROM syncs
+    WHERE sync < (SELECT sync FROM resumed)
+    GROUP BY searcher
+),
+-- what stays: the young ones within the count and the newest $min_size; of an unfinished run what a resume needs; a
+-- searcher's last shard, from which its next round is numbered
+kept AS (
+    SELECT searcher, min(round) AS first_round
+    FROM ages
+    LEFT JOIN outlived USING (searcher)
+    WHERE
+        NOT (coalesce(committed_at < $before, false) OR coalesce(num_younger >= $keep, false))
+        OR num_younger < $min_size
+        OR (NOT $finished AND round > coalesce(last_round, -1))
+        OR round = (SELECT max(round) FROM shards WHERE shards.searcher = ages.searcher)
+    GROUP BY searcher
+)
+SELECT searcher, first_round - 1 AS last_expired
+FROM kept
+WHERE first_round > (SELECT min(round) FROM shards WHERE shards.searcher = kept.searcher)
+ORDER BY searcher;

@@ -1,0 +1,324 @@
+"""The proof that a run's store is whole: `tba verify RUN`.
+
+    shards       every one whole and valid, under its own name, no round missing, no trajectory twice
+    ledger       every trajectory trained on is there, every step that counts recorded, syncs as the shards say
+    policies     every one still stored has the published files and weights, latest.json names one,
+                 every trajectory was sampled by a policy that was published
+    checkpoints  every one that training could resume from is whole
+
+What a killed process leaves unfinished is no fault: nothing of it is visible to a reader. A run may be verified while
+it goes on: what points to something is read before it.
+"""
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from storage import ledger, policies, quality, schema
+from storage.errors import DamagedPolicy, NotFound, StoreError, TornShard
+from storage.shards import read_shards, shard_path
+from storage.store import RunStore, transfer_all
+
+SHARDS_PER_READ = 32  # bounds memory, and spreads the fixed cost of the quality gate over as many
+ANY_VOCABULARY = 2**31  # token ids are int32
+NUM_EXAMPLES = 3  # ids that a fault quotes
+
+_SHARD = re.compile(r"trajectories/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
+_LEDGER = {
+    "batches": schema.BATCH,
+    "syncs": schema.SYNC,
+    "metrics/training": schema.TRAINING_STEP,
+    "metrics/search": schema.SEARCH_ROUND,
+    "metrics/evaluations": schema.EVALUATION,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is not as it must be."""
+
+    kind: str  # in two words, such as "missing round"
+    path: str  # inside the run
+    message: str
+
+
+@dataclass
+class Report:
+    """What was found; `num_*`: how much was looked at."""
+
+    faults: list[Fault]
+    num_shards: int
+    num_trajectories: int
+    num_policies: int
+    num_steps: int
+
+
+@dataclass
+class _Shards:
+    """What the other checks need of the shards."""
+
+    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, those that could be read
+    ids: list[pa.ChunkedArray] = field(default_factory=list)  # trajectory ids, an array a shard
+    speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
+
+
+def verify(store: RunStore, fingerprint: Callable[[Path], str]) -> Report:
+    """fingerprint: the checksum of the weights in a policy's folder; any exception of it means that they do not load.
+
+    Raises: NotFound: there is no such run. StoreUnreachable.
+    """
+    store.get("run.json")
+    faults: list[Fault] = []
+    entries = {folder: _read_entries(store, folder, columns, faults) for folder, columns in _LEDGER.items()}
+    pointer = _read_pointer(store, faults)
+    shards = _check_shards(store, _vocab_size(store, pointer), faults)
+    published = policies.published_policies(store)
+    faults += chain(
+        _duplicates(shards),
+        _unknown_trained(entries["batches"], shards),
+        _unrecorded_steps(store, entries),
+        _inconsistent_syncs(store, shards),
+        _bad_policies(store, published, fingerprint),
+        _bad_pointer(pointer, published, shards),
+        _unpublished_speakers(shards, published),
+        _bad_checkpoints(store),
+    )
+    return Report(
+        faults,
+        num_shards=len(shards.ids),
+        num_trajectories=sum(map(len, shards.ids)),
+        num_policies=len(published),
+        num_steps=len(_effective_steps(store, entries["batches"])),
+    )
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def _check_shards(store: RunStore, vocab_size: int, faults: list[Fault]) -> _Shards:
+    found, rounds_of = _Shards(), defaultdict(list)
+    for path in store.list("trajectories"):
+        if match := _SHARD.fullmatch(path):
+            rounds_of[match["searcher"]].append(int(match["round"]))
+        else:
+            faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
+    for searcher, rounds in rounds_of.items():
+        for missing in sorted(set(range(max(rounds))) - set(rounds)):
+            path = shard_path(searcher, missing)
+            faults.append(Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this"))
+        found.rounds[searcher] = rounds
+        for start in range(0, len(rounds), SHARDS_PER_READ):
+            _check_some_shards(store, searcher, rounds[start : start + SHARDS_PER_READ], vocab_size, found, faults)
+    return found
+
+
+def _check_some_shards(
+    store: RunStore, searcher: str, rounds: list[int], vocab_size: int, found: _Shards, faults: list[Fault]
+) -> None:
+    def read(number: int) -> pa.Table | Fault:
+        try:
+            return read_shards(store, searcher, [number])
+        except TornShard as error:
+            return Fault("torn shard", shard_path(searcher, number), str(error))
+
+    tables = dict(zip(rounds, transfer_all(read, rounds), strict=True))
+    faults += [fault for fault in tables.values() if isinstance(fault, Fault)]
+    tables = {number: table for number, table in tables.items() if isinstance(table, pa.Table)}
+    reasons = quality.validate_shards(list(tables.values()), vocab_size)
+    for (number, table), broken in zip(tables.items(), reasons, strict=True):
+        path = shard_path(searcher, number)
+        faults += [Fault("invalid shard", path, rule) for rule in broken]
+        origins = set(zip(table["searcher"].to_pylist(), table["round"].to_pylist(), strict=True))
+        if origins - {(searcher, number)}:
+            faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
+        found.ids.append(table["trajectory_id"])
+        speakers = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
+        found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
+
+
+def _vocab_size(store: RunStore, pointer: dict | None) -> int:
+    """Of the policy that latest.json names; every token id there is where that cannot be told."""
+    try:
+        config = json.loads(store.get(f"{pointer['path']}/config.json"))
+    except (NotFound, ValueError, TypeError, KeyError):
+        return ANY_VOCABULARY
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or ANY_VOCABULARY
+
+
+def _duplicates(shards: _Shards) -> Iterator[Fault]:
+    if not shards.ids:
+        return
+    counts = pa.chunked_array(chunk for ids in shards.ids for chunk in ids.chunks).value_counts()
+    twice = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
+    if twice:
+        yield Fault("duplicate trajectory", "trajectories", f"{_some(twice)} in the shards more than once")
+
+
+# --- ledger -----------------------------------------------------------------------------------------------------------
+
+
+def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list[Fault]) -> pa.Table:
+    """All rows of a folder of the ledger, with the path of each."""
+
+    def read(path: str) -> pa.Table | Fault:
+        try:
+            table = pq.ParquetFile(pa.BufferReader(store.get(path))).read()
+            return table.cast(columns).append_column("path", pa.array([path] * table.num_rows, pa.string()))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            return Fault("torn ledger entry", path, str(error))
+
+    found = transfer_all(read, store.list(folder))
+    faults += [fault for fault in found if isinstance(fault, Fault)]
+    empty = columns.append(pa.field("path", pa.string())).empty_table()
+    return pa.concat_tables([empty, *(table for table in found if isinstance(table, pa.Table))])
+
+
+def _unknown_trained(batches: pa.Table, shards: _Shards) -> Iterator[Fault]:
+    stored = pa.chunked_array([chunk for ids in shards.ids for chunk in ids.chunks], pa.string())
+    unknown = batches.filter(pc.invert(pc.is_in(batches["trajectory_id"], stored)))
+    ids_by_path = defaultdict(list)
+    for path, name in zip(unknown["path"].to_pylist(), unknown["trajectory_id"].to_pylist(), strict=True):
+        ids_by_path[path].append(name)
+    for path, ids in ids_by_path.items():
+        yield Fault("unknown trajectory", path, f"trained on {_some(ids)}, but no shard holds them")
+
+
+def _effective_steps(store: RunStore, rows: pa.Table) -> set[int]:
+    """The steps whose entries count: what was trained after a checkpoint that training resumed from does not."""
+    resumes = ledger.attempts(store)
+    places = set(zip(rows["attempt"].to_pylist(), rows["step"].to_pylist(), strict=True))
+    return {
+        step
+        for attempt, step in places
+        if all(step <= later["resumed_from"] for later in resumes if later["attempt"] > attempt)
+    }
+
+
+def _unrecorded_steps(store: RunStore, entries: dict[str, pa.Table]) -> Iterator[Fault]:
+    """Steps are recorded in order, and those up to a checkpoint before it."""
+    batches = _effective_steps(store, entries["batches"])
+    resumed_from = max((attempt["resumed_from"] for attempt in ledger.attempts(store)), default=0)
+    last = max(batches, default=0)
+    for step in sorted(set(range(1, max(last, resumed_from) + 1)) - batches):
+        yield Fault("missing batch", "batches", f"step {step} counts as trained, but what it drew is not recorded")
+    for step in sorted(_effective_steps(store, entries["metrics/training"]) - batches):
+        yield Fault("missing batch", "batches", f"step {step} has metrics, but what it drew is not recorded")
+
+
+def _inconsistent_syncs(store: RunStore, shards: _Shards) -> Iterator[Fault]:
+    """Each sync that counts took in the rounds after those of the sync before, all of them there."""
+    try:
+        syncs = ledger.effective_syncs(store, step=2**62)
+    except (pa.ArrowException, OSError):
+        return  # a torn entry, named already
+    following: dict[str, int] = defaultdict(int)
+    for row in sorted(syncs, key=lambda row: row["sync"]):
+        path, searcher = f"syncs/attempt={row['attempt']:08d}/sync={row['sync']:08d}.parquet", row["searcher"]
+        first, last = row["first_round"], row["last_round"]
+        if first != following[searcher]:
+            yield Fault("sync out of order", path, f"{searcher}: from round {first}, expected {following[searcher]}")
+        if missing := sorted(set(range(first, last + 1)) - set(shards.rounds.get(searcher, []))):
+            yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not there")
+        following[searcher] = last + 1
+
+
+# --- policies and checkpoints -----------------------------------------------------------------------------------------
+
+
+def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Callable) -> Iterator[Fault]:
+    for path, manifest in published.items():
+        if manifest.get("pruned"):
+            continue
+        ref = policies.PolicyRef(manifest["step"], path, manifest["fingerprint"], False, manifest["attempt"], "")
+        try:
+            with tempfile.TemporaryDirectory(prefix="tba-verify-") as cache:  # one at a time: they are large
+                found = fingerprint(policies.fetch_policy(store, ref, cache))
+        except (NotFound, DamagedPolicy) as error:
+            if not policies.published_policies(store)[path].get("pruned"):  # meanwhile, by the Trainer
+                yield Fault("damaged policy", path, str(error))
+        except StoreError:
+            raise
+        except Exception as error:  # whatever a broken file makes its reader raise
+            yield Fault("damaged policy", path, f"its weights do not load ({type(error).__name__}: {error})")
+        else:
+            if found != manifest["fingerprint"]:
+                yield Fault("changed weights", path, f"published as {manifest['fingerprint']}, they are {found} now")
+
+
+def _read_pointer(store: RunStore, faults: list[Fault]) -> dict | None:
+    try:
+        return json.loads(store.get(policies.LATEST))
+    except NotFound:
+        return None
+    except ValueError as error:
+        faults.append(Fault("broken pointer", policies.LATEST, str(error)))
+
+
+def _bad_pointer(pointer: dict | None, published: dict[str, dict], shards: _Shards) -> Iterator[Fault]:
+    if pointer is None:
+        if shards.ids:
+            yield Fault("broken pointer", policies.LATEST, "it names no policy, but policies have sampled trajectories")
+        return
+    manifest = published.get(pointer["path"])
+    if manifest is None or manifest.get("pruned"):
+        yield Fault("broken pointer", policies.LATEST, f"it names {pointer['path']}, which is not there in full")
+        return
+    for name in ("step", "fingerprint", "attempt"):
+        if pointer[name] != manifest[name]:
+            message = f"it says {name} {pointer[name]}, the policy it names {manifest[name]}"
+            yield Fault("broken pointer", policies.LATEST, message)
+
+
+def _unpublished_speakers(shards: _Shards, published: dict[str, dict]) -> Iterator[Fault]:
+    known = {(manifest["step"], manifest["fingerprint"]) for manifest in published.values()}
+    for (step, mark), path in shards.speakers.items():
+        if (step, mark) not in known:
+            message = f"sampled by weights {mark} as policy step {step}, which no Trainer published"
+            yield Fault("unpublished policy", path, message)
+
+
+def _bad_checkpoints(store: RunStore) -> Iterator[Fault]:
+    for step in ledger.list_checkpoints(store):
+        folder = ledger.checkpoint_path(step)
+        try:
+            recorded = json.loads(store.get(f"{folder}/state.json"))["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            yield Fault("damaged checkpoint", folder, f"its state.json does not say its step ({error!r})")
+            continue
+        if recorded != step:
+            yield Fault("damaged checkpoint", folder, f"its state.json is of step {recorded}")
+        weights = [path for path in store.list(folder) if path.endswith(".safetensors")]
+        if not weights:
+            yield Fault("damaged checkpoint", folder, "it has no safetensors file")
+        for path in weights:
+            if message := _broken_safetensors(store, path):
+                yield Fault("damaged checkpoint", path, message)
+
+
+def _broken_safetensors(store: RunStore, path: str) -> str | None:
+    """Why the file cannot be whole, from its header and size alone: a checkpoint is several times the weights."""
+    filesystem, base = store.arrow_filesystem()
+    with filesystem.open_input_file(f"{base}/{path}") as file:
+        header_length = int.from_bytes(file.read_at(8, 0), "little")
+        try:
+            header = json.loads(file.read_at(min(header_length, file.size()), 8))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"its header cannot be read ({error!r})"
+        expected = 8 + header_length + max(ends, default=0)
+        return None if file.size() == expected else f"it has {file.size()} bytes, its header says {expected}"
+
+
+def _some(ids: list[str]) -> str:
+    """`a, b, c and 7 more`."""
+    more = f" and {len(ids) - NUM_EXAMPLES} more" if len(ids) > NUM_EXAMPLES else ""
+    return ", ".join(map(str, ids[:NUM_EXAMPLES])) + more

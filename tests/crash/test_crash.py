@@ -1,0 +1,124 @@
+"""Claims about crashes, by the harness of `make crash-matrix` (tests/crash/matrix.py). The slow one takes minutes.
+
+- Searcher, Trainer, flow, worker and S3 gateway of a real run on radosgw are killed, each at another point of the
+  checkpoint cycle; the same command resumes, and every acknowledged trajectory is there once
+- the gateway answers 503 for 30 s: the run waits and goes on; so it does when its disk is full for 30 s
+- the harness reports a shard that was dropped on purpose, one that is there twice, and one with fewer rows
+
+python -m pytest tests/crash
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from storage.shards import commit_shard, parquet_bytes, shard_path
+from tests.crash.matrix import CrashTest, account, restart, run_matrix
+from tests.fault_proxy import FaultProxy
+from tests.storage.helpers import make_shard
+
+# Every part but the server, whose end costs a minute's restart of everything; `make crash-matrix` has all cells.
+SUBSET = [
+    ("searcher", "checkpoint uploaded"),
+    ("trainer", "policy published"),
+    ("gateway", "checkpoint saved"),
+    ("flow", "between checkpoints"),
+    ("worker", "after a checkpoint"),
+    ("503", "between checkpoints"),
+]
+OUTAGE_S = 30.0
+
+
+@pytest.mark.slow
+@pytest.mark.s3
+def test_killed_anywhere_the_run_goes_on_and_every_acknowledged_trajectory_is_there_once(
+    tmp_path, local_s3, radosgw_url, monkeypatch
+):
+    gateway, _ = local_s3
+    address = urlsplit(gateway.endpoint)
+    proxy = FaultProxy(address.hostname, address.port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+
+    def answer_503() -> None:
+        proxy.failing.set()
+        time.sleep(OUTAGE_S)
+        proxy.failing.clear()
+
+    test = CrashTest(tmp_path, radosgw_url, {"gateway": lambda: restart(gateway), "503": answer_503})
+    try:
+        assert run_matrix(test, SUBSET) == []
+    finally:
+        test.stop()
+    result = account(test.store, test.acknowledged)
+    assert result.faults == [] and result.found == result.acknowledged > 0
+
+    dropped = shard_path("s0", max(test.acknowledged))
+    test.store.delete(dropped)
+    assert f"lost: {dropped} was acknowledged" in account(test.store, test.acknowledged).faults
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system in memory, a little larger than what the run keeps."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8g", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk needs root and mount: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_30_s_loses_nothing(tmp_path, disk):
+    ballast = disk / "ballast"
+
+    def fill() -> None:
+        with open(ballast, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
+        time.sleep(OUTAGE_S)
+        ballast.unlink()
+
+    test = CrashTest(tmp_path, (disk / "store").as_uri(), {"full disk": fill})
+    try:
+        assert run_matrix(test, [("full disk", "checkpoint saved"), ("full disk", "between checkpoints")]) == []
+    finally:
+        test.stop()
+    assert "trying on" in (test.project / ".tba" / ".local" / "worker.log").read_text()
+
+
+@pytest.fixture
+def acknowledged(local_store) -> dict[int, int]:
+    """Three committed rounds of four."""
+    for number in range(3):
+        commit_shard(local_store, make_shard("s0", number))
+    return dict.fromkeys(range(3), 4)
+
+
+def test_a_whole_run_has_no_fault(local_store, acknowledged):
+    result = account(local_store, acknowledged)
+    assert (result.acknowledged, result.found, result.faults) == (12, 12, [])
+
+
+@pytest.mark.parametrize(("dropped", "fault"), [(2, "lost: "), (1, "rounds have gaps: [1]")])
+def test_a_dropped_shard_is_reported(local_store, acknowledged, dropped, fault):
+    local_store.delete(shard_path("s0", dropped))
+    result = account(local_store, acknowledged)
+    assert result.found == 8
+    assert any(fault in line for line in result.faults)
+
+
+def test_a_shard_that_is_there_twice_is_reported(local_store, acknowledged):
+    local_store.put(shard_path("s0", 3), parquet_bytes(make_shard("s0", 2)))
+    assert "s0-00000002-00000 is there 2 times" in account(local_store, acknowledged).faults
+
+
+def test_a_shard_that_lost_rows_is_reported(local_store, acknowledged):
+    local_store.put(shard_path("s0", 2), parquet_bytes(make_shard("s0", 2, num_rows=3)))
+    result = account(local_store, acknowledged)
+    assert result.found == 11
+    assert result.faults == [f"{shard_path('s0', 2)}: 3 rows, 4 were acknowledged"]

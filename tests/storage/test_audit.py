@@ -1,0 +1,62 @@
+"""The audit judges the whole buffer and leaves a site to read.
+
+- A sound buffer has no faults, and a browsable site: index.html and a page for the validation, in the store.
+- Faults that no single shard shows (an id twice, a round missing) and those of one shard are each named.
+- What has expired is not judged.
+
+pytest tests/storage/test_audit.py
+"""
+
+from datetime import timedelta
+
+import pyarrow as pa
+import pytest
+
+from storage.audit import audit
+from storage.expiry import delete_expired, expire
+from storage.shards import commit_shard, parquet_bytes, shard_path
+from tests.storage.helpers import NOON, make_shard
+
+VOCAB = 100
+
+
+@pytest.fixture
+def run(local_store):
+    for searcher, number in (("s0", 0), ("s0", 1), ("s0", 2), ("s1", 0)):
+        commit_shard(local_store, make_shard(searcher, number))
+    return local_store
+
+
+def test_a_sound_buffer_has_a_site_and_no_faults(store):
+    for number in range(2):
+        commit_shard(store, make_shard("s0", number))
+    page, faults = audit(store, VOCAB)
+    assert faults == [] and page.startswith("audits/") and page.endswith("/index.html")
+    assert b"<html" in store.get(page)
+    site = store.list(page.rpartition("/")[0])
+    validations = [path for path in site if "/validations/" in path and path.endswith(".html")]
+    assert len(validations) == 1 and b"trajectory_id" in store.get(validations[0])
+
+
+def test_each_fault_is_named(run):
+    run.put("trajectories/searcher=s1/round=00000001.parquet", b"torn")
+    copy = make_shard("s0", 0)  # under another name
+    run.put(shard_path("s1", 2), parquet_bytes(copy))
+    run.delete(shard_path("s0", 1))
+    bad = make_shard("s2", 0, reward=float("nan"))
+    run.put(shard_path("s2", 0), parquet_bytes(pa.concat_tables([bad])))
+    _, faults = audit(run, VOCAB)
+    text = "\n".join(faults)
+    assert "searcher s0: round 1 is missing" in text
+    assert "round=00000001.parquet of run run" in text and "not a whole Parquet file" in text
+    assert "trajectory_id is unique: broken by 8" in text
+    assert "reward is finite: broken by 4" in text
+    assert len(faults) == 4
+
+
+def test_what_has_expired_is_no_fault(run):
+    run.put("summary.json", b"{}")
+    expire(run, NOON + timedelta(days=1), None, min_size=1)
+    delete_expired(run, timedelta(0))
+    assert len(run.list("trajectories")) == 2
+    assert audit(run, VOCAB)[1] == []

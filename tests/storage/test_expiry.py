@@ -1,0 +1,149 @@
+"""Old trajectories leave the buffer, and nothing else does.
+
+- By age and by count, whole shards, the oldest rounds of a searcher only; its last shard and `min_size` rows stay.
+- An unfinished run keeps what a resume from its oldest checkpoint needs; one without a checkpoint keeps everything.
+- Marked shards do not count for any reader though they are still there; they are deleted after the grace, not before.
+- Killed while it deletes, the next call goes on; the searcher's next round is numbered as before.
+- A buffer rebuilt after that holds what is left, goes on with the next sync, and draws full batches.
+
+pytest tests/storage/test_expiry.py
+"""
+
+from datetime import timedelta
+
+import pytest
+
+from storage import expiry, inspect, ledger, rewards
+from storage.shards import commit_shard, expired_through, new_shards, next_round
+from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
+from tests.storage.helpers import NOON, make_shard
+
+NOW = timedelta(0)
+
+
+def finish(store) -> None:
+    store.put("summary.json", b"{}")
+
+
+@pytest.fixture
+def run(store):
+    """A finished run: s0 with five shards of four, an hour apart; s1 with one as old as s0's first."""
+    for number in range(5):
+        commit_shard(store, make_shard("s0", number, created_at=NOON + timedelta(hours=number)))
+    commit_shard(store, make_shard("s1", 0, created_at=NOON))
+    finish(store)
+    return store
+
+
+def counted(store) -> dict[str, list[int]]:
+    """What each reader counts; they agree."""
+    rows = inspect.query(store, "SELECT DISTINCT searcher, round FROM trajectories ORDER BY ALL").to_pylist()
+    shards = new_shards(store, {})
+    assert [(row["searcher"], row["round"]) for row in rows] == [(name, n) for name in shards for n in shards[name]]
+    return shards
+
+
+def test_old_shards_expire_but_a_searchers_last(run):
+    assert expiry.expire(run, NOON + timedelta(hours=2), None, min_size=1) == {"s0": 1}
+    assert counted(run) == {"s0": [2, 3, 4], "s1": [0]}
+    assert expiry.expire(run, NOON + timedelta(days=9), None, min_size=1) == {"s0": 3}
+    assert counted(run) == {"s0": [4], "s1": [0]}
+    assert expired_through(run) == {"s0": 3}
+    assert expiry.expire(run, NOON + timedelta(days=9), None, min_size=1) == {}
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(12, [2, 3, 4]), (9, [2, 3, 4]), (8, [3, 4]), (0, [4]), (99, [0, 1, 2, 3, 4])]
+)
+def test_shards_beyond_the_newest_so_many_trajectories_expire(run, keep, left):
+    expiry.expire(run, None, keep, min_size=1)
+    assert counted(run)["s0"] == left
+
+
+def test_min_size_trajectories_stay_whatever_is_asked(run):
+    expiry.expire(run, NOON + timedelta(days=9), 0, min_size=12)
+    assert counted(run)["s0"] == [2, 3, 4]
+
+
+def test_marked_shards_are_deleted_after_the_grace(run):
+    rewards.begin_version(run, "v2", "f")
+    for number in range(5):
+        rewards.record_rewards(run, "v2", make_shard("s0", number), [0.5] * 4)
+    expiry.expire(run, NOON + timedelta(hours=2), None, min_size=1)
+    assert expiry.delete_expired(run, timedelta(hours=1)) == 0
+    assert len(run.list("trajectories")) == 6
+    assert expiry.delete_expired(run, NOW) == 2
+    assert [path[-9:-8] for path in run.list("trajectories/searcher=s0")] == ["2", "3", "4"]
+    assert len(run.list("rewards/v2")) == 3 + 1
+    assert next_round(run, "s0") == 5
+
+
+def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
+    expiry.expire(run, None, 4, min_size=1)
+    real = run.delete
+
+    def fails_on_round_2(path):
+        if path.endswith("2.parquet"):
+            raise KeyboardInterrupt
+        real(path)
+
+    monkeypatch.setattr(run, "delete", fails_on_round_2)
+    with pytest.raises(KeyboardInterrupt):
+        expiry.delete_expired(run, NOW)
+    monkeypatch.undo()
+    assert counted(run)["s0"] == [4]
+    expiry.delete_expired(run, NOW)
+    assert len(run.list("trajectories")) == 2
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """An unfinished run: five syncs of one shard each, before steps 1, 3, 5, 7, 9."""
+    store = new_store(tmp_path)
+    buffer = new_buffer(store, prompts_per_batch=4, responses_per_prompt=4)
+    for number in range(5):
+        commit(store, "s0", number, distinct("ab", 4, start=4 * number))
+        buffer.sync(2 * number + 1, attempt=1)
+    return store
+
+
+def checkpoint(store, step: int, tmp_path) -> None:
+    (tmp_path / "local").mkdir(exist_ok=True)
+    (tmp_path / "local" / "state.json").write_text("{}")
+    ledger.save_checkpoint(store, step, tmp_path / "local")
+
+
+def test_an_unfinished_run_keeps_what_a_resume_needs(trained, tmp_path):
+    assert expiry.expire(trained, None, 0, min_size=1) == {}
+    for step in (6, 8):
+        checkpoint(trained, step, tmp_path)
+    # a resume from step 6 begins with sync 3, the one before step 5: its shard is round 2
+    assert expiry.expire(trained, None, 0, min_size=1) == {"s0": 1}
+    finish(trained)
+    assert expiry.expire(trained, None, 0, min_size=1) == {"s0": 3}
+
+
+def test_a_rebuilt_buffer_goes_on_with_what_is_left(trained, tmp_path):
+    checkpoint(trained, 6, tmp_path)
+    expiry.expire(trained, None, 0, min_size=1)
+    for delete in (False, True):
+        if delete:
+            expiry.delete_expired(trained, NOW)
+        buffer = new_buffer(trained, prompts_per_batch=4, responses_per_prompt=4)
+        buffer.rebuild(6)
+        assert (buffer.num_trajectories, buffer.newest_sync) == (8, 3)
+        batch = buffer.draw(7)
+        assert batch.num_rows == 16 and {name[:11] for name in batch["trajectory_id"].to_pylist()} == {"s0-00000002"}
+    ledger.start_attempt(trained, resumed_from=6, owner={})
+    assert buffer.sync(7, attempt=2).rounds == {"s0": [3, 4]}
+    assert buffer.newest_sync == 4
+
+
+def test_a_buffer_whose_recorded_rounds_have_all_expired_still_takes_in_what_follows(trained, tmp_path):
+    finish(trained)
+    expiry.expire(trained, None, 0, min_size=1)
+    buffer = new_buffer(trained)
+    buffer.rebuild(2)
+    assert (buffer.num_trajectories, buffer.newest_sync) == (0, 1)
+    ledger.start_attempt(trained, resumed_from=2, owner={})
+    assert buffer.sync(3, attempt=2).rounds == {"s0": [4]}

@@ -1,0 +1,267 @@
+"""Claims about storage/verify.py: `tba verify` finds each fault and calls no good run bad.
+
+A good run of two Searchers, a killed Trainer and its successor is made with the storage API; each test spoils one thing
+in a copy. Run: pytest tests/storage/test_verify.py
+
+- a good run has no fault, on a folder and on S3; nor has what a killed process leaves, nor a run just created
+- each single fault is found and named by kind and file, and nothing else is reported
+- what a resumed Trainer undid counts as not trained
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from storage import ledger, policies, shards
+from storage.buffer import ReplayBuffer, Sampling
+from storage.errors import NotFound
+from storage.schema import to_table
+from storage.shards import parquet_bytes, shard_path
+from storage.store import RunStore
+from storage.verify import verify
+from tests.storage.helpers import OWNER, make_search_round, make_shard, make_training_step
+
+SAMPLING = Sampling(prompts_per_batch=2, responses_per_prompt=2, capacity_per_prompt=50, min_size=4)
+LATEST = "policies/latest.json"
+
+
+def fingerprint(folder: Path) -> str:
+    weights = load_file(folder / "model.safetensors")
+    return hashlib.md5(b"".join(weights[name].tobytes() for name in sorted(weights))).hexdigest()
+
+
+def publish(store: RunStore, folder: Path, step: int, attempt: int) -> str:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    save_file({"weight": np.full(4, step + 100 * attempt, np.float32)}, folder / "model.safetensors")
+    mark = fingerprint(folder)
+    policies.publish_policy(store, folder, step, mark, attempt=attempt)
+    policies.prune_policies(store, keep=2)
+    return mark
+
+
+def make_run(store: RunStore, folder: Path) -> None:
+    """Attempt 1 trains steps 1 to 4 with a checkpoint at 2; attempt 2 resumes there and trains steps 3 to 5."""
+    store.create_run({"run": "run"})
+    folder.mkdir()
+    rounds = {"s0": 0, "s1": 0}
+    for attempt, resumed_from, last in ((1, 0, 4), (2, 2, 5)):
+        ledger.start_attempt(store, resumed_from, OWNER)
+        buffer = ReplayBuffer(store, SAMPLING, seed=0)
+        buffer.rebuild(resumed_from)
+        mark = publish(store, folder / "policy", resumed_from, attempt)
+        for step in range(resumed_from + 1, last + 1):
+            for searcher in rounds:
+                shard = make_shard(searcher, rounds[searcher], policy_step=step - 1, policy_fingerprint=mark)
+                shards.commit_shard(store, shard)
+                ledger.record_search_round(store, make_search_round(searcher, rounds[searcher]))
+                rounds[searcher] += 1
+            buffer.sync(step, attempt)
+            ledger.record_batch(store, attempt, step, buffer.draw(step))
+            ledger.record_training_step(store, make_training_step(attempt, step))
+            mark = publish(store, folder / "policy", step, attempt)
+            if step in (2, 5):
+                checkpoint(store, folder / "checkpoint", step)
+
+
+def checkpoint(store: RunStore, folder: Path, step: int) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file({"policy.weight": np.zeros(4, np.float32)}, folder / "trainer.safetensors")
+    (folder / "state.json").write_text(json.dumps({"step": step}))
+    ledger.save_checkpoint(store, step, folder)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    make_run(RunStore((folder / "store").as_uri(), "run"), folder / "work")
+    return folder / "store"
+
+
+@pytest.fixture
+def good(made, tmp_path) -> RunStore:
+    """A copy of the good run, to spoil."""
+    shutil.copytree(made, tmp_path / "copy")
+    return RunStore((tmp_path / "copy").as_uri(), "run")
+
+
+def faults(store: RunStore) -> list[tuple[str, str]]:
+    return [(fault.kind, fault.path) for fault in verify(store, fingerprint).faults]
+
+
+def test_a_good_run_has_no_fault(good):
+    report = verify(good, fingerprint)
+    assert report.faults == []
+    # 7 steps were trained, 2 of them undone; every step had a shard of 4 from both Searchers
+    assert (report.num_shards, report.num_trajectories, report.num_steps) == (14, 56, 5)
+    assert report.num_policies == 9  # of steps 0 to 4, and of 2 to 5
+    assert len([path for path in good.list("policies") if path.endswith(".safetensors")]) == 2
+
+
+@pytest.mark.s3
+def test_a_good_run_on_s3_has_no_fault(s3_store, tmp_path):
+    make_run(s3_store, tmp_path / "work")
+    assert faults(s3_store) == []
+    s3_store.put(f"{policies.latest_policy(s3_store).path}/model.safetensors", b"half")
+    s3_store.put("trainer/step=00000005/trainer.safetensors", b"half")
+    assert [kind for kind, _ in faults(s3_store)] == ["damaged policy", "damaged checkpoint"]
+
+
+def test_a_run_just_created_has_no_fault_and_one_that_is_not_there_is_an_error(local_store):
+    with pytest.raises(NotFound):
+        verify(local_store, fingerprint)
+    local_store.create_run({"run": "run"})
+    assert faults(local_store) == []
+
+
+def test_what_killed_processes_leave_is_no_fault(good):
+    good.put("policies/step=00000006-a0002/model.safetensors", b"half a policy")
+    good.put("trainer/step=00000006/trainer.safetensors", b"half a checkpoint")
+    shards.quarantine_shard(good, make_shard("s0", 7, reward=float("nan")), ["reward is finite"])
+    shards.commit_shard(good, make_shard("s1", 7, policy_step=5, policy_fingerprint=newest_fingerprint(good)))
+    good.delete("metrics/search/searcher=s0/round=00000006.parquet")  # killed between shard and ledger
+    assert faults(good) == []
+
+
+def newest_fingerprint(store: RunStore) -> str:
+    return policies.latest_policy(store).fingerprint
+
+
+def rewrite(store: RunStore, path: str, change: Callable[[list[dict]], object]) -> None:
+    """Replace a shard or ledger entry by one with `change` applied to its rows."""
+    table = pq.ParquetFile(store.local_path(path)).read()
+    rows = table.to_pylist(maps_as_pydicts="strict")
+    change(rows)
+    store.put(path, parquet_bytes(to_table(rows, table.schema)))
+
+
+def edit_json(store: RunStore, file: str, /, **values) -> None:
+    store.put(file, json.dumps(json.loads(store.get(file)) | values).encode())
+
+
+def flip_a_weight(store: RunStore, path: str) -> None:
+    data = bytearray(store.get(path))
+    data[-1] ^= 1
+    store.put(path, bytes(data))
+
+
+S0 = [shard_path("s0", number) for number in range(8)]
+NEWEST = "policies/step=00000005-a0002"
+PRUNED = "policies/step=00000001"
+BATCH = "batches/attempt=00000002/step=00000005.parquet"
+SYNC = "syncs/attempt=00000002/sync=00000005.parquet"
+CHECKPOINT = "trainer/step=00000005"
+
+
+FAULTS: dict[str, tuple[Callable[[RunStore], object], list[tuple[str, str]]]] = {
+    "truncated shard": (lambda s: s.put(S0[2], s.get(S0[2])[:-100]), [("torn shard", S0[2])]),
+    "emptied shard": (lambda s: s.put(S0[2], b""), [("torn shard", S0[2])]),
+    "flipped bytes in a shard": (
+        lambda s: s.put(S0[2], s.get(S0[2])[:200] + bytes(40) + s.get(S0[2])[240:]),
+        [("torn shard", S0[2])],
+    ),
+    "missing round": (
+        lambda s: s.delete(S0[2]),
+        [("missing round", S0[2]), ("sync without shards", "syncs/attempt=00000002/sync=00000003.parquet")],
+    ),
+    "missing last round": (
+        lambda s: s.delete(S0[6]),
+        [("sync without shards", SYNC)],
+    ),
+    "shard copied to the next round": (
+        lambda s: s.put(S0[7], s.get(S0[6])),
+        [("misplaced shard", S0[7]), ("duplicate trajectory", "trajectories")],
+    ),
+    "shard copied to another Searcher": (
+        lambda s: s.put(shard_path("s2", 0), s.get(S0[0])),
+        [("misplaced shard", shard_path("s2", 0)), ("duplicate trajectory", "trajectories")],
+    ),
+    "reward is NaN": (
+        lambda s: rewrite(s, S0[3], lambda rows: rows[1].update(reward=float("nan"))),
+        [("invalid shard", S0[3])],
+    ),
+    "token outside the vocabulary": (
+        lambda s: rewrite(s, S0[3], lambda rows: rows[0].update(response_tokens=[4, 8])),
+        [("invalid shard", S0[3])],
+    ),
+    "stray file": (
+        lambda s: s.put("trajectories/searcher=s0/notes.txt", b"?"),
+        [("stray file", "trajectories/searcher=s0/notes.txt")],
+    ),
+    "policy nobody published": (
+        lambda s: rewrite(s, S0[3], lambda rows: [row.update(policy_fingerprint="e" * 32) for row in rows]),
+        [("unpublished policy", S0[3])],
+    ),
+    "ledger row of an unknown id": (
+        lambda s: rewrite(s, BATCH, lambda rows: rows[0].update(trajectory_id="s9-00000000-00000")),
+        [("unknown trajectory", BATCH)],
+    ),
+    "lost batch": (lambda s: s.delete(BATCH), [("missing batch", "batches")]),
+    "lost batch in the middle": (
+        lambda s: s.delete("batches/attempt=00000002/step=00000004.parquet"),
+        [("missing batch", "batches"), ("missing batch", "batches")],
+    ),
+    "torn ledger entry": (
+        lambda s: s.put("metrics/training/attempt=00000002/step=00000004.parquet", b"PAR1"),
+        [("torn ledger entry", "metrics/training/attempt=00000002/step=00000004.parquet")],
+    ),
+    "lost sync": (
+        lambda s: s.delete("syncs/attempt=00000002/sync=00000004.parquet"),
+        [("sync out of order", SYNC)] * 2,
+    ),
+    "edited weights": (lambda s: flip_a_weight(s, f"{NEWEST}/model.safetensors"), [("changed weights", NEWEST)]),
+    "truncated weights": (
+        lambda s: s.put(f"{NEWEST}/model.safetensors", b"ha"),
+        [("damaged policy", NEWEST)],
+    ),
+    "weights of the right size that do not load": (
+        lambda s: s.put(f"{NEWEST}/model.safetensors", bytes(len(s.get(f"{NEWEST}/model.safetensors")))),
+        [("damaged policy", NEWEST)],
+    ),
+    "policy without its configuration": (
+        lambda s: s.delete(f"{NEWEST}/config.json"),
+        [("damaged policy", NEWEST)],
+    ),
+    "fingerprint of a pruned policy edited": (
+        lambda s: edit_json(s, f"{PRUNED}/policy.json", fingerprint="e" * 32),
+        [("unpublished policy", S0[1])],
+    ),
+    "pointer to nothing": (
+        lambda s: edit_json(s, LATEST, path="policies/step=00000009"),
+        [("broken pointer", LATEST)],
+    ),
+    "pointer to a pruned policy": (lambda s: edit_json(s, LATEST, path=PRUNED), [("broken pointer", LATEST)]),
+    "pointer of another fingerprint": (
+        lambda s: edit_json(s, LATEST, fingerprint="e" * 32),
+        [("broken pointer", LATEST)],
+    ),
+    "pointer that is no JSON": (lambda s: s.put(LATEST, b"{"), [("broken pointer", LATEST)] * 2),
+    "lost pointer": (lambda s: s.delete(LATEST), [("broken pointer", LATEST)]),
+    "truncated checkpoint": (
+        lambda s: s.put(f"{CHECKPOINT}/trainer.safetensors", s.get(f"{CHECKPOINT}/trainer.safetensors")[:-1]),
+        [("damaged checkpoint", f"{CHECKPOINT}/trainer.safetensors")],
+    ),
+    "checkpoint of another step": (
+        lambda s: edit_json(s, f"{CHECKPOINT}/state.json", step=4),
+        [("damaged checkpoint", CHECKPOINT)],
+    ),
+    "checkpoint without weights": (
+        lambda s: s.delete(f"{CHECKPOINT}/trainer.safetensors"),
+        [("damaged checkpoint", CHECKPOINT)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_named(good, name):
+    spoil, expected = FAULTS[name]
+    spoil(good)
+    assert faults(good) == expected
