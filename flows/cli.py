@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli_profile import profile
-
-from flows import cli_data
+from flows import cli_data, cli_profile
 
 if TYPE_CHECKING:
     from flows.config import RunConfig
@@ -30,8 +28,8 @@ app = typer.Typer(
     help="Asynchronous RL post-training of language models by Trajectory Balance.",
 )
 app.add_typer(cli_data.app)
+app.add_typer(cli_profile.app)
 
-app.command()(profile)
 
 HEARTBEAT = "trainer/heartbeat.json"  # the live Trainer overwrites it every few seconds
 SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back

@@ -6,6 +6,10 @@ from typing import Annotated
 import typer
 
 
+app = typer.Typer()
+
+
+@app.command()
 def profile(
     model: Annotated[str, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = (
         "smollm2-135m-instruct"
