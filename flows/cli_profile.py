@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-
 app = typer.Typer()
 
 
