@@ -13,7 +13,7 @@ EXTRA := cpu
 TORCH := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend=cpu)
 endif
 
-.PHONY: train test lint up down bench-buffer crash-matrix clean
+.PHONY: train test lint up down bench-buffer bench-trainer crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
@@ -33,6 +33,10 @@ down: $(STAMP)
 
 bench-buffer: $(STAMP)  ## How the replay buffer scales
 	$(BIN)/python -m tests.benchmarks.bench_buffer
+
+bench-trainer: $(STAMP)  ## A training step beside TRL's, which it installs
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
+	$(BIN)/python -m tests.benchmarks.bench_trainer
 
 crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle; account for what was acknowledged
 	$(BIN)/python -m tests.crash.matrix

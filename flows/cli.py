@@ -1,4 +1,4 @@
-"""The command line: `tba up`, `down`, `train`, `sql`, `verify`, `rescore`. Run in the project's folder.
+"""The command line: `tba up`, `down`, `train`, `sql`, `profile`, `verify`, `rescore`. Run in the project's folder.
 
 Exit status: 0 done, 1 failed (the reason and the log's tail are shown), 2 bad input (nothing was started), 130 Ctrl-C.
 Imports are inside the commands: `tba --help` and `tba sql` need neither Prefect nor torch.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import cli_data
+from flows import cli_data, cli_profile
 
 if TYPE_CHECKING:
     from flows.config import RunConfig
@@ -28,6 +28,8 @@ app = typer.Typer(
     help="Asynchronous RL post-training of language models by Trajectory Balance.",
 )
 app.add_typer(cli_data.app)
+app.add_typer(cli_profile.app)
+
 
 HEARTBEAT = "trainer/heartbeat.json"  # the live Trainer overwrites it every few seconds
 SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back

@@ -3,7 +3,9 @@
 flows/config.py joins these with the buffer's settings (storage.buffer.Sampling) into the one configuration of a run.
 """
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Settings(BaseModel):
@@ -35,11 +37,34 @@ class TrainSettings(Settings):
 
     steps: int = Field(80, ge=1, description="Policy steps to train for.")
     beta: float = Field(0.1, gt=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
+    beta_final: float | None = Field(None, gt=0, description="beta goes there in a line; None: it stays.")
+    beta_steps: int | None = Field(None, ge=1, description="Steps that beta takes to beta_final; None: all steps.")
+    reference_reset_interval: int | None = Field(
+        None, ge=1, description="Steps after which the policy becomes the reference (TBA'); None: never."
+    )
     temperature: float = Field(1.0, gt=0, description="T that policy and reference logits are divided by.")
     learning_rate: float = Field(2e-5, gt=0, description="AdamW's step size, after warm-up.")
     warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises from zero.")
+    learning_rate_schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field(
+        "linear", description="Of the learning rate after warm-up; the decay of the last one is a cosine."
+    )
+    decay_steps: int | None = Field(None, ge=1, description="Last steps, in which warmup-stable-decay decays.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")
-    micro_batch_tokens: int = Field(16384, ge=1, description="Tokens a forward pass holds; larger batches are split.")
+    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens a forward pass holds; larger batches are split.")
+    gradient_checkpointing: bool = Field(False, description="Less memory for a third more work.")
+    lora_rank: int | None = Field(None, ge=1, description="Train low-rank adapters of this rank; None: all weights.")
     sync_interval: int = Field(1, ge=1, description="k: steps between published policies, each followed by a sync.")
     checkpoint_interval: int = Field(20, ge=1, description="Steps between checkpoints that training resumes from.")
+
+    @model_validator(mode="after")
+    def _steps_and_their_schedule_go_together(self):
+        stable = self.learning_rate_schedule == "warmup-stable-decay"
+        if stable != (self.decay_steps is not None):
+            raise ValueError(
+                f"train.decay_steps is {self.decay_steps}, train.learning_rate_schedule {self.learning_rate_schedule}: "
+                "warmup-stable-decay needs decay_steps, the others take none"
+            )
+        if self.beta_steps is not None and self.beta_final is None:
+            raise ValueError(f"train.beta_steps is {self.beta_steps}, but train.beta_final is not set: set it, too")
+        return self

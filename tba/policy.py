@@ -16,14 +16,14 @@ vocabulary.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 # Rows of logits that exist at once: 512 x 49,152 float32 is 100 MB, and larger chunks were no faster.
@@ -57,6 +57,7 @@ class _GroupLayout:
 @dataclass(frozen=True)
 class _Layout:
     num_common: int  # C
+    num_positions: int  # of the longest prompt with its longest response
     groups: list[_GroupLayout]
 
 
@@ -69,19 +70,51 @@ class _Packed:
     target_ids: Tensor  # [M]
 
 
-def load_policy(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+# Settings of a model that change attention or logits in ways not computed here, and the values that do not.
+UNSUPPORTED = {
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+}
+
+
+def load_policy(
+    folder: str | Path, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False
+) -> PreTrainedModel:
     """The model of a Hugging Face folder or id, ready for `response_logprobs`; dropout is off.
 
-    Raises: ValueError: its architecture does not go through transformers' attention interface.
+    `gradient_checkpointing` keeps one activation a layer and computes the rest again: less memory, a third more work.
+    Raises: ValueError: its attention or its logits are of a kind that is not computed here.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    check_supported(model)
+    model.set_attn_implementation("tba_shared_prefix")
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers checkpoints only in training mode, which also turns dropout on.
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    return model
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raises: ValueError: the model's attention or logits are of a kind that is not computed here; says which."""
+    name, config = type(model).__name__, model.config.get_text_config()
     if not model._supports_attention_backend:
         raise ValueError(
-            f"model {folder}: {type(model).__name__} does not use transformers' attention interface, which a prompt "
-            "shared by its responses needs. Llama, Qwen, Mistral, Gemma, GPT-NeoX and GPT-2 do."
+            f"model {name}: it does not use transformers' attention interface, which a prompt shared by its responses "
+            "needs. Llama, Qwen2, Qwen3, Mistral, GPT-NeoX and GPT-2 do."
         )
-    model.set_attn_implementation("tba_shared_prefix")
-    return model.eval()
+    for setting, neutral in UNSUPPORTED.items():
+        if (value := getattr(config, setting, None)) not in neutral:
+            raise ValueError(f"model {name}: {setting} is {value}; scaled or capped logits are not computed here")
+    other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other:
+        raise ValueError(f"model {name}: its layers have {sorted(other)}; only softmax attention can share a prompt.")
 
 
 def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperature: float) -> list[list[Tensor]]:
@@ -97,10 +130,12 @@ def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
         hidden = model.base_model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, tba_layout=packed.layout
         ).last_hidden_state[0]  # [N, hidden]
-        rows, target_index = packed.target_rows.unique(return_inverse=True)
-        logprobs = _target_logprobs(
-            model.get_output_embeddings(), hidden[rows], target_index, packed.target_ids, temperature
-        )  # [M]
+    rows, target_index = packed.target_rows.unique(return_inverse=True)
+    head = model.get_output_embeddings()
+    compute = torch.bfloat16 if model.dtype == torch.float32 else model.dtype
+    logprobs = _TargetLogprobs.apply(
+        hidden[rows], head.weight, head.bias, target_index, packed.target_ids, temperature, compute
+    )  # [M]
     lengths = [[len(response) for response in group.responses] for group in groups]
     by_group = logprobs.split([sum(of_group) for of_group in lengths])
     return [list(flat.split(of_group)) for flat, of_group in zip(by_group, lengths, strict=True)]
@@ -138,7 +173,7 @@ def _pack(groups: Sequence[Group], device: torch.device) -> _Packed:
     return _Packed(
         input_ids=torch.tensor([input_ids], device=device),
         position_ids=torch.tensor([position_ids], device=device),
-        layout=_Layout(C, layouts),
+        layout=_Layout(C, max(position_ids) + 1, layouts),
         target_rows=torch.tensor(target_rows, device=device),
         target_ids=torch.tensor(target_ids, device=device),
     )
@@ -183,6 +218,15 @@ def _shared_prefix_attention(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention of the packed row: within a prompt, and of each response to its prompt and itself. [1, N, H, D]"""
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("attention with capped logits or sinks is not computed here: use another model")
+    window = kwargs.get("sliding_window")
+    if window and tba_layout.num_positions > window:
+        raise ValueError(
+            f"a prompt and its response have {tba_layout.num_positions + 1} tokens, and this model's sliding window is "
+            f"{window}: attention within a window is not computed here. Use shorter prompts or responses "
+            "(task.max_response_tokens), or another model."
+        )
     repeat = query.shape[1] // key.shape[1]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H or H', D]
     key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
@@ -211,31 +255,53 @@ def _shared_prefix_attention(
 AttentionInterface.register("tba_shared_prefix", _shared_prefix_attention)
 
 
-def _target_logprobs(
-    head: torch.nn.Module, hidden: Tensor, target_index: Tensor, target_ids: Tensor, temperature: float
-) -> Tensor:
-    """log softmax(head(hidden) / temperature) at the targets: [M] float32, from hidden rows [rows, hidden size].
+class _TargetLogprobs(torch.autograd.Function):
+    """log softmax((hidden @ weight.T + bias) / temperature) at the targets: [M] in float32 or wider.
 
-    The [rows, V] logits never exist whole: chunks of rows, each computed again in the backward pass.
+    The [rows, V] logits never exist whole: chunks of rows, computed again in the backward pass and turned into their
+    own gradient in place. Matrix products run in `dtype`; the weight's gradient is summed over chunks in its own.
     """
-    order = target_index.argsort(stable=True)
-    sorted_index = target_index[order]
-    starts = range(0, len(hidden), LOGIT_ROWS)
-    cuts = torch.searchsorted(sorted_index, torch.tensor([*starts, len(hidden)], device=hidden.device)).tolist()
 
-    def chunk_logprobs(rows: Tensor, index: Tensor, ids: Tensor) -> Tensor:
-        logits = head(rows)  # [chunk, V]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        return logits[index, ids] - logits.logsumexp(dim=-1)[index]
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target_index, target_ids, temperature, dtype):
+        ctx.save_for_backward(hidden, weight, bias, target_index, target_ids)
+        ctx.temperature, ctx.dtype = temperature, dtype
+        weight = weight.to(dtype)
+        logprobs = hidden.new_empty(len(target_ids), dtype=torch.promote_types(dtype, torch.float32))
+        for start, here in _chunks(len(hidden), target_index):
+            logits = _logits(hidden[start : start + LOGIT_ROWS], weight, bias, temperature)
+            logprobs[here] = logits.log_softmax(-1)[target_index[here] - start, target_ids[here]]
+        return logprobs
 
-    chunks = [
-        checkpoint(
-            chunk_logprobs,
-            hidden[start : start + LOGIT_ROWS],
-            sorted_index[low:high] - start,
-            target_ids[order[low:high]],
-            use_reentrant=False,
-        )
-        for start, low, high in zip(starts, cuts, cuts[1:], strict=False)
-    ]
-    return torch.cat(chunks)[order.argsort()]
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        hidden, weight, bias, target_index, target_ids = ctx.saved_tensors
+        cast, needs_weight = weight.to(ctx.dtype), ctx.needs_input_grad[1]
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        for start, here in _chunks(len(hidden), target_index):
+            rows, index = hidden[start : start + LOGIT_ROWS], target_index[here] - start
+            of_logits = _logits(rows, cast, bias, ctx.temperature).softmax(-1)  # [chunk, V]
+            of_row = of_logits.new_zeros(len(rows)).index_add_(0, index, gradient[here])
+            of_logits.mul_(of_row.neg().unsqueeze(1))
+            of_logits.index_put_((index, target_ids[here]), gradient[here], accumulate=True)
+            of_logits = of_logits.div_(ctx.temperature).to(ctx.dtype)
+            of_hidden[start : start + LOGIT_ROWS] = of_logits @ cast
+            if needs_weight:
+                of_weight += of_logits.T @ rows.to(ctx.dtype)
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+def _chunks(num_rows: int, target_index: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """First row of each chunk, and which targets its rows predict."""
+    for start in range(0, num_rows, LOGIT_ROWS):
+        yield start, ((target_index >= start) & (target_index < start + LOGIT_ROWS)).nonzero().squeeze(1)
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = F.linear(rows.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)

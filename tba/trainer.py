@@ -8,6 +8,7 @@
 Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones among them.
 """
 
+import copy
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,9 @@ from typing import Protocol
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from tba import adapters, schedule
 from tba.config import TrainSettings
 from tba.objective import log_partition, residual, trajectory_balance_loss
 from tba.policy import Group, load_policy, sequence_logprobs
@@ -73,10 +76,19 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
-        self._policy = load_policy(model)
+        self._policy = load_policy(model, gradient_checkpointing=settings.gradient_checkpointing)
+        if settings.lora_rank:
+            adapters.add(self._policy, settings.lora_rank)
+        self._reference: PreTrainedModel | None = None  # the stored log-probabilities' own, until it is reset
+        self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+            self._trained.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
         )
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return self._policy.config.get_text_config().vocab_size
 
     def train_step(self, draws: Sequence[Draw]) -> dict:
         """One policy step. Returns its metrics.
@@ -84,23 +96,23 @@ class Trainer:
         Raises: RuntimeError: the gradient was not finite `MAX_SKIPPED_IN_A_ROW` times running.
         """
         started = time.monotonic()
-        warmup = min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
-        learning_rate = self.settings.learning_rate * warmup * (1 - self.step / self.settings.steps)
+        step = self.step + 1
+        learning_rate, beta = schedule.learning_rate(self.settings, step), schedule.beta(self.settings, step)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = learning_rate
-        beta, totals = self.settings.beta, {}
+        totals = {}
         for micro_batch in _micro_batches(draws, self.settings.micro_batch_tokens):
-            loss, metrics = self._loss(micro_batch, beta)
             share = len(micro_batch) / len(draws)
-            (loss * share).backward()
-            for name, value in metrics.items():
+            for name, value in self._backward(micro_batch, beta, share).items():
                 totals[name] = totals.get(name, 0.0) + value * share
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self.settings.gradient_clip).item()
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self.settings.gradient_clip).item()
         skipped = not torch.isfinite(torch.tensor(norm))
         if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self.step += 1
+        self.step = step
+        if self.settings.reference_reset_interval and step % self.settings.reference_reset_interval == 0:
+            self._reset_reference()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise RuntimeError(
@@ -117,11 +129,37 @@ class Trainer:
             "num_unique": sum(len(draw.group.responses) for draw in draws),
         }
 
-    def _loss(self, draws: Sequence[Draw], beta: float) -> tuple[Tensor, dict]:
-        distinct = sequence_logprobs(self._policy, [draw.group for draw in draws], self.settings.temperature)  # B x [U]
+    def _backward(self, draws: Sequence[Draw], beta: float, share: float) -> dict:
+        """Adds the gradient of `share` times the micro-batch's loss. Returns its metrics.
+
+        One prompt whose responses exceed `micro_batch_tokens` is split. The mean over all K responses couples the
+        parts, but only through numbers: log-probabilities without gradient give d loss / d log p of each response, and
+        with those fixed the parts are independent. So the gradient is the whole group's.
+        """
+        groups = [draw.group for draw in draws]
+        parts = [part for group in groups for part in _split(group, self.settings.micro_batch_tokens)]
+        reference = self._reference_logprobs(draws, parts)
+        if len(parts) == len(groups):
+            distinct = self._logprobs(self._policy, groups)  # B x [U]
+            loss, metrics = self._loss(draws, distinct, reference, beta)
+            (loss * share).backward()
+            return metrics
+        with torch.no_grad():
+            fixed = torch.cat([self._logprobs(self._policy, [part])[0] for part in parts])  # [U]
+        fixed.requires_grad_()
+        loss, metrics = self._loss(draws, [fixed], reference, beta)
+        (loss * share).backward()
+        weights = fixed.grad.split([len(part.responses) for part in parts])
+        for part, weight in zip(parts, weights, strict=True):
+            self._logprobs(self._policy, [part])[0].backward(weight)
+        return metrics
+
+    def _loss(
+        self, draws: Sequence[Draw], distinct: list[Tensor], reference_logprob: Tensor, beta: float
+    ) -> tuple[Tensor, dict]:
         device = distinct[0].device
         policy_logprob = torch.stack([of[draw.slot] for of, draw in zip(distinct, draws, strict=True)])  # [B, K]
-        reference_logprob = torch.tensor([draw.reference_logprob for draw in draws], device=device)  # [B, K]
+        reference_logprob = reference_logprob.to(device)  # [B, K]
         reward = torch.tensor([draw.reward for draw in draws], device=device)  # [B, K]
         arguments = (policy_logprob, reference_logprob, reward, beta)
         loss = trajectory_balance_loss(*arguments)
@@ -135,21 +173,42 @@ class Trainer:
             }
         return loss, metrics
 
+    def _logprobs(self, model: PreTrainedModel, groups: Sequence[Group]) -> list[Tensor]:
+        return sequence_logprobs(model, groups, self.settings.temperature)
+
+    def _reference_logprobs(self, draws: Sequence[Draw], parts: Sequence[Group]) -> Tensor:
+        """[B, K]: as stored, or, once the reference was reset, of the policy that it was reset to."""
+        if self._reference is None:
+            return torch.tensor([draw.reference_logprob for draw in draws])
+        whole = len(parts) == len(draws)  # else one draw in several parts
+        with torch.no_grad():
+            of_parts = self._logprobs(self._reference, parts) if whole else [
+                torch.cat([self._logprobs(self._reference, [part])[0] for part in parts])
+            ]  # fmt: skip
+        return torch.stack([of[draw.slot] for of, draw in zip(of_parts, draws, strict=True)])
+
+    def _reset_reference(self) -> None:
+        """The policy as it is becomes the reference. Stored reference log-probabilities are of no use from then on."""
+        self._reference = copy.deepcopy(self._policy).requires_grad_(False)
+
     def weights(self) -> dict[str, Tensor]:
         """A copy of the policy's weights in bfloat16, as they are published; tied ones once."""
         tied = set(self._policy.all_tied_weights_keys)
         return {
             name: tensor.detach().to("cpu", torch.bfloat16, copy=True)
-            for name, tensor in self._policy.state_dict().items()
+            for name, tensor in adapters.merged(self._policy)
             if name not in tied
         }
 
     def save(self, folder: Path) -> None:
         """Everything that training goes on from: weights, optimizer state, step. safetensors and JSON only."""
-        state = {f"policy.{name}": parameter for name, parameter in self._policy.named_parameters()}
-        for name, parameter in self._policy.named_parameters():
+        state = {f"policy.{name}": parameter for name, parameter in self._trained.items()}
+        for name, parameter in self._trained.items():
             for key, tensor in self._optimizer.state[parameter].items():
                 state[f"{key}.{name}"] = tensor
+        if self._reference is not None:
+            of_reference = dict(self._reference.named_parameters())
+            state |= {f"reference.{name}": of_reference[name] for name in self._trained}
         save_file(
             {name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / "trainer.safetensors"
         )
@@ -158,14 +217,23 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Continues from what `save` wrote."""
         tensors = load_file(folder / "trainer.safetensors")
-        with torch.no_grad():
-            for name, parameter in self._policy.named_parameters():
-                parameter.copy_(tensors[f"policy.{name}"])
-                self._optimizer.state[parameter] = {
-                    key: tensors[f"{key}.{name}"].to(parameter.device if key != "step" else "cpu")
-                    for key in ("step", "exp_avg", "exp_avg_sq")
-                }
+        self._restore(tensors, "reference")  # through the policy, of which the reference is a copy
+        if any(name.startswith("reference.") for name in tensors):
+            self._reset_reference()
+        self._restore(tensors, "policy")
+        for name, parameter in self._trained.items():
+            self._optimizer.state[parameter] = {
+                key: tensors[f"{key}.{name}"].to(parameter.device if key != "step" else "cpu")
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"{key}.{name}" in tensors  # none before the first step that was not skipped
+            }
         self.step = json.loads((folder / "state.json").read_text())["step"]
+
+    def _restore(self, tensors: dict[str, Tensor], kind: str) -> None:
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                if f"{kind}.{name}" in tensors:
+                    parameter.copy_(tensors[f"{kind}.{name}"])
 
 
 def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float = 0.2) -> None:
@@ -195,7 +263,7 @@ def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: floa
 
 
 def _micro_batches(draws: Sequence[Draw], max_tokens: int) -> Iterator[list[Draw]]:
-    """Whole prompts, as many as fit: a prompt's responses stay together, no mean is taken over a part of them."""
+    """Whole prompts, as many as fit; one that does not fit alone is split later, where its gradient is taken."""
     micro_batch, tokens = [], 0
     for draw in draws:
         if micro_batch and tokens + draw.group.num_tokens > max_tokens:
@@ -204,3 +272,14 @@ def _micro_batches(draws: Sequence[Draw], max_tokens: int) -> Iterator[list[Draw
         micro_batch.append(draw)
         tokens += draw.group.num_tokens
     yield micro_batch
+
+
+def _split(group: Group, max_tokens: int) -> list[Group]:
+    """The group's prompt with as many of its responses at a time as fit, at least one."""
+    parts, responses = [], []
+    for response in group.responses:
+        if responses and Group(group.prompt, [*responses, response]).num_tokens > max_tokens:
+            parts.append(Group(group.prompt, responses))
+            responses = []
+        responses.append(response)
+    return [*parts, Group(group.prompt, responses)]

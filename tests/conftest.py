@@ -97,3 +97,20 @@ def store(request) -> RunStore:
     if request.param == "file":
         return request.getfixturevalue("local_store")
     return RunStore(request.getfixturevalue(f"{request.param}_url"), "run")
+
+
+@pytest.fixture
+def rms_norms_in_float64(monkeypatch):
+    """Those of transformers compute in float32 whatever the weights are; a gradient's 1e-8 needs the real thing."""
+    import torch
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    def forward(self, hidden):
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden.dtype)
+
+    for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)

@@ -1,6 +1,9 @@
 """The Trainer and its loop.
 
 - The step does not depend on how the batch is split into micro-batches.
+- A group larger than a micro-batch is split; its gradient is the whole group's, to 1e-10 in float64.
+- After a reset the policy is the reference, whatever the trajectories were stored with; a resumed run has it, too.
+- Adapters leave the weights alone, are published merged, and resume to the bit.
 - A trajectory drawn twice counts twice though it is computed once.
 - A Trainer that loads what another saved goes on exactly as that one would have.
 - A batch with a NaN leaves the weights alone; ten running stop the training.
@@ -15,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba.config import TrainSettings
-from tba.policy import Group
-from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Trainer, train
+from tba.policy import Group, load_policy, sequence_logprobs
+from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Trainer, _micro_batches, _split, train
 from tba.weights import fingerprint, read_weights, write_weights
 
 DRAWS = [
@@ -62,6 +65,94 @@ def test_the_step_does_not_depend_on_the_micro_batches(model_folder):
     assert in_one["gradient_norm"] == pytest.approx(in_three["gradient_norm"], rel=1e-2)
 
 
+def gradients_in_float64(model_folder, draws, **settings) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(model_folder, **settings)
+    trainer._policy.double()
+    for micro_batch in _micro_batches(draws, trainer.settings.micro_batch_tokens):
+        trainer._backward(micro_batch, beta=0.3, share=len(micro_batch) / len(draws))
+    return {name: parameter.grad for name, parameter in trainer._policy.named_parameters()}
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 4, 9])
+def test_a_split_group_has_the_whole_groups_gradient(model_folder, rms_norms_in_float64, max_tokens):
+    whole = gradients_in_float64(model_folder, DRAWS)
+    for name, gradient in gradients_in_float64(model_folder, DRAWS, micro_batch_tokens=max_tokens).items():
+        torch.testing.assert_close(
+            gradient, whole[name], rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_group_is_split_into_parts_that_fit():
+    group = Group([1, 2], [[3, 4, 5], [6], [7, 8], [9, 9, 9, 9, 9, 9]])  # 2 + 2, 0, 1, 5 tokens
+    assert [part.responses for part in _split(group, 5)] == [[[3, 4, 5], [6], [7, 8]], [[9, 9, 9, 9, 9, 9]]]
+    assert _split(group, 100) == [group]
+
+
+def test_after_a_reset_the_policy_is_the_reference(model_folder, tmp_path):
+    trainer = make_trainer(model_folder, reference_reset_interval=2)
+    for _ in range(2):
+        trainer.train_step(DRAWS)
+    before = trainer.step
+    trainer.save(tmp_path)
+    resumed = make_trainer(model_folder, reference_reset_interval=2)
+    resumed.load(tmp_path)
+    assert trainer.train_step(DRAWS)["logprob_gap_mean"] == 0.0  # policy and reference are one
+    assert before == 2 and trainer.train_step(DRAWS)["logprob_gap_mean"] != 0.0
+    for _ in range(2):
+        resumed.train_step(DRAWS)
+    assert_same_weights(resumed, trainer, rtol=0, atol=0)
+
+
+def test_a_reset_reference_is_kept_through_a_later_checkpoint(model_folder, tmp_path):
+    through, resumed = (make_trainer(model_folder, reference_reset_interval=2) for _ in range(2))
+    for _ in range(3):
+        through.train_step(DRAWS)
+    through.save(tmp_path)
+    resumed.load(tmp_path)
+    one, other = through.train_step(DRAWS), resumed.train_step(DRAWS)
+    assert one["logprob_gap_mean"] == other["logprob_gap_mean"] != 0.0
+
+
+def test_the_reset_reference_of_a_split_group_is_the_whole_groups(model_folder):
+    whole, split = (
+        make_trainer(model_folder, reference_reset_interval=2, micro_batch_tokens=tokens) for tokens in (1000, 4)
+    )
+    for trainer in (whole, split):
+        for _ in range(2):
+            trainer.train_step(DRAWS)
+    split._policy.load_state_dict(whole._policy.state_dict())
+    split._reset_reference()
+    assert whole.train_step(DRAWS)["loss"] == pytest.approx(split.train_step(DRAWS)["loss"], rel=1e-2)
+
+
+def test_adapters_are_published_merged_and_resume_to_the_bit(model_folder, tmp_path):
+    pytest.importorskip("peft")
+    trainer, resumed = (make_trainer(model_folder, lora_rank=2, warmup_steps=8) for _ in range(2))
+    loaded = dict(read_weights(model_folder))
+    assert {name: w.float() for name, w in trainer.weights().items()}.keys() == loaded.keys()
+    for name, tensor in trainer.weights().items():  # adapters begin as no change
+        torch.testing.assert_close(tensor, loaded[name].bfloat16(), rtol=0, atol=0)
+    assert all(".lora_" in name for name in trainer._trained)
+    for _ in range(3):
+        trainer.train_step(DRAWS)
+    trainer.save(tmp_path)
+    resumed.load(tmp_path)
+    for each in (trainer, resumed):
+        each.train_step(DRAWS)
+    assert_same_weights(resumed, trainer, rtol=0, atol=0)
+
+    trainer._policy.config.save_pretrained(tmp_path)
+    (tmp_path / "trainer.safetensors").unlink()
+    write_weights(trainer.weights(), tmp_path)
+    groups = [draw.group for draw in DRAWS]
+    merged, trained, before = (
+        torch.cat(sequence_logprobs(model, groups, 1.0))
+        for model in (load_policy(tmp_path), trainer._policy, load_policy(model_folder))
+    )
+    # What is published is rounded to bfloat16; what was learned is far more than that.
+    assert (merged - trained).abs().max() < 0.1 * (before - trained).abs().max()
+
+
 def test_a_trajectory_drawn_twice_counts_twice(model_folder):
     once_each = Draw(Group([5, 6], [[1, 2], [3]]), [0, 1, 0], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
     written_out = Draw(Group([5, 6], [[1, 2], [3], [1, 2]]), [0, 1, 2], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
@@ -92,6 +183,35 @@ def test_a_nan_leaves_the_weights_alone_and_ten_running_stop_the_run(model_folde
     assert_same_weights(trainer, untouched, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="not finite in 10 steps running"):
         trainer.train_step(poisoned)
+
+
+def test_a_nan_in_one_gradient_leaves_the_weights_alone(model_folder):
+    trainer, untouched = make_trainer(model_folder), make_trainer(model_folder)
+    parameter = next(iter(trainer._trained.values()))
+    poison = parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), float("nan")))
+    assert trainer.train_step(DRAWS)["skipped"]
+    assert_same_weights(trainer, untouched, rtol=0, atol=0)
+    poison.remove()
+    assert not trainer.train_step(DRAWS)["skipped"]
+
+
+def test_a_stopped_run_resumes_from_its_checkpoint(model_folder, tmp_path):
+    trainer, resumed = make_trainer(model_folder), make_trainer(model_folder)
+    trainer.train_step(DRAWS)
+    trainer.save(tmp_path)
+    poisoned = [Draw(DRAWS[0].group, DRAWS[0].slot, DRAWS[0].reference_logprob, [1.0, float("nan"), 1.0, 0.0])]
+    with pytest.raises(RuntimeError, match="not finite"):
+        for _ in range(MAX_SKIPPED_IN_A_ROW):
+            trainer.train_step([*poisoned, *DRAWS[1:]])
+    resumed.load(tmp_path)
+    assert_same_weights(resumed, trainer, rtol=0, atol=0)
+    assert resumed.step == 1 and not resumed.train_step(DRAWS)["skipped"]
+
+
+def test_a_trainer_saved_before_its_first_good_step_loads(model_folder, tmp_path):
+    trainer = make_trainer(model_folder)
+    trainer.save(tmp_path)
+    make_trainer(model_folder).load(tmp_path)
 
 
 def test_a_good_batch_between_bad_ones_starts_the_count_anew(model_folder):

@@ -1,0 +1,34 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: trained in place of the weights, published merged into them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def add(model: PreTrainedModel, rank: int) -> None:
+    """Puts adapters on every linear layer but the head, in place, and freezes all else. They begin as no change.
+
+    Raises: RuntimeError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise RuntimeError("train.lora_rank needs peft: pip install peft, or leave the setting out") from error
+    # lora_alpha = 2 x rank is the usual choice: the learning rate then need not follow the rank.
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    inject_adapter_in_model(config, model)
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of the model as if it had been trained whole: each adapter is added to its layer's weight."""
+    layers = dict(model.named_modules())
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name:
+            continue
+        layer, _, kind = name.rpartition(".base_layer.")
+        if layer and kind == "weight":
+            tensor = tensor + layers[layer].get_delta_weight("default")
+        yield (f"{layer}.{kind}" if layer else name), tensor

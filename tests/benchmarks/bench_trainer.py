@@ -1,0 +1,246 @@
+"""How fast is a training step, beside TRL's GRPOTrainer? `make bench-trainer`: a table, then one JSON object.
+
+Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
+the response, rewards 0 or 1), float32 weights under bf16 autocast, the same fused AdamW, clipping and number of steps,
+no gradient checkpointing. Each shape and side has a process of its own, where its peak resident memory is measured:
+4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left out:
+TRL gets the responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's end.
+A forward pass holds one prompt's 16 responses at most, on both sides: a long batch in one pass of TRL's exceeds 24 GB.
+A step is the fastest of those after the first: other programs on the machine can only add to it.
+
+flops_share_long: useful FLOPs of our step over what two cores' bf16 matrix products reach here, 4096 x 4096 x 4096.
+Useful: 6 x weights in matrix products x tokens, each prompt's once, plus attention's (4 x hidden size for each pair of
+tokens that attend, 3 x for the backward pass), plus the head's for the tokens that are scored. Recomputation, the
+optimizer and casts count as nothing.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+NUM_PROMPTS, NUM_RESPONSES, LEARNING_RATE, CLIP = 4, 16, 1e-5, 1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    prompt_tokens: int
+    response_tokens: int
+    steps: int
+
+
+SHAPES = {"short": Shape(40, 6, 4), "long": Shape(100, 128, 2)}
+CASES = [("ours", "short"), ("trl", "short"), ("ours", "long"), ("trl", "long")]
+
+
+def make_groups(shape: Shape, end: int, vocabulary: int) -> list[tuple[list[int], list[list[int]], list[float]]]:
+    """A prompt, its responses and their rewards, of random tokens; the same in every process."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        return random.integers(100, vocabulary, count).tolist()
+
+    def responses() -> list[list[int]]:
+        return [[*tokens(shape.response_tokens - 1), end] for _ in range(NUM_RESPONSES)]
+
+    return [
+        (tokens(shape.prompt_tokens), responses(), random.integers(0, 2, NUM_RESPONSES).astype(float).tolist())
+        for _ in range(NUM_PROMPTS)
+    ]
+
+
+def step_ours(folder: Path, shape: Shape) -> tuple[list[float], float]:
+    """Seconds of each step, and how long a publish holds the next one up."""
+    from transformers import AutoConfig
+
+    from tba.config import TrainSettings
+    from tba.policy import Group
+    from tba.trainer import Draw, Trainer
+
+    config = AutoConfig.from_pretrained(folder)
+    settings = TrainSettings(
+        steps=shape.steps, learning_rate=LEARNING_RATE, warmup_steps=0, gradient_clip=CLIP, micro_batch_tokens=2200
+    )
+    trainer = Trainer(folder, settings)
+    draws = [
+        Draw(
+            Group(prompt, responses),
+            list(range(NUM_RESPONSES)),
+            [-4.0 * shape.response_tokens] * NUM_RESPONSES,
+            rewards,
+        )
+        for prompt, responses, rewards in make_groups(shape, config.eos_token_id, config.vocab_size)
+    ]
+    seconds = [trainer.train_step(draws)["step_s"] for _ in range(shape.steps)]
+    started = time.monotonic()
+    trainer.weights()  # a copy; a thread writes it while training goes on
+    return seconds, time.monotonic() - started
+
+
+def step_trl(folder: Path, shape: Shape) -> list[float]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    config = AutoConfig.from_pretrained(folder)
+    groups = make_groups(shape, config.eos_token_id, config.vocab_size)
+    reward_of = {
+        tuple(response): reward for _, of, rewards in groups for response, reward in zip(of, rewards, strict=True)
+    }
+
+    def rollout(prompts: list[str], trainer) -> dict:
+        """TRL asks for each prompt NUM_RESPONSES times running; it names a prompt by its number."""
+        asked = [groups[int(prompt)] for prompt in prompts]
+        responses = [of[place % NUM_RESPONSES] for place, (_, of, _) in enumerate(asked)]
+        return {"prompt_ids": [prompt for prompt, _, _ in asked], "completion_ids": responses, "logprobs": None}
+
+    def reward(completion_ids: list[list[int]], **_) -> list[float]:
+        return [reward_of[tuple(response)] for response in completion_ids]
+
+    class Clock(TrainerCallback):
+        """A step of TRL's loop holds the rollout and the rewards, so the clock starts behind them."""
+
+        def __init__(self) -> None:
+            self.seconds, self.started = [], None
+
+        def on_step_end(self, *_, **__) -> None:
+            self.seconds.append(time.monotonic() - self.started)
+            self.started = None
+
+    clock = Clock()
+
+    class TimedTrainer(GRPOTrainer):
+        def compute_loss(self, *arguments, **options):
+            clock.started = clock.started or time.monotonic()
+            return super().compute_loss(*arguments, **options)
+
+    trainer = TimedTrainer(
+        model=str(folder),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_funcs=reward,
+        rollout_func=rollout,
+        train_dataset=Dataset.from_list([{"prompt": str(number)} for number in range(NUM_PROMPTS)]),
+        callbacks=[clock],
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            model_init_kwargs={"dtype": torch.float32},
+            use_cpu=True,
+            bf16=True,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=NUM_RESPONSES,
+            gradient_accumulation_steps=NUM_PROMPTS,
+            num_generations=NUM_RESPONSES,
+            max_completion_length=shape.response_tokens,
+            max_steps=shape.steps,
+            shuffle_dataset=False,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            max_grad_norm=CLIP,
+            loss_type="dr_grpo",
+            beta=0.0,
+            temperature=1.0,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+    return clock.seconds
+
+
+def run_case(side: str, shape: Shape, folder: Path) -> dict:
+    """In a process of its own: seconds of each step but the first, peak resident memory."""
+    import torch
+
+    torch.set_num_threads(2)
+    seconds, stall = step_ours(folder, shape) if side == "ours" else (step_trl(folder, shape), None)
+    assert len(seconds) == shape.steps
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"step_s": min(seconds[1:]), "peak_mb": peak_mb, "publish_stall_s": stall}
+
+
+def measured_peak_flops() -> float:
+    """bf16 FLOPs a second of a large matrix product on these cores: the best of ten."""
+    import torch
+
+    torch.set_num_threads(2)
+    size, best = 4096, float("inf")
+    one, other = (torch.randn(size, size).bfloat16() for _ in range(2))
+    for _ in range(10):
+        started = time.monotonic()
+        one @ other
+        best = min(best, time.monotonic() - started)
+    return 2 * size**3 / best
+
+
+def useful_flops(folder: Path, shape: Shape) -> float:
+    """Of one of our steps, forward and backward; what counts is said at the top."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, head_size = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
+    keys = 2 * config["num_key_value_heads"] * head_size
+    weights = hidden * (2 * hidden + keys + 3 * config["intermediate_size"])  # of a layer, in matrix products
+    P, R = shape.prompt_tokens, shape.response_tokens - 1  # a response's last token is only predicted
+    tokens = P + NUM_RESPONSES * R
+    pairs = P * (P + 1) / 2 + NUM_RESPONSES * (R * P + R * (R + 1) / 2)
+    layers = config["num_hidden_layers"] * (2 * weights * tokens + 4 * hidden * pairs)
+    head = 2 * hidden * config["vocab_size"] * (1 + NUM_RESPONSES * R)
+    return 3 * NUM_PROMPTS * (layers + head)
+
+
+def main() -> None:
+    from tba.embedded import resolve_model
+
+    folder = Path(resolve_model("smollm2-135m-instruct", Path.cwd() / ".tba" / ".local" / "models"))
+    results = {}
+    print(f"{'side':12}{'shape':8}{'step s':>10}{'tokens/s':>10}{'peak MB':>10}", flush=True)
+    for side, name in CASES:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.bench_trainer", side, name, str(folder)]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        if ran.returncode:
+            sys.exit(f"{side} {name} failed:\n{ran.stderr[-3000:]}")
+        result = results[side, name] = json.loads(ran.stdout.splitlines()[-1])
+        scored = NUM_PROMPTS * NUM_RESPONSES * SHAPES[name].response_tokens
+        speed = scored / result["step_s"]
+        print(f"{side:12}{name:8}{result['step_s']:10.2f}{speed:10.0f}{result['peak_mb']:10.0f}", flush=True)
+    ours = {name: results["ours", name] for name in SHAPES}
+    peak = measured_peak_flops()
+
+    def ratio(side: str, name: str) -> float:
+        return round(results[side, name]["step_s"] / ours[name]["step_s"], 2)
+
+    print(
+        json.dumps(
+            {
+                "ratio_vs_trl_short": ratio("trl", "short"),
+                "ratio_vs_trl_long": ratio("trl", "long"),
+                "step_s_short": round(ours["short"]["step_s"], 3),
+                "step_s_long": round(ours["long"]["step_s"], 3),
+                "publish_stall_s": round(ours["short"]["publish_stall_s"], 3),
+                "peak_mb_long": round(ours["long"]["peak_mb"]),
+                "trl_peak_mb_long": round(results["trl", "long"]["peak_mb"]),
+                "useful_tflops_long": round(useful_flops(folder, SHAPES["long"]) / 1e12, 3),
+                "peak_gflops_bf16": round(peak / 1e9),
+                "flops_share_long": round(useful_flops(folder, SHAPES["long"]) / ours["long"]["step_s"] / peak, 3),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        side, name, folder = sys.argv[1:]
+        print(json.dumps(run_case(side, SHAPES[name], Path(folder))))
+    else:
+        main()
