@@ -43,7 +43,7 @@ class Parrot:
         return "fingerprint"
 
     def sample(self, prompts, sampling):
-        assert sampling.temperature in (0.0, 0.7)
+        assert sampling.temperature in (0.0, 1.0)
         return [
             [
                 Response([prompt[0] + (1 if n == 0 else -1), 1], [-0.5, -0.1], "stop")
