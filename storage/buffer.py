@@ -223,13 +223,12 @@ class ReplayBuffer:
         taken_in, limit = self.num_taken_in, self._sampling.samples_per_insert
         if taken_in < self._sampling.min_size:
             raise NotEnoughExperience(
-                f"min_size={self._sampling.min_size}, but the {self.newest_sync} syncs so far took in {taken_in} "
-                "trajectories: sync again when Searchers have committed more, or lower min_size"
+                f"{taken_in} of the first {self._sampling.min_size} trajectories (min_size) have come in"
             )
         if limit is not None and self.samples_per_insert(step) > limit:
             raise NotEnoughExperience(
-                f"samples_per_insert={limit:g}, but with step {step} it would be {self.samples_per_insert(step):.2f} "
-                f"of {taken_in} trajectories: sync again when Searchers have committed more, or raise it"
+                f"step {step} would draw each of {taken_in} trajectories {self.samples_per_insert(step):.2f} times on "
+                f"average, and samples_per_insert is {limit:g}: it waits for more"
             )
 
     def _oldest_policy_step(self, step: int) -> int:

@@ -1,4 +1,6 @@
-"""Claims about crashes, by the harness of `make crash-matrix` (tests/crash/matrix.py). The slow one takes minutes.
+"""Claims about crashes, by the harness of `make crash-matrix` (tests/crash/matrix.py).
+
+Those marked `crash` take many minutes: `-m crash`.
 
 - Searcher, Trainer, flow, worker and S3 gateway of a real run on radosgw are killed, each at another point of the
   checkpoint cycle; the same command resumes, and every acknowledged trajectory is there once
@@ -33,7 +35,7 @@ SUBSET = [
 OUTAGE_S = 30.0
 
 
-@pytest.mark.slow
+@pytest.mark.crash
 @pytest.mark.s3
 def test_killed_anywhere_the_run_goes_on_and_every_acknowledged_trajectory_is_there_once(
     tmp_path, local_s3, radosgw_url, monkeypatch
@@ -73,7 +75,7 @@ def disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.crash
 def test_a_disk_that_is_full_for_30_s_loses_nothing(tmp_path, disk):
     ballast = disk / "ballast"
 

@@ -47,14 +47,14 @@ def outbox(store):
 
 def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experience):
     experience.sync(1)
-    assert experience.draw(1).startswith("min_size=1, but the 0 syncs so far took in 0")
+    assert experience.draw(1).startswith("0 of the first 1 trajectories (min_size)")
     commit(store, "s0", 0, distinct("ab", 4))
     experience.sync(1)
     facts = experience.draw(2).facts
     assert (facts["num_inserted"], facts["samples_per_insert"], facts["num_too_old"]) == (8, 2.0, 0)
     assert 0 <= facts["searchers_silent_s"] < 60
     assert facts.keys() <= set(TRAINING_STEP.names)
-    assert experience.draw(3).startswith("samples_per_insert=2, but")
+    assert experience.draw(3).startswith("step 3 would draw each of 8")
 
 
 def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, caplog, monkeypatch):
