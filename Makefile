@@ -18,7 +18,7 @@ endif
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
 
-test: $(STAMP)  ## All tests, real servers and engines included
+test: $(STAMP)  ## All tests, real servers and engines included (the crash matrix apart)
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)  ## Style and the usual mistakes
