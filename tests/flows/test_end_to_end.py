@@ -140,7 +140,7 @@ def test_a_run_killed_in_mid_training_resumes_and_ends_as_if_nothing_had_happene
 
     # Plain DuckDB, by a glob, sees what `tba sql` sees; rounds have no gap.
     glob = str(run_folder / "trajectories" / "*" / "*.parquet")
-    rows, ids, rounds, newest = duckdb.sql(
+    rows, ids, rounds, newest = duckdb.execute(
         f"SELECT count(*), count(DISTINCT trajectory_id), count(DISTINCT round), max(round) FROM '{glob}'"
     ).fetchone()
     assert rows == ids == len(after) * 32
