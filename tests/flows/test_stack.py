@@ -59,6 +59,13 @@ from prefect import flow
 def search(store: str, run: str) -> None:
     pass
 """
+STAND_IN_MAINTAIN = """
+from prefect import flow
+
+@flow(name="maintain")
+def maintain(store: str, run: str) -> None:
+    pass
+"""
 # The command without the input check, which needs a model.
 COMMAND = """
 import sys, types
@@ -72,6 +79,7 @@ def make_project(folder: Path) -> Path:
     (folder / "flows").mkdir(parents=True)
     (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)
     (folder / "flows" / "search.py").write_text(STAND_IN_SEARCH)
+    (folder / "flows" / "maintain.py").write_text(STAND_IN_MAINTAIN)
     shutil.copy(REPOSITORY / "prefect.yaml", folder)
     return folder
 
