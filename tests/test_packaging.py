@@ -48,7 +48,7 @@ def test_no_tracked_file_has_a_registry_address():
         "registry = 'https://" + "pkg.example.com/simple'",
         "url = https://" + "files.pythonhosted.org/packages/x.whl",
         "--index-url" + " https://mirror.example.com/",
-        "PIP_FIND_LINKS" + "=/opt/wheels",
+        "PIP_FIND_LINKS" + "=/somewhere/wheels",
     ],
 )
 def test_registry_addresses_are_recognised(line):
