@@ -58,18 +58,19 @@ def test_a_gateway_that_answers_503_is_waited_for(flaky):
 @pytest.mark.s3
 def test_patience_ends_with_an_error_and_a_refusal_waits_for_nothing(flaky):
     store, proxy = flaky
-    store._files.patience_s = 1.0
+    store._files.patience_s = 300.0
     started = time.monotonic()
     with pytest.raises(NotFound):
         store.get("nothing")
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 100, "the answer came, and was waited for all the same"
+    store._files.patience_s = 1.0
     proxy.failing.set()
     with pytest.raises(StoreUnreachable, match=r"cannot write a \(run run in s3://.*the store is away"):
         store.put("a", b"")
     started = time.monotonic()
     with pytest.raises(StoreUnreachable, match="store: cannot write to"):
         store.check_writable()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60, "a run's start waited as a running one does"
 
 
 @pytest.mark.s3
