@@ -5,7 +5,8 @@ the response, rewards 0 or 1), float32 weights under bf16 autocast, the same fus
 no gradient checkpointing. Each shape and side has a process of its own, where its peak resident memory is measured:
 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left out:
 TRL gets the responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's end.
-A forward pass holds one prompt's 16 responses at most, on both sides: a long batch in one pass of TRL's exceeds 24 GB.
+A forward pass holds one prompt's 16 responses at most, on both sides: TRL's pass over a whole long batch
+was not measured, and is estimated at more memory than 24 GB.
 A step is the fastest of those after the first: other programs on the machine can only add to it.
 
 flops_share_long: useful FLOPs of our step over what two cores' bf16 matrix products reach here, 4096 x 4096 x 4096.
