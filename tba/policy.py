@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
+from tba.precision import compute_dtype
+
 # Rows of logits that exist at once: 512 x 49,152 float32 is 100 MB, and larger chunks were no faster.
 LOGIT_ROWS = 512
 
@@ -125,14 +127,13 @@ def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
     """
     device = model.device
     packed = _pack(groups, device)
-    autocast = torch.autocast(device.type, torch.bfloat16) if model.dtype == torch.float32 else contextlib.nullcontext()
-    with autocast:
+    compute = compute_dtype(device.type) if model.dtype == torch.float32 else model.dtype
+    with torch.autocast(device.type, compute) if compute != model.dtype else contextlib.nullcontext():
         hidden = model.base_model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, tba_layout=packed.layout
         ).last_hidden_state[0]  # [N, hidden]
     rows, target_index = packed.target_rows.unique(return_inverse=True)
     head = model.get_output_embeddings()
-    compute = torch.bfloat16 if model.dtype == torch.float32 else model.dtype
     logprobs = _TargetLogprobs.apply(
         hidden[rows], head.weight, head.bias, target_index, packed.target_ids, temperature, compute
     )  # [M]
