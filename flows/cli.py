@@ -212,6 +212,10 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     finally:
         with _uninterrupted():
             stack.leave(project, say=_say)
+    if state.name == "Stopped":
+        beat = read(store, HEARTBEAT) or {}
+        _say(f"Stopped at step {beat.get('step')}, as it was told to. The same command resumes the run.")
+        return
     summary = read(store, "summary.json")
     if summary is None:
         fail(f"The flow run completed without a summary.\n{stack.log_tail(project, 'worker')}")

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from flows import control
 from flows.config import RunConfig, load_run
 from flows.machine import cpu_threads, model_folder, this_process
 from flows.processes import ALREADY_TRAINING
@@ -29,7 +31,7 @@ from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.errors import AlreadyTraining, StoreError, Superseded
 from storage.store import RunStore
 from tba.policy import Group
-from tba.trainer import Batch, Draw, Trainer, train
+from tba.trainer import Batch, Draw, Stopped, Trainer, train
 from tba.weights import fingerprint, write_weights
 
 HEARTBEAT_S = 2.0
@@ -132,6 +134,7 @@ class StoreOutbox:
         self._first_step: int | None = None
         self._beat = {"state": "starting", "step": 0}
         self._parent = parent
+        self.stop = threading.Event()  # set: training ends after the step that it is at
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat_on, daemon=True)
         self._heart.start()
@@ -142,6 +145,8 @@ class StoreOutbox:
         told = metrics or {}
         alarm = searchers_alarm(told.get("searchers_silent_s", 0.0))
         self._beat = self._beat | {"state": state, "step": step, "message": alarm} | told
+        if self.stop.is_set():
+            raise Stopped
 
     def record(self, step: int, batch: Batch, metrics: dict) -> None:
         self._later(self._write_record, step, batch.record, metrics)
@@ -204,6 +209,8 @@ class StoreOutbox:
                 os._exit(1)  # the flow was killed: nobody watches this process or would end the run
             try:
                 self._write_beat()
+                if control.take_back_stop(self._store):
+                    self.stop.set()
             except Superseded as error:
                 log.error(error)
                 os._exit(1)  # at once, whatever the other threads are in the middle of
@@ -232,7 +239,7 @@ class StoreOutbox:
 
 
 def learn(store_url: str, run: str, parent: int) -> None:
-    """Trains the run to its end, from its newest checkpoint if it has one.
+    """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one.
 
     Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
     """
@@ -244,6 +251,8 @@ def learn(store_url: str, run: str, parent: int) -> None:
     resumed_from = steps[-1] if steps else 0
     attempt = ledger.start_attempt(store, resumed_from, this_process(), previous=previous)
     outbox = StoreOutbox(store, config, attempt, folder, parent)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the flow's way to say so; Ctrl-C reaches every process
+        signal.signal(number, lambda *_: outbox.stop.set())
     import torch
 
     torch.set_num_threads(cpu_threads(config.searchers))
@@ -257,7 +266,7 @@ def learn(store_url: str, run: str, parent: int) -> None:
         buffer = ReplayBuffer(store, config.sampling, config.seed)
         buffer.rebuild(resumed_from)
         train(trainer, StoredExperience(store, buffer, attempt), outbox)
-        state = "finished"
+        state = "finished" if trainer.step >= config.train.steps else "stopped"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise
