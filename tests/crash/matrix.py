@@ -32,7 +32,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.processes import find_processes
+from flows.processes import find_processes, stop_processes
 from infra.local_s3 import LocalS3, free_ports
 from storage import ledger
 from storage.errors import NotFound, StoreError
@@ -57,7 +57,8 @@ SETTINGS = {
 SEARCHER = "s0"
 PARTS = ("searcher", "trainer", "flow", "worker", "server", "gateway")
 GATEWAY_DOWN_S = 3.0
-CELL_TIMEOUT_S = 300
+CELL_TIMEOUT_S = 600  # of a machine that others keep busy
+STOP_TIMEOUT_S = 120
 WITHOUT_VLLM = "import sys\n\nsys.modules['vllm'] = None\n"  # every Python process of the project begins with it
 ACKNOWLEDGED = re.compile(r"round (\d+): (\d+) trajectories of policy step")
 
@@ -109,10 +110,15 @@ class CrashTest:
             self.resumes += 1
 
     def stop(self) -> None:
+        """In order, where the machine lets it; nothing stays in any case."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._command and self._command.poll() is None:
+                self._command.send_signal(signal.SIGINT)
+                self._command.wait(STOP_TIMEOUT_S)
+            self.tba("down").wait(STOP_TIMEOUT_S)
+        stop_processes(find_processes("TBA_STACK", str(self.project)))
         if self._command and self._command.poll() is None:
-            self._command.send_signal(signal.SIGINT)
-            self._command.wait(120)
-        self.tba("down").wait(120)
+            self._command.kill()
         self._output.close()
 
     def processes(self, part: str) -> list[psutil.Process]:
