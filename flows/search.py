@@ -8,6 +8,7 @@ import time
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from flows import control
 from flows.config import RunConfig, load_run
 from flows.machine import code_version, cpu_threads, local_folder, model_folder
 from storage import ledger, policies, quality, shards
@@ -24,7 +25,7 @@ POLL_S = 0.5
 
 @flow(name="search")
 def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> int:
-    """Searches until the run's final policy is published. Returns the number of rounds committed.
+    """Searches until the run's final policy is published, or it is to leave. Returns the number of rounds committed.
 
     `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures the
     first and the final policy on held-out problems.
@@ -36,6 +37,9 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
     pulse = TrainerPulse(run_store)
     served = None
     while policy := next_policy(run_store, pulse):
+        if control.is_to_leave(run_store, name):
+            get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
+            break
         if policy != served:
             if not deliver(run_store, searcher, policy):
                 continue
