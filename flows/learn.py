@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -31,7 +32,7 @@ from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.errors import AlreadyTraining, StoreError, Superseded
 from storage.store import RunStore
 from tba.policy import Group
-from tba.trainer import Batch, Draw, Trainer, train
+from tba.trainer import Batch, Draw, Stopped, Trainer, train
 from tba.weights import fingerprint, write_weights
 
 HEARTBEAT_S = 2.0
@@ -134,6 +135,7 @@ class StoreOutbox:
         self._first_step: int | None = None
         self._beat = {"state": "starting", "step": 0}
         self._parent = parent
+        self.stop = threading.Event()  # set: training ends after the step that it is at
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat_on, daemon=True)
         self._heart.start()
@@ -144,6 +146,8 @@ class StoreOutbox:
         told = metrics or {}
         alarm = searchers_alarm(told.get("searchers_silent_s", 0.0))
         self._beat = self._beat | {"state": state, "step": step, "message": alarm} | told
+        if self.stop.is_set():
+            raise Stopped
 
     def record(self, step: int, batch: Batch, metrics: dict) -> None:
         self._later(self._write_record, step, batch.record, metrics)
@@ -248,7 +252,7 @@ def remove_leftovers(run: str) -> None:
 
 
 def learn(store_url: str, run: str, parent: int) -> None:
-    """Trains the run to its end, from its newest checkpoint if it has one.
+    """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one.
 
     Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
     """
@@ -261,6 +265,8 @@ def learn(store_url: str, run: str, parent: int) -> None:
     attempt = ledger.start_attempt(store, resumed_from, this_process(), previous=previous)
     remove_leftovers(run)
     outbox = StoreOutbox(store, config, attempt, folder, parent)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the flow's way to say so; Ctrl-C reaches every process
+        signal.signal(number, lambda *_: outbox.stop.set())
     import torch
 
     torch.set_num_threads(cpu_threads(config.searchers))
@@ -274,7 +280,7 @@ def learn(store_url: str, run: str, parent: int) -> None:
         buffer = ReplayBuffer(store, config.sampling, config.seed)
         buffer.rebuild(resumed_from)
         train(trainer, StoredExperience(store, buffer, attempt), outbox)
-        state = "finished"
+        state = "finished" if trainer.step >= config.train.steps else "stopped"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise

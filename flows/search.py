@@ -6,11 +6,13 @@ import os
 import time
 
 from prefect import flow, get_run_logger, task
+from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 
 from flows import control
 from flows.config import RunConfig, load_run
 from flows.machine import code_version, cpu_threads, local_folder, model_folder
+from flows.page import asset_key
 from storage import ledger, policies, quality, shards
 from storage.errors import AlreadyExists, NotFound
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
@@ -48,7 +50,7 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
                 evaluate(run_store, searcher, config.task.num_heldout, policy.step)
         if policy.final:
             break
-        search_round.with_options(task_run_name=f"round {number}")(run_store, searcher, number)
+        as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number)
         number += 1
     return number - first
 
@@ -92,7 +94,23 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     )
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef):
+    """Makes a function the task of a round, whose shard Prefect shows as an asset that comes from the policy."""
+    shard = Asset(
+        key=asset_key(store, shards.shard_path(name, number)),
+        properties=AssetProperties(name=f"{store.run}/{name}, round {number}"),
+    )
+    return materialize(
+        shard,
+        asset_deps=[asset_key(store, policy.path)],
+        task_run_name=f"round {number}",
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=2,
+        retry_delay_seconds=5,
+    )
+
+
 def search_round(store: RunStore, searcher, number: int) -> None:
     """Samples, scores, validates and commits one shard. A retry repeats the round: its shard's name is the same.
 

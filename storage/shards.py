@@ -53,6 +53,12 @@ def trajectory_id(searcher: str, round_number: int, index: int) -> str:
     return f"{searcher}-{round_number:08d}-{index:05d}"
 
 
+def round_of(trajectory_id: str) -> tuple[str, int]:
+    """Searcher and round of a trajectory: the shard that it is in."""
+    searcher, number, _ = trajectory_id.rsplit("-", 2)
+    return searcher, int(number)
+
+
 def shard_path(searcher: str, round_number: int) -> str:
     return f"{_log(searcher)}/round={round_number:08d}.parquet"
 
