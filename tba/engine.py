@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tba.precision import compute_dtype
 from tba.weights import Fingerprint, fingerprint, read_weights
 
 
@@ -89,7 +90,7 @@ class VllmEngine:
 
         self._llm = LLM(
             model=str(folder),
-            dtype="bfloat16",
+            dtype=compute_dtype(current_platform.device_type),
             seed=seed,
             max_model_len=max_tokens,
             max_num_seqs=max_sequences,
@@ -138,7 +139,8 @@ class TransformersEngine:
         torch.manual_seed(seed)
         self._max_sequences = max_sequences
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
+        dtype = compute_dtype(self._device)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model.to(self._device).eval()
 
     def load(self, folder: Path) -> str:
@@ -147,7 +149,7 @@ class TransformersEngine:
         if unexpected or set(missing) - tied:
             raise RuntimeError(f"engine: {folder} has other weights than the model: {unexpected + missing}")
         named = dict(self._model.named_parameters())
-        return fingerprint((name, named[name]) for name, _ in read_weights(folder))
+        return fingerprint((name, named[name].to(tensor.dtype)) for name, tensor in read_weights(folder))
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
         responses: list[list[Response]] = []

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba.config import TrainSettings
 from tba.policy import Group, load_policy, sequence_logprobs
-from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Trainer, _micro_batches, _split, train
+from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Trainer, _split, train
 from tba.weights import fingerprint, read_weights, write_weights
 
 DRAWS = [
@@ -68,8 +68,7 @@ def test_the_step_does_not_depend_on_the_micro_batches(model_folder):
 def gradients_in_float64(model_folder, draws, **settings) -> dict[str, torch.Tensor]:
     trainer = make_trainer(model_folder, **settings)
     trainer._policy.double()
-    for micro_batch in _micro_batches(draws, trainer.settings.micro_batch_tokens):
-        trainer._backward(micro_batch, beta=0.3, share=len(micro_batch) / len(draws))
+    trainer._gradient(draws, len(draws), beta=0.3)
     return {name: parameter.grad for name, parameter in trainer._policy.named_parameters()}
 
 
