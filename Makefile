@@ -13,6 +13,9 @@ EXTRA := cpu
 TORCH := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend=cpu)
 endif
 
+# Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: train test lint up down bench-buffer bench-trainer crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
