@@ -246,7 +246,7 @@ class Recorder:
     """Experience and Outbox that write down what the loop does; the buffer is empty for the first two draws."""
 
     def __init__(self) -> None:
-        self.calls, self.draws_refused = [], 2
+        self.calls, self.draws_refused, self.follows_a_policy = [], 2, (1, 3, 5)
 
     def sync(self, step):
         self.calls.append(("sync", step))
@@ -264,6 +264,7 @@ class Recorder:
 
     def record(self, step, batch, metrics):
         assert batch.record == f"rows of step {step}" and metrics["wait_s"] >= 0
+        assert (metrics["publish_stall_s"] > 0) == (step in self.follows_a_policy)
         self.calls.append(("record", step))
 
     def publish(self, step, weights, final):
