@@ -68,9 +68,9 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     from tba.tasks import load_task
 
     folder = model_folder(config.model)
-    task_ = load_task(config.task.name, data=config.task.data, seed=config.seed)
-    max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
+    max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     longest = max(map(len, tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]))
     engine = make_engine(
         folder,
