@@ -3,6 +3,7 @@
 Claims
 - `tba up` on a taken port takes another one; a second up starts nothing new
 - `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
+- it says that the deployments there were another checkout's, which its own replace
 - a flow that fails ends `tba train` with status 1, the reason and the worker's log
 - a server that runs another checkout's flows is not used: deploying there would redirect them
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
@@ -161,6 +162,7 @@ def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
     output, _ = command.communicate(timeout=120)
     assert command.returncode == 0, output
     assert f"Using the Prefect server at {url}" in output
+    assert "were another checkout's (first-" in output
     assert "step 3/4" in output and "0.750" in output  # progress, then the summary
     assert processes_of(project) == []
     assert prefect_server.version(url)
