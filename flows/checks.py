@@ -2,6 +2,7 @@
 
 from flows.config import RunConfig
 from flows.machine import model_folder
+from flows.trackers import check_trackers
 from flows.warm_start import check_sources
 from storage.store import RunStore
 from tba.rewards import checked_rewards
@@ -19,6 +20,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded())
     check_sources(store, config)
+    check_trackers(config.trackers)
     task = load_task(config.task.name, data=config.task.data, seed=config.seed)
     problem = task.train[0]
     checked_rewards(task, [problem], [problem.answer])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import cli_data, cli_profile
+from flows import cli_data, cli_export, cli_profile
 
 if TYPE_CHECKING:
     from flows.config import RunConfig
@@ -28,6 +28,7 @@ app = typer.Typer(
     help="Asynchronous RL post-training of language models by Trajectory Balance.",
 )
 app.add_typer(cli_data.app)
+app.add_typer(cli_export.app)
 app.add_typer(cli_profile.app)
 
 
