@@ -10,6 +10,7 @@ launcher for many devices can take its place. It reads the run's configuration f
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -20,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 
 from flows.config import RunConfig, load_run
@@ -159,7 +161,7 @@ class StoreOutbox:
         for future in self._pending:
             future.result()  # what trained the steps before it is on record first: a resumed run takes them as done
         ledger.check_not_superseded(self._store, self._attempt)
-        with tempfile.TemporaryDirectory(prefix="tba-checkpoint-") as folder:
+        with temporary_folder("checkpoint", self._store.run) as folder:
             trainer.save(Path(folder))
             ledger.save_checkpoint(self._store, step, Path(folder))
         ledger.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
@@ -196,7 +198,7 @@ class StoreOutbox:
         self._trackers.log(step, metrics, rows)
 
     def _write_policy(self, step: int, weights: dict, final: bool) -> None:
-        with tempfile.TemporaryDirectory(prefix="tba-policy-") as folder:
+        with temporary_folder("policy", self._store.run) as folder:
             for file in self._template.iterdir():
                 if file.is_file() and file.suffix != ".safetensors":
                     shutil.copy(file, folder)
@@ -239,6 +241,20 @@ class StoreOutbox:
         )
 
 
+def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
+    """One that tells whose it is, should this process be killed before it removes it."""
+    return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
+
+
+def remove_leftovers(run: str) -> None:
+    """Removes temporary folders that killed Trainers of the run left on this machine: a checkpoint is gigabytes."""
+    for folder in Path(tempfile.gettempdir()).glob("tba-*"):
+        match = re.fullmatch(rf"tba-(checkpoint|policy|resume)-{re.escape(run)}@(\d+)-\w+", folder.name)
+        if match and not psutil.pid_exists(int(match[2])):
+            log.info("removing %s, which a killed Trainer left", folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+
+
 def learn(store_url: str, run: str, parent: int) -> None:
     """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one.
 
@@ -251,6 +267,7 @@ def learn(store_url: str, run: str, parent: int) -> None:
     steps = ledger.list_checkpoints(store)
     resumed_from = steps[-1] if steps else 0
     attempt = ledger.start_attempt(store, resumed_from, this_process(), previous=previous)
+    remove_leftovers(run)
     outbox = StoreOutbox(store, config, attempt, folder, parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # the flow's way to say so; Ctrl-C reaches every process
         signal.signal(number, lambda *_: outbox.stop.set())
@@ -261,7 +278,7 @@ def learn(store_url: str, run: str, parent: int) -> None:
     try:
         trainer = Trainer(folder, config.train)
         if steps:
-            with tempfile.TemporaryDirectory(prefix="tba-resume-") as local:
+            with temporary_folder("resume", run) as local:
                 store.download_folder(ledger.checkpoint_path(resumed_from), Path(local))
                 trainer.load(Path(local))
         buffer = ReplayBuffer(store, config.sampling, config.seed)

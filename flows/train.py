@@ -19,13 +19,14 @@ from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Cancelling
 
+from flows import control
 from flows.config import RunConfig
 from flows.page import Page
 from flows.processes import ALREADY_TRAINING
 from flows.summary import summarise
 from flows.warm_start import take_over
 from storage import ledger, policies
-from storage.errors import AlreadyTraining, NotFound
+from storage.errors import AlreadyTraining, NotFound, StoreError
 from storage.store import RunStore
 
 # A Searcher that fell is replaced; one that falls this often has a fault that a new one would share.
@@ -146,15 +147,25 @@ class Searchers:
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._replacements = config, 0
-        self._runs: dict[str, FlowRun] = {}
+        self._store, self._wanted = RunStore(config.store, config.run), config.searchers
+        self._runs: dict[str, FlowRun] = {}  # the first one evaluates
+        self._leaving: list[FlowRun] = []
+        self._num_names = 0  # no name is used twice: who leaves may not be gone yet
 
     def keep_up(self) -> None:
-        """Starts those not started yet, and anew each that failed, crashed or was lost.
+        """Starts those not started yet, and anew each that failed, crashed or was lost; lets go whom nobody wants.
 
-        Raises: RuntimeError: too many fell.
+        How many are wanted may change during a run (`tba searchers`). Raises: RuntimeError: too many fell.
         """
-        for number in range(len(self._runs), self._config.searchers):
-            self._runs[f"s{number}"] = self._start(f"s{number}")
+        with contextlib.suppress(StoreError):  # a store that is away has no new wishes
+            self._wanted = control.wanted_searchers(self._store, self._config.searchers)
+        while len(self._runs) < self._wanted:
+            self._runs[f"s{self._num_names}"] = self._start(f"s{self._num_names}")
+            self._num_names += 1
+        while len(self._runs) > self._wanted:
+            name, run = self._runs.popitem()
+            control.ask_to_leave(self._store, name)
+            self._leaving.append(run)
         for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
             self._replacements += 1
             if self._replacements > MAX_REPLACEMENTS:
@@ -167,16 +178,22 @@ class Searchers:
     def stop(self) -> None:
         """Ends those that still run. Nothing is lost: what they committed is in the store."""
         with get_client(sync_client=True) as client:
-            for run in self._runs.values():
+            for run in [*self._runs.values(), *self._leaving]:
                 state = client.read_flow_run(run.id).state
                 if not state.is_final():
                     client.set_flow_run_state(run.id, Cancelling(message="the run is over"), force=True)
 
     def _start(self, name: str) -> FlowRun:
         config = self._config
+        control.welcome(self._store, name)
         return run_deployment(
             "search/searcher",
-            parameters={"store": config.store, "run": config.run, "name": name, "evaluates": name == "s0"},
+            parameters={
+                "store": config.store,
+                "run": config.run,
+                "name": name,
+                "evaluates": name == next(iter(self._runs), name),
+            },
             flow_run_name=f"{config.run}/{name}",
             tags=[f"run:{config.run}"],
             timeout=0,

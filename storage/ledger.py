@@ -75,6 +75,12 @@ def evaluated_steps(store: RunStore) -> list[int]:
     return [_number(path) for path in store.list("metrics/evaluations")]
 
 
+def accuracy(store: RunStore, policy_step: int) -> float:
+    """NotFound if that policy step was not evaluated."""
+    data = store.get(f"metrics/evaluations/step={policy_step:08d}.parquet")
+    return pq.ParquetFile(pa.BufferReader(data)).read()["accuracy"][0].as_py()
+
+
 def record_sync(store: RunStore, sync: Any) -> None:
     """sync: a storage.buffer.Sync that took something in; `rounds` of each searcher are in order and without gaps."""
     rows = [

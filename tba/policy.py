@@ -1,14 +1,15 @@
 """Log-probabilities of responses under a causal language model, without waste.
 
 A batch is groups: one prompt and its K responses. The tokens of all groups lie in one packed row, no padding. A prompt
-is computed once for its K responses, and what all prompts begin with (a system prompt, worked examples) once for all:
+is computed once for its K responses, what all prompts begin with (a system prompt, worked examples) once for all, and
+what a prompt's responses begin with alike once for them: together they are a tree.
 
-    [ common beginning | rest of prompt a | response 1 of a | response 2 of a | … | rest of prompt b | … ]
+    [ common beginning | rest of prompt a | response 1 of a | what is new in response 2 | … | rest of prompt b | … ]
 
-Positions restart behind the common beginning for each group, and behind the prompt for each response. Everything but
-attention works token by token, so only attention must know the layout: `_shared_prefix_attention` lets a prompt attend
-to itself and each response to its prompt and itself. Gradients through the shared parts are exact. A response's last
-token predicts nothing and is not computed; the prompt's last token predicts the first token of all its responses.
+A token's position is its depth in the tree. Everything but attention works token by token, so only attention must know
+the layout: `_shared_prefix_attention` lets a prompt attend to itself and each response to its prompt and its own path.
+Gradients through the shared parts are exact. A response's last token predicts nothing and is not computed; the prompt's
+last token predicts the first token of all its responses.
 
 Dimensions: N packed tokens, G groups, K responses of a group, C tokens of the common beginning, S further tokens of a
 prompt, P = C + S, R response tokens (padded, in attention only), H heads, D head size, M response tokens scored, V
@@ -41,7 +42,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the packed row holds for this group alone."""
+        """Tokens that the packed row holds for this group at most; fewer where responses begin alike."""
         return len(self.prompt) + sum(len(response) - 1 for response in self.responses)
 
 
@@ -51,8 +52,8 @@ class _GroupLayout:
 
     prompt: slice  # the S tokens of the prompt behind the common beginning
     prompt_may_attend: Tensor  # [S, C + S]
-    rows: Tensor | None  # [K', R] packed positions of responses longer than one token; None: there are none
-    is_token: Tensor | None  # [K', R] False where `rows` is padding
+    rows: Tensor | None  # [K', R] packed positions of the tokens of responses that bring new ones; None: none does
+    is_new: Tensor | None  # [K', R] False where an earlier response has the token, and where `rows` is padding
     may_attend: Tensor | None  # [R, C + S + R]
 
 
@@ -161,16 +162,20 @@ def _pack(groups: Sequence[Group], device: torch.device) -> _Packed:
         input_ids.extend(group.prompt[C:])
         position_ids.extend(range(C, P))
         last_of_prompt = len(input_ids) - 1
-        begins = []
+        place: dict[tuple[int, int], int] = {}  # packed position, by that of the token before and the token
+        paths = []
         for response in group.responses:
-            begin = len(input_ids)
-            begins.append(begin)
-            input_ids.extend(response[:-1])
-            position_ids.extend(range(P, P + len(response) - 1))
-            target_rows.extend([last_of_prompt, *range(begin, begin + len(response) - 1)])
+            path = [last_of_prompt]
+            for position, token in enumerate(response[:-1], start=P):
+                if (path[-1], token) not in place:
+                    place[path[-1], token] = len(input_ids)
+                    input_ids.append(token)
+                    position_ids.append(position)
+                path.append(place[path[-1], token])
+            target_rows.extend(path)
             target_ids.extend(response)
-        prompt = slice(start, last_of_prompt + 1)
-        layouts.append(_group_layout(C, prompt, begins, [len(response) - 1 for response in group.responses], device))
+            paths.append(path[1:])
+        layouts.append(_group_layout(C, slice(start, last_of_prompt + 1), paths, device))
     return _Packed(
         input_ids=torch.tensor([input_ids], device=device),
         position_ids=torch.tensor([position_ids], device=device),
@@ -188,19 +193,23 @@ def _num_common(prompts: list[Sequence[int]]) -> int:
     return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
 
 
-def _group_layout(C: int, prompt: slice, begins: list[int], lengths: list[int], device: torch.device) -> _GroupLayout:
+def _group_layout(C: int, prompt: slice, paths: list[list[int]], device: torch.device) -> _GroupLayout:
+    """paths: of each response, the packed positions of its tokens; new ones come in the packed row's order."""
     S = prompt.stop - prompt.start
     prompt_may_attend = _causal_behind(C, S, device)
-    longer = [(begin, length) for begin, length in zip(begins, lengths, strict=True) if length]
-    if not longer:
+    newest, bringing, is_new = prompt.stop - 1, [], []
+    for path in paths:
+        if path and path[-1] > newest:
+            bringing.append(path)
+            is_new.append([position > newest for position in path])
+            newest = path[-1]
+    if not bringing:
         return _GroupLayout(prompt, prompt_may_attend, None, None, None)
-    begin, length = torch.tensor(longer).T.unsqueeze(2).to(device)  # [K', 1] each
-    R = int(length.max())
-    offset = torch.arange(R, device=device)  # [R]
-    is_token = offset < length  # [K', R]
-    rows = torch.where(is_token, begin + offset, begin)
+    R = max(map(len, bringing))
     # Padding lies behind a response's tokens, so causal attention keeps it from them.
-    return _GroupLayout(prompt, prompt_may_attend, rows, is_token, _causal_behind(C + S, R, device))
+    rows = torch.tensor([path + path[:1] * (R - len(path)) for path in bringing], device=device)
+    new = torch.tensor([flags + [False] * (R - len(flags)) for flags in is_new], device=device)
+    return _GroupLayout(prompt, prompt_may_attend, rows, new, _causal_behind(C + S, R, device))
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
@@ -249,7 +258,7 @@ def _shared_prefix_attention(
             num_responses = len(group.rows)
             k = torch.cat([k.expand(num_responses, -1, -1, -1), key[group.rows]], dim=1)  # [K', P + R, H, D]
             v = torch.cat([v.expand(num_responses, -1, -1, -1), value[group.rows]], dim=1)
-            outputs.append(attend(query[group.rows], k, v, attn_mask=group.may_attend)[group.is_token])
+            outputs.append(attend(query[group.rows], k, v, attn_mask=group.may_attend)[group.is_new])
     return torch.cat(outputs).unsqueeze(0), None
 
 

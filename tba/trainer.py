@@ -76,7 +76,7 @@ class Outbox(Protocol):
 
 
 class Trainer:
-    """Policy, optimizer and the step: float32 master weights, bfloat16 compute, learning rate from the step."""
+    """Policy, optimizer and the step: float32 master weights, learning rate from the step."""
 
     def __init__(self, model: str | Path, settings: TrainSettings) -> None:
         self.settings = settings

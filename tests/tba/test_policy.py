@@ -89,7 +89,22 @@ ALIKE = [
 ]
 
 
-@pytest.mark.parametrize("groups", [GROUPS, ALIKE], ids=["unlike", "alike"])
+# Responses that begin alike, one of them the beginning of others, one there twice.
+TREE = [
+    Group([5, 6], [[1, 2, 3, 4], [1, 2, 5], [1, 2], [7, 2, 3], [1, 2, 3, 9, 9], [1, 2, 5], [1, 2, 3]]),
+    Group([5, 7], [[1], [1, 2], [1, 2, 3]]),
+]
+
+
+def test_what_responses_begin_with_alike_is_computed_once():
+    model, computed = model_of("llama", "tba_shared_prefix"), []
+    model.get_input_embeddings().register_forward_hook(lambda _, arguments, __: computed.append(arguments[0].numel()))
+    response_logprobs(model, TREE, TEMPERATURE)
+    # [5], common; [6], then 1 2 3 9 and 7 2, and [7], then 1 2: a response's last token is never computed.
+    assert computed == [1 + (1 + 6) + (1 + 2)]
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ALIKE, TREE], ids=["unlike", "prompts alike", "responses alike"])
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups):
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
@@ -105,8 +120,9 @@ def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_in_bfloat16_they_agree_within_its_rounding(architecture):
+def test_in_bfloat16_they_agree_within_its_rounding(architecture, monkeypatch):
     """bfloat16 keeps 8 bits, 0.4 %: the gradients' directions agree, in all and to a percent in size."""
+    monkeypatch.setattr("tba.policy.compute_dtype", lambda device: torch.bfloat16)  # on any CPU
     exact, rounded = model_of(architecture, "tba_shared_prefix"), model_of(architecture, "tba_shared_prefix").float()
 
     def flat(model) -> torch.Tensor:
