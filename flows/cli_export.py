@@ -30,4 +30,6 @@ def export(
     except (StoreError, OSError) as error:
         fail(str(error), status=2)
     kind = "It follows the run" if follows else "It is a copy of the run as it is now"
-    typer.echo(f'{kind}. In Python: duckdb.connect("{file}", read_only=True). In a browser: duckdb -ui -readonly {file}')
+    typer.echo(
+        f'{kind}. In Python: duckdb.connect("{file}", read_only=True). In a browser: duckdb -ui -readonly {file}'
+    )

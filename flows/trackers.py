@@ -7,6 +7,7 @@ A resumed Trainer takes some steps again. TensorBoard is told to forget those (p
 run of their own for each life of the Trainer, grouped by the run's name.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -23,8 +24,8 @@ from storage.store import RunStore
 # Columns of the training ledger under another name; the others keep theirs.
 NAMES = {
     "reward_mean": "reward",
-    "fresh_reward_mean": "reward/fresh",
-    "reward_recent_mean": "reward/recent",
+    "fresh_reward_mean": "rewards/fresh",
+    "reward_recent_mean": "rewards/recent",
     "gradient_norm": "grad_norm",
     "step_s": "step_time",
     "wait_s": "wait_time",
@@ -99,8 +100,10 @@ class Trackers:
         try:
             action()
         except Exception as error:  # of others' code, and often of their network: no reason to stop training
-            self._open.pop(name, None)
             log.warning("tracker %s is left out from here on: %r", name, error)
+            if tracker := self._open.pop(name, None):
+                with contextlib.suppress(Exception):
+                    tracker.finish()
 
     def _start(self, name: str):
         from accelerate import tracking

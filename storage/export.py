@@ -50,10 +50,13 @@ def _copy(connection: duckdb.DuckDBPyConnection, store: RunStore) -> None:
 
 def _view_files(connection: duckdb.DuckDBPyConnection, run: Path) -> None:
     for name, (folder, columns) in STORED.items():
-        table = "committed" if name == "trajectories" else name
-        values = {"table": table, "folder": _quoted(run / folder), "columns": ", ".join(columns.names)}
+        shown = ", ".join(columns.names)
+        values = {"table": name, "folder": _quoted(run / folder), "columns": shown}
+        if name == "trajectories":
+            values |= {"table": "files", "columns": f"{shown}, filename"}
         connection.execute(sql("view_of_files").format(typed_nulls=_typed_nulls(connection, columns), **values))
-    connection.execute(sql("view_of_unexpired").format(folder=_quoted(run / "expired")))
+    columns = ", ".join(STORED["trajectories"][1].names)
+    connection.execute(sql("view_of_committed").format(run=_quoted(run), columns=columns))
     connection.execute(sql("view_of_attempts").format(folder=_quoted(run / "trainer")))
 
 

@@ -53,7 +53,8 @@ def test_each_question_has_an_answer(run, number, title, query):
 @pytest.mark.parametrize(
     ("number", "answer"),
     [
-        (1, [{"policy_step": 0, "trajectories": 4, "reward": 0.5}, {"policy_step": 1, "trajectories": 4, "reward": 0.5}]),
+        (1, [{"policy_step": 0, "trajectories": 4, "reward": 0.5},
+             {"policy_step": 1, "trajectories": 4, "reward": 0.5}]),
         (4, [{"policy_step": 0, "trajectories": 4, "never_drawn": 0.5},
              {"policy_step": 1, "trajectories": 4, "never_drawn": 1.0}]),
         (6, [{"prompts": "always solved", "how_many": 1, "times_asked": 4.0},
@@ -76,7 +77,9 @@ def test_the_reference_of_settings_is_current():
 
 
 def test_links_lead_somewhere_and_every_page_is_linked():
-    pages = {"README.md": (REPOSITORY / "README.md").read_text()} | {f"docs/{name}": text for name, text in DOCS.items()}
+    pages = {"README.md": (REPOSITORY / "README.md").read_text()} | {
+        f"docs/{name}": text for name, text in DOCS.items()
+    }
     linked = set()
     for page, text in pages.items():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):

@@ -4,11 +4,11 @@ CREATE VIEW stored_{table} AS
 WITH
 -- the columns, though there be no file to read them from
 columns AS (
-    SELECT {typed_nulls} WHERE false
+    SELECT {typed_nulls}, NULL::VARCHAR AS filename WHERE false
 )
 SELECT {columns}
 FROM (
     FROM columns
     UNION ALL BY NAME
-    FROM read_parquet('{folder}/**/*.parquet', allow_empty = true, hive_partitioning = false)
+    FROM read_parquet('{folder}/**/*.parquet', allow_empty = true, hive_partitioning = false, filename = true)
 );

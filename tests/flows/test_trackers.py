@@ -81,7 +81,7 @@ def test_what_is_computed_from_the_batch(store):
     assert measured["reward_std"] == pytest.approx(math.sqrt(3) / 4)
     assert measured["frac_reward_zero_std"] == 0.5
     assert measured["completions/mean_length"] == 10
-    assert "reward/recent" not in measured, "a batch without a recent trajectory has none"
+    assert "rewards/recent" not in measured, "a batch without a recent trajectory has none"
 
 
 def test_mlflow_gets_the_same_in_a_run_for_each_life(store):

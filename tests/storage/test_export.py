@@ -4,21 +4,22 @@ Claims
 - every view has the rows, columns and comments that `tba sql` has, of a folder and of S3
 - a reader in another process sees what is committed after it opened the file read-only; neither waits for the other
 - a run that has stored nothing yet has empty views, and rows once it has
-- expired shards are not shown; a quote in the store's path is one
+- what has expired or was compacted counts as in `tba sql`, whatever files lie side by side
+- a quote in the store's path is one
 
 Run: pytest tests/storage/test_export.py
 """
 
-import json
+from datetime import timedelta
 
 import duckdb
 import pytest
 
-from storage import inspect, ledger
-from storage.expiry import expire
+from storage import inspect, ledger, shards
 from storage.export import export
 from storage.shards import commit_shard
 from storage.store import RunStore
+from storage.upkeep import compact, delete_superseded, expire
 from tests.storage.helpers import (
     NOON,
     OWNER,
@@ -98,14 +99,29 @@ def test_a_run_with_nothing_yet_fills(local_store, tmp_path):
         assert reader.execute("SELECT count(*) FROM attempts").fetchone() == (2,)
 
 
-def test_expired_shards_are_not_shown(local_store, tmp_path):
-    fill(local_store)
-    local_store.put("summary.json", json.dumps({}).encode())  # a run that goes on keeps what a resume needs
+def test_what_was_compacted_or_expired_counts_as_in_tba_sql(local_store, tmp_path, monkeypatch):
+    """Through all that upkeep does, while the files of before and after lie side by side."""
+    monkeypatch.setattr(shards, "ROUNDS_PER_BLOCK", 4)
+    local_store.create_run({})
+    local_store.put("summary.json", b"{}")  # a run that goes on keeps what a resume needs
+    for number in range(10):
+        commit_shard(local_store, make_shard("s0", number))
     export(local_store, tmp_path / "run.duckdb")
-    assert expire(local_store, None, 4, 1)
+    rounds = "SELECT round, count(*) FROM trajectories GROUP BY round ORDER BY round"
+    seen = []
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
-        left = reader.execute("SELECT DISTINCT round FROM trajectories").fetchall()
-    assert left == [(2,)]
+        for upkeep_of in (
+            lambda: expire(local_store, None, 32, 1),
+            lambda: compact(local_store),
+            lambda: expire(local_store, None, 12, 1),
+            lambda: delete_superseded(local_store, timedelta(0)),
+        ):
+            assert upkeep_of()
+            with inspect.connect(local_store) as ours:
+                seen.append(reader.execute(rounds).fetchall())
+                assert seen[-1] == ours.execute(rounds).fetchall()
+    assert seen[0] == seen[1] == [(number, 4) for number in range(2, 10)]
+    assert seen[2] == seen[3] == [(number, 4) for number in range(4, 10)], "no compacted file is cut"
 
 
 @pytest.mark.parametrize("folder", ["an 'apostrophe'", "with space"])
