@@ -33,7 +33,7 @@ from flows import page, train
 
 class Popen(subprocess.Popen):
     def __init__(self, command):
-        super().__init__([sys.executable, {trainer!r}, *command[-3:]])
+        super().__init__([sys.executable, {trainer!r}, *command[3:]])
 
 train.subprocess = types.SimpleNamespace(Popen=Popen, TimeoutExpired=subprocess.TimeoutExpired)
 train.POLL_S = page.UPDATE_S = 0.5
