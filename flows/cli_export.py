@@ -16,9 +16,11 @@ def export(
     file: Annotated[Path | None, typer.Argument(help="The database to write; default: RUN.duckdb here.")] = None,
     store: StoreOption = None,
 ) -> None:
-    """Write a DuckDB database of a run, for notebooks and `duckdb -ui`: tba export arithmetic
+    """Write a DuckDB database of a run, for notebooks and `duckdb -ui`, to be opened read-only.
 
     Of a local store it holds views over the run's files, and follows the run. Of an S3 store it holds a copy.
+
+    Example: tba export arithmetic
     """
     from storage.errors import StoreError
     from storage.export import export as export_run
