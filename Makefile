@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint up down bench-buffer bench-trainer crash-matrix clean
+.PHONY: train test lint docs up down bench-buffer bench-trainer crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
@@ -27,6 +27,9 @@ test: $(STAMP)  ## All tests, real servers and engines included (the crash matri
 lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(STAMP)  ## What is generated of docs/: the reference of settings
+	$(BIN)/python -m flows.reference
 
 up: $(STAMP)  ## Prefect server, work pool, deployments, worker, until `make down`
 	$(BIN)/tba up

@@ -121,24 +121,6 @@ def processes_of(project: Path) -> list[psutil.Process]:
     return find_processes(stack.STACK_VARIABLE, str(project))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A project with a stack that was started on a taken port: (project, URL, the port that was taken)."""
-    project = make_project(tmp_path_factory.mktemp("first"))
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as occupant:
-        occupant.bind(("127.0.0.1", 0))
-        taken = occupant.getsockname()[1]
-        patch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{taken}/api")
-        url = stack.up(project, keep=True)
-        patch.setenv("PREFECT_API_URL", url)
-        try:
-            yield project, url, taken
-        finally:
-            assert stack.down(project) == ["server", "worker"]
-            assert processes_of(project) == []
-            assert not (stack.local_folder(project) / "stack.json").exists()
-
-
 @pytest.fixture
 def project(tmp_path):
     project = make_project(tmp_path / "project")
@@ -147,8 +129,9 @@ def project(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_taken_port_is_left_alone_and_a_second_up_starts_nothing(server):
+def test_a_taken_port_is_left_alone_and_a_second_up_starts_nothing(server, monkeypatch):
     project, url, taken = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
     assert f":{taken}/" not in url
     before = {process.pid for process in processes_of(project)}
     assert stack.up(project, keep=True) == url
@@ -183,8 +166,9 @@ def test_a_failed_flow_is_told_with_its_reason(server):
 
 
 @pytest.mark.slow
-def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server):
+def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypatch):
     project, url, _ = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
     before = {process.pid for process in processes_of(project)}
     command = tba(project, "train", "patient", "--seed", "2", url=url)
     wait_for((project / ".tba" / "patient" / "trainer" / "heartbeat.json").exists)
