@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba import adapters, schedule
+from tba import adapters, baselines, schedule
 from tba.config import TrainSettings
 from tba.objective import log_partition, residual, trajectory_balance_loss
-from tba.policy import Group, load_policy, sequence_logprobs
+from tba.policy import Group, load_policy, response_logprobs, sequence_logprobs
 
 # One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -39,6 +39,10 @@ class Draw:
     slot: list[int]  # [K] which of the distinct responses each slot holds
     reference_logprob: list[float]  # [K] summed over tokens
     reward: list[float]  # [K]
+    behavior_logprobs: list[
+        list[float]
+    ] = ()  # of each distinct response's tokens; for tba.baselines alone, as the next
+    reference_logprobs: list[list[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -119,15 +123,20 @@ class Trainer:
                 f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps running, to step {self.step}: "
                 "the policy is as it was before them. Lower train.learning_rate or raise train.beta, and resume."
             )
-        return totals | {
-            "gradient_norm": norm,
-            "learning_rate": learning_rate,
-            "beta": beta,
-            "skipped": skipped,
-            "step_s": time.monotonic() - started,
-            "num_response_tokens": sum(len(r) for draw in draws for r in draw.group.responses),
-            "num_unique": sum(len(draw.group.responses) for draw in draws),
-        }
+        only_balance = {"log_z_mean": None, "residual_abs_mean": None}
+        return (
+            only_balance
+            | totals
+            | {
+                "gradient_norm": norm,
+                "learning_rate": learning_rate,
+                "beta": beta,
+                "skipped": skipped,
+                "step_s": time.monotonic() - started,
+                "num_response_tokens": sum(len(r) for draw in draws for r in draw.group.responses),
+                "num_unique": sum(len(draw.group.responses) for draw in draws),
+            }
+        )
 
     def _backward(self, draws: Sequence[Draw], beta: float, share: float) -> dict:
         """Adds the gradient of `share` times the micro-batch's loss. Returns its metrics.
@@ -145,11 +154,12 @@ class Trainer:
             (loss * share).backward()
             return metrics
         with torch.no_grad():
-            fixed = torch.cat([self._logprobs(self._policy, [part])[0] for part in parts])  # [U]
+            of_parts = [self._logprobs(self._policy, [part])[0] for part in parts]
+        fixed = torch.cat(of_parts)  # [U]
         fixed.requires_grad_()
         loss, metrics = self._loss(draws, [fixed], reference, beta)
         (loss * share).backward()
-        weights = fixed.grad.split([len(part.responses) for part in parts])
+        weights = fixed.grad.split([len(of_part) for of_part in of_parts])
         for part, weight in zip(parts, weights, strict=True):
             self._logprobs(self._policy, [part])[0].backward(weight)
         return metrics
@@ -157,6 +167,8 @@ class Trainer:
     def _loss(
         self, draws: Sequence[Draw], distinct: list[Tensor], reference_logprob: Tensor, beta: float
     ) -> tuple[Tensor, dict]:
+        if self.settings.objective in baselines.LOSSES:
+            return self._baseline_loss(draws, distinct, beta)
         device = distinct[0].device
         policy_logprob = torch.stack([of[draw.slot] for of, draw in zip(distinct, draws, strict=True)])  # [B, K]
         reference_logprob = reference_logprob.to(device)  # [B, K]
@@ -173,7 +185,17 @@ class Trainer:
             }
         return loss, metrics
 
+    def _baseline_loss(self, draws: Sequence[Draw], distinct: list[Tensor], beta: float) -> tuple[Tensor, dict]:
+        terms = baselines.terms_of(draws, distinct)
+        loss = baselines.LOSSES[self.settings.objective](terms, beta)
+        gap = (terms.policy.detach() - terms.reference).sum(-1).mean().item()
+        return loss, {"loss": loss.item(), "reward_mean": terms.reward.mean().item(), "logprob_gap_mean": gap}
+
     def _logprobs(self, model: PreTrainedModel, groups: Sequence[Group]) -> list[Tensor]:
+        """Of each group: its responses' [U]; for a baseline those of all their tokens, one after the other."""
+        if self.settings.objective in baselines.LOSSES:
+            of_tokens = response_logprobs(model, groups, self.settings.temperature)
+            return [torch.cat(of_group) for of_group in of_tokens]
         return sequence_logprobs(model, groups, self.settings.temperature)
 
     def _reference_logprobs(self, draws: Sequence[Draw], parts: Sequence[Group]) -> Tensor:

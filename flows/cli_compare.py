@@ -1,0 +1,38 @@
+"""tba compare: objectives beside each other, everything else equal."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def compare(
+    theme: Annotated[str, typer.Argument(help="What to compare: staleness.")] = "staleness",
+    out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
+    store: Annotated[
+        str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="adder (a small policy made here), or a model as tba train takes it.")
+    ] = "adder",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Policy steps of a run.")] = 80,
+    num_heldout: Annotated[int, typer.Option(min=1, help="Held-out problems of an evaluation.")] = 512,
+) -> None:
+    """Run named configurations by seeds in this process; write one table and one plot with confidence intervals.
+
+    staleness: Trajectory Balance, Dr. GRPO and proximal RLOO at an enforced policy lag of 1, 4 and 16. Interrupted, the
+    same command goes on.
+    """
+    from flows import comparisons
+
+    if theme != "staleness":
+        typer.echo(f"compare: got {theme!r}; known is staleness", err=True)
+        raise typer.Exit(2)
+    root = store or (Path.cwd() / ".tba" / "compare").as_uri()
+    root = root if "://" in root else Path(root).absolute().as_uri()
+    table = comparisons.staleness(root, out, model, seeds, steps, num_heldout, lambda text: typer.echo(text))
+    typer.echo(f"Written: {table}")
