@@ -10,6 +10,11 @@ import psutil
 from tba.embedded import MODELS_FOLDER, resolve_model
 
 
+def default_store() -> str:
+    """`.tba/` in the working folder, which git ignores; TBA_STORE names another."""
+    return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
+
+
 def local_folder() -> Path:
     """What is of this machine and of no run: Prefect's database, logs, converted models. Git ignores it."""
     return Path.cwd() / ".tba" / ".local"

@@ -29,8 +29,7 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     num_scored, said_at = 0, time.monotonic()
     rewards.begin_version(store, version, f"{task.name} {task.version}" if reward == TASK else reward)
     for searcher, rounds in rewards.unscored_shards(store, version).items():
-        for number in rounds:
-            shard = shards.read_shards(store, searcher, [number])
+        for number, shard in zip(rounds, shards.each_shard(store, searcher, rounds), strict=True):
             asked = zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True)
             of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
             if reward == TASK and (unknown := [problem for problem in of_rows if problem.answer is None]):

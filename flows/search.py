@@ -7,10 +7,13 @@ import os
 import time
 
 from prefect import flow, get_run_logger, task
+from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 
+from flows import control
 from flows.config import RunConfig, load_run
 from flows.machine import code_version, cpu_threads, local_folder, model_folder
+from flows.page import asset_key
 from storage import ledger, policies, quality, shards
 from storage.errors import AlreadyExists, NotFound
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
@@ -25,7 +28,7 @@ POLL_S = 0.5
 
 @flow(name="search")
 def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> int:
-    """Searches until the run's final policy is published. Returns the number of rounds committed.
+    """Searches until the run's final policy is published, or it is to leave. Returns the number of rounds committed.
 
     `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures the
     first and the final policy on held-out problems.
@@ -35,18 +38,21 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
     first = number = shards.next_round(run_store, name)
     searcher = start_searcher(config, name, first)
     pulse = TrainerPulse(run_store)
-    served, due = None, 0
+    served, due = None, next_evaluation(config, 0)
     while policy := next_policy(run_store, pulse, after=served if config.synchronous else None):
+        if control.is_to_leave(run_store, name):
+            get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
+            break
         if policy != served:
             if not deliver(run_store, searcher, policy):
                 continue
             served = policy
-            if evaluates and (policy.final or policy.step >= due):
+            if evaluates and (policy.step == 0 or policy.final or policy.step >= due):
                 due = next_evaluation(config, policy.step)
                 evaluate(run_store, searcher, config.task.num_heldout, policy.step)
         if policy.final:
             break
-        search_round.with_options(task_run_name=f"round {number}")(run_store, searcher, number)
+        as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number)
         number += 1
     return number - first
 
@@ -90,7 +96,23 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     )
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef):
+    """Makes a function the task of a round, whose shard Prefect shows as an asset that comes from the policy."""
+    shard = Asset(
+        key=asset_key(store, shards.shard_path(name, number)),
+        properties=AssetProperties(name=f"{store.run}/{name}, round {number}"),
+    )
+    return materialize(
+        shard,
+        asset_deps=[asset_key(store, policy.path)],
+        task_run_name=f"round {number}",
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=2,
+        retry_delay_seconds=5,
+    )
+
+
 def search_round(store: RunStore, searcher, number: int) -> None:
     """Samples, scores, validates and commits one shard. A retry repeats the round: its shard's name is the same.
 
