@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import cli_data, cli_doctor, cli_profile, cli_runs, cli_sql, cli_steer
+from flows import cli_compare, cli_data, cli_doctor, cli_evaluate, cli_profile, cli_runs, cli_sql, cli_steer
 from flows.cli_common import complete_run, fail, store_url
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous RL post-training of language models by Trajectory Balance.",
 )
-for part in (cli_runs, cli_steer, cli_sql, cli_data, cli_profile, cli_doctor):
+for part in (cli_runs, cli_steer, cli_sql, cli_data, cli_evaluate, cli_compare, cli_profile, cli_doctor):
     app.add_typer(part.app)
 
 

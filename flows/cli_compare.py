@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from flows.cli_common import fail, store_url
+
 app = typer.Typer()
 
 
@@ -26,13 +28,13 @@ def compare(
 
     staleness: Trajectory Balance, Dr. GRPO and proximal RLOO at an enforced policy lag of 1, 4 and 16. Interrupted, the
     same command goes on.
+
+    Example: tba compare staleness --seeds 3
     """
     from flows import comparisons
 
     if theme != "staleness":
-        typer.echo(f"compare: got {theme!r}; known is staleness", err=True)
-        raise typer.Exit(2)
-    root = store or (Path.cwd() / ".tba" / "compare").as_uri()
-    root = root if "://" in root else Path(root).absolute().as_uri()
-    table = comparisons.staleness(root, out, model, seeds, steps, num_heldout, lambda text: typer.echo(text))
+        fail(f"compare: got {theme!r}; known is staleness", status=2)
+    root = store_url(store or ".tba/compare")
+    table = comparisons.staleness(root, out, model, seeds, steps, num_heldout, typer.echo)
     typer.echo(f"Written: {table}")

@@ -128,6 +128,14 @@ class TrainSettings(Settings):
     reference_reset_interval: int | None = Field(
         None, ge=1, description="Steps after which the policy becomes the reference (TBA'); None: never."
     )
+    reward_tempering: float = Field(
+        1.0, ge=1, description="What the log of the target is divided by at first; it falls to 1 in a line."
+    )
+    reward_tempering_steps: int | None = Field(None, ge=1, description="Steps that this takes; None: all steps.")
+    fluency_temperature: float = Field(
+        1.0, gt=0, description="What the target's log p_ref is divided by at last; from 1 in a line. Red-teaming."
+    )
+    fluency_steps: int | None = Field(None, ge=1, description="Steps that this takes; None: all steps.")
     temperature: float = Field(1.0, gt=0, description="T that policy and reference logits are divided by.")
     learning_rate: float = Field(2e-5, gt=0, description="AdamW's step size, after warm-up.")
     warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises from zero.")

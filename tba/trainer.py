@@ -179,7 +179,8 @@ class Trainer:
         policy_logprob = torch.stack([of[draw.slot] for of, draw in zip(distinct, draws, strict=True)])  # [B, K]
         reference_logprob = reference_logprob.to(device)  # [B, K]
         reward = torch.tensor([draw.reward for draw in draws], device=device)  # [B, K]
-        arguments = (policy_logprob, reference_logprob, reward, beta)
+        of_reference, of_reward = schedule.tempering(self.settings, self.step + 1)
+        arguments = (policy_logprob, reference_logprob * of_reference, reward * of_reward, beta)
         loss = trajectory_balance_loss(*arguments)
         with torch.no_grad():
             metrics = {
