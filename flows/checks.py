@@ -1,5 +1,7 @@
 """What is checked before any work is spent: the task and its data, the model, the store, the run's configuration."""
 
+from importlib.util import find_spec
+
 from flows.config import RunConfig
 from flows.machine import model_folder
 from flows.warm_start import check_sources
@@ -18,6 +20,11 @@ def check_inputs(config: RunConfig) -> list[str]:
     warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded())
     check_sources(store, config)
+    if config.train.processes > 1 and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"train.processes is {config.train.processes}, but DeepSpeed, which shares the work out, is not installed: "
+            "pip install deepspeed, or leave the setting out"
+        )
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model))
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     task.check(tokenizer)

@@ -109,8 +109,8 @@ class RunConfig(Settings):
         return self
 
     def recorded(self) -> dict:
-        """What run.json keeps: all but where the store is, so that a run may be moved."""
-        return self.model_dump(mode="json", exclude={"store"})
+        """What run.json keeps: all but where the store is and on what it trains, so that a run may be moved."""
+        return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage"}})
 
 
 def load_run(store) -> RunConfig:

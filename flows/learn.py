@@ -1,10 +1,10 @@
-"""The Trainer's process: `python -m flows.learn STORE RUN PARENT`. Joins tba.trainer with the store.
+"""The Trainer's process: `python -m flows.learn STORE RUN PARENT [PROCESSES ZERO_STAGE]`. Joins trainer and store.
 
 PARENT is the flow's process: without it nobody watches this one, which then ends. One Trainer works on a run: a second
 one is refused when it starts, and one that was taken for dead and lives (a machine that froze) stops before it writes.
 
-It is one process beside the flow, so that neither Prefect's threads nor its failures touch training, and so that a
-launcher for many devices can take its place. It reads the run's configuration from run.json and nowhere else.
+It is one process beside the flow, so that neither Prefect's threads nor its failures touch training; with many devices
+it starts the others' processes (flows/devices.py). It reads the run's configuration from run.json and nowhere else.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ import psutil
 import pyarrow as pa
 
 from flows.config import RunConfig, load_run
+from flows.devices import trainer_of
 from flows.machine import cpu_threads, model_folder, this_process
 from flows.processes import ALREADY_TRAINING
 from storage import ledger, policies
@@ -253,8 +254,8 @@ def remove_leftovers(run: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)  # another user's stays
 
 
-def learn(store_url: str, run: str, parent: int) -> None:
-    """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one.
+def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage: int = 2) -> None:
+    """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one, on so many devices.
 
     Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
     """
@@ -271,17 +272,20 @@ def learn(store_url: str, run: str, parent: int) -> None:
         signal.signal(number, lambda *_: outbox.stop.set())
     import torch
 
-    torch.set_num_threads(cpu_threads(config.searchers))
+    threads = cpu_threads(config.searchers, processes)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that are started here
+    settings = config.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
     state, message = "failed", ""
     try:
-        trainer = Trainer(folder, config.train)
-        if steps:
-            with temporary_folder("resume", run) as local:
-                store.download_folder(ledger.checkpoint_path(resumed_from), Path(local))
-                trainer.load(Path(local))
-        buffer = ReplayBuffer(store, config.sampling, config.seed)
-        buffer.rebuild(resumed_from)
-        train(trainer, StoredExperience(store, buffer, attempt), outbox)
+        with trainer_of(folder, settings) as trainer:
+            if steps:
+                with temporary_folder("resume", run) as local:
+                    store.download_folder(ledger.checkpoint_path(resumed_from), Path(local))
+                    trainer.load(Path(local))
+            buffer = ReplayBuffer(store, config.sampling, config.seed)
+            buffer.rebuild(resumed_from)
+            train(trainer, StoredExperience(store, buffer, attempt), outbox)
         state = "finished" if trainer.step >= config.train.steps else "stopped"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
@@ -290,11 +294,11 @@ def learn(store_url: str, run: str, parent: int) -> None:
         outbox.close(state, message)
 
 
-def main(store: str, run: str, parent: str) -> int:
+def main(store: str, run: str, parent: str, *devices: str) -> int:
     """Exit status: ALREADY_TRAINING where the run has another Trainer; other errors are raised."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        learn(store, run, int(parent))
+        learn(store, run, int(parent), *map(int, devices))
     except AlreadyTraining as error:
         log.error(error)
         return ALREADY_TRAINING

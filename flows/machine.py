@@ -33,9 +33,9 @@ def model_folder(name: str) -> Path:
     return Path(snapshot_download(resolved, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
 
 
-def cpu_threads(num_searchers: int) -> int:
-    """Threads for one process, when a Trainer and so many Searchers share this machine's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // (1 + num_searchers))
+def cpu_threads(num_searchers: int, num_trainers: int = 1) -> int:
+    """Threads for one process, when so many of the Trainer and so many Searchers share this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // (num_trainers + num_searchers))
 
 
 def this_process() -> dict:

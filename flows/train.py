@@ -51,7 +51,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         return summary
     take_over(store, config)
     searchers, page, began, over = Searchers(config), Page(store, config), threading.Event(), threading.Event()
-    training = train_policy.submit(config.store, config.run, began, over)
+    training = train_policy.submit(config, began, over)
     try:
         while not training.state.is_final():
             with contextlib.suppress(httpx.HTTPError):  # training goes on while the Prefect server is away
@@ -110,14 +110,15 @@ def may_succeed_later(_task, _run, state) -> bool:
     retry_delay_seconds=5,
     retry_condition_fn=may_succeed_later,
 )
-def train_policy(store: str, run: str, began: threading.Event, over: threading.Event) -> None:
+def train_policy(config: RunConfig, began: threading.Event, over: threading.Event) -> None:
     """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
 
     `began` is set once the run is this Trainer's. Raises: AlreadyTraining: it is another's. RuntimeError: the Trainer
     failed; the message has the reason.
     """
+    store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
     run_store = RunStore(store, run)
-    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run, str(os.getpid())])
+    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run, str(os.getpid()), *map(str, devices)])
     try:
         while process.poll() is None and not over.wait(POLL_S):
             if not began.is_set() and ledger.trainer(run_store) == (socket.gethostname(), process.pid):

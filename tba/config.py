@@ -148,6 +148,10 @@ class TrainSettings(Settings):
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens a forward pass holds; larger batches are split.")
     gradient_checkpointing: bool = Field(False, description="Less memory for a third more work.")
     lora_rank: int | None = Field(None, ge=1, description="Train low-rank adapters of this rank; None: all weights.")
+    processes: int = Field(1, ge=1, description="Trainer processes, a device each. May change from resume to resume.")
+    zero_stage: Literal[1, 2, 3] = Field(
+        2, description="What they share out (DeepSpeed ZeRO): optimizer (1), gradients (2), weights (3), too."
+    )
     sync_interval: int = Field(1, ge=1, description="k: steps between published policies, each followed by a sync.")
     checkpoint_interval: int = Field(20, ge=1, description="Steps between checkpoints that training resumes from.")
 

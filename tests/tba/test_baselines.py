@@ -171,8 +171,7 @@ def test_a_split_group_has_the_whole_groups_gradient(model_folder, rms_norms_in_
     def gradients(draws, **settings):
         trainer = Trainer(model_folder, TrainSettings(objective=objective, **settings))
         trainer._policy.double()
-        for draw in draws:
-            trainer._backward([draw], beta=0.1, share=1 / len(draws))
+        trainer._gradient(draws, len(draws), beta=0.1)
         return {name: parameter.grad for name, parameter in trainer._policy.named_parameters()}
 
     whole, split = gradients(DRAWS), gradients(DRAWS, micro_batch_tokens=1)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba.config import TrainSettings
 from tba.policy import Group, load_policy, sequence_logprobs
-from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Stopped, Trainer, _micro_batches, _split, train
+from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Stopped, Trainer, _split, train
 from tba.weights import fingerprint, read_weights, write_weights
 
 DRAWS = [
@@ -69,8 +69,7 @@ def test_the_step_does_not_depend_on_the_micro_batches(model_folder):
 def gradients_in_float64(model_folder, draws, **settings) -> dict[str, torch.Tensor]:
     trainer = make_trainer(model_folder, **settings)
     trainer._policy.double()
-    for micro_batch in _micro_batches(draws, trainer.settings.micro_batch_tokens):
-        trainer._backward(micro_batch, beta=0.3, share=len(micro_batch) / len(draws))
+    trainer._gradient(draws, len(draws), beta=0.3)
     return {name: parameter.grad for name, parameter in trainer._policy.named_parameters()}
 
 
@@ -248,7 +247,7 @@ class Recorder:
     """Experience and Outbox that write down what the loop does; the buffer is empty for the first two draws."""
 
     def __init__(self) -> None:
-        self.calls, self.draws_refused = [], 2
+        self.calls, self.draws_refused, self.follows_a_policy = [], 2, (1, 3, 5)
 
     def sync(self, step):
         self.calls.append(("sync", step))
@@ -266,6 +265,7 @@ class Recorder:
 
     def record(self, step, batch, metrics):
         assert batch.record == f"rows of step {step}" and metrics["wait_s"] >= 0
+        assert (metrics["publish_stall_s"] > 0) == (step in self.follows_a_policy)
         self.calls.append(("record", step))
 
     def publish(self, step, weights, final):
