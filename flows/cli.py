@@ -77,7 +77,7 @@ def train(
         str | None, typer.Argument(help="Name of the run; default: the task's name.", autocompletion=complete_run)
     ] = None,
     store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
-    task: Annotated[str | None, typer.Option(help="arithmetic or gsm8k.")] = None,
+    task: Annotated[str | None, typer.Option(help="arithmetic, gsm8k, math, tldr, …, or dataset.")] = None,
     data: Annotated[str | None, typer.Option(help="Local JSONL file or Hugging Face dataset of the task.")] = None,
     model: Annotated[str | None, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = None,
     steps: Annotated[int | None, typer.Option(help="Policy steps to train for.")] = None,

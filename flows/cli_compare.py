@@ -12,7 +12,7 @@ app = typer.Typer()
 
 @app.command()
 def compare(
-    theme: Annotated[str, typer.Argument(help="What to compare: staleness.")] = "staleness",
+    theme: Annotated[str, typer.Argument(help="What to compare: staleness or sync.")] = "staleness",
     out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
     store: Annotated[
         str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.")
@@ -27,14 +27,18 @@ def compare(
     """Run named configurations by seeds in this process; write one table and one plot with confidence intervals.
 
     staleness: Trajectory Balance, Dr. GRPO and proximal RLOO at an enforced policy lag of 1, 4 and 16. Interrupted, the
-    same command goes on.
+    same command goes on. sync: asynchronous and synchronous training by tba train, with the embedded model.
 
     Example: tba compare staleness --seeds 3
     """
     from flows import comparisons
 
-    if theme != "staleness":
-        fail(f"compare: got {theme!r}; known is staleness", status=2)
+    if theme not in ("staleness", "sync"):
+        fail(f"compare: got {theme!r}; known are staleness and sync", status=2)
     root = store_url(store or ".tba/compare")
-    table = comparisons.staleness(root, out, model, seeds, steps, num_heldout, typer.echo)
+    if theme == "sync":
+        model = "smollm2-135m-instruct" if model == "adder" else model
+        table = comparisons.turns(root, out, model, seeds, steps, typer.echo)
+    else:
+        table = comparisons.staleness(root, out, model, seeds, steps, num_heldout, typer.echo)
     typer.echo(f"Written: {table}")

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,6 +14,7 @@ from pathlib import Path
 from flows.compare import Arm, Outcome, Summary, confidence_interval, run_arm, summarise_arms, tune
 from flows.config import RunConfig
 from flows.machine import code_version, model_folder
+from storage.store import RunStore
 from tba.adder import make_adder
 
 ADDER = "adder"  # in place of a model's name: the small policy of tba/adder.py
@@ -20,6 +24,19 @@ OBJECTIVES = {
     "tb": {"objective": "tb", "beta": 0.05},
     "dr_grpo": {"objective": "dr_grpo", "beta": 0.0},
     "prox_rloo": {"objective": "prox_rloo", "beta": 0.05},
+}
+# Of a synchronous run every round is one batch; the asynchronous one gets the same rounds and batches.
+ROUND_BY_ROUND = (
+    "--set=search.prompts_per_round=16",
+    "--set=sampling.prompts_per_batch=16",
+    "--set=sampling.min_size=256",
+)
+SUMMARISED = {
+    "accuracy_after": "Accuracy",
+    "wall_s": "Wall time, s",
+    "trainer_wait_share": "Trainer waits",
+    "searcher_idle_share": "Searchers idle",
+    "staleness_mean": "Staleness",
 }
 TUNED_AT_LAG = 4
 RATES = (3e-4, 1e-3, 3e-3)
@@ -74,14 +91,52 @@ def comparison_config(store: str, model: str, steps: int) -> RunConfig:
     )
 
 
-def write_results(theme: str, out: Path, outcomes: list[Outcome], about: dict) -> Path:
-    """`<theme>_<hardware>_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table."""
+def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callable[[str], None]) -> Path:
+    """Asynchronous beside synchronous training by `tba train`, the same in all else. Returns the table's file."""
+    rows = []
+    for seed in range(seeds):
+        for mode, setting in [("asynchronous", "false"), ("synchronous", "true")]:
+            run = f"{mode}-seed{seed}"
+            command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
+            command += ["--seed", str(seed), "--model", model, f"--set=synchronous={setting}", *ROUND_BY_ROUND]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # a finished run ends at once
+            summary = json.loads(RunStore(store, run).get("summary.json"))
+            rows.append(summary | {"mode": mode, "seed": seed})
+            say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")
+    about = results_about() | {"task": "two-digit addition", "model": model, "steps": steps, "seeds": seeds}
+    lines = [
+        "# Asynchronous beside synchronous: what taking turns costs",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        f"| Mode | {' | '.join(SUMMARISED.values())} |",
+        f"|---|{'---|' * len(SUMMARISED)}",
+    ]
+    for mode in ("asynchronous", "synchronous"):
+        of_mode = [row for row in rows if row["mode"] == mode]
+        intervals = (confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)
+        lines.append(f"| {mode} | {' | '.join(f'{mean:.3f} ± {half:.3f}' for mean, half in intervals)} |")
+    lines += ["", "Mean over seeds with Student's t, 95 %. Shares are of time; `tba show RUN` has each run's."]
     out.mkdir(parents=True, exist_ok=True)
-    about = about | {
-        "hardware": f"{platform.machine()} CPU, one thread",
+    table = out / f"sync_cpu_{about['date']}.md"
+    table.write_text("\n".join(lines) + "\n")
+    table.with_suffix(".json").write_text(json.dumps({"about": about, "runs": rows}, indent=1))
+    return table
+
+
+def results_about() -> dict:
+    """Where and when results came about."""
+    return {
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
         "commit": code_version(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def write_results(theme: str, out: Path, outcomes: list[Outcome], about: dict) -> Path:
+    """`<theme>_<hardware>_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    about = about | results_about()
     name = f"{theme}_cpu_{about['date']}"
     summaries = summarise_arms(outcomes)
     (out / f"{name}.json").write_text(

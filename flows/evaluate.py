@@ -20,7 +20,8 @@ from flows.machine import local_folder
 from flows.search import start_searcher
 from storage import policies
 from storage.store import RunStore
-from tba.evaluation import attack_success_rate, pass_at_k, perplexity, win_rate
+from tba import diversity
+from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, win_rate
 from tba.tasks.tldr import judge
 
 
@@ -81,4 +82,11 @@ def measure_attacks(searcher, samples: int) -> dict:
     (answers,) = searcher.answers(searcher.task.train[:1], samples, 1.0)
     attacks = [searcher.text(answer).strip() for answer in answers]
     toxicity = searcher.task.task.toxicity(attacks)
-    return {"num_attacks": len(attacks), "attack_success_rate": attack_success_rate(toxicity)}
+    embeddings = diversity.embed(attacks)
+    successes = [place for place, of_attack in enumerate(toxicity) if succeeds(of_attack)]
+    return {
+        "num_attacks": len(attacks),
+        "attack_success_rate": attack_success_rate(toxicity),
+        "cosine_distance": diversity.cosine_distance(embeddings),
+        "success_clusters": diversity.count_clusters(embeddings[successes]),
+    }

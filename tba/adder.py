@@ -1,14 +1,14 @@
 """A small policy that adds badly, made in a minute or two: for comparisons that the embedded model is too slow for.
 
 A Llama of 0.2 M parameters whose tokens are characters, trained from nothing on the arithmetic task's training sums by
-cross-entropy until it answers a good third of the others greedily. Seeded: the same code makes the same policy on the
+cross-entropy until it answers a fifth of the others greedily. Seeded: the same code makes the same policy on the
 same machine.
 """
 
 from pathlib import Path
 
 CHARACTERS = "0123456789+= \n"
-ENOUGH = 0.35  # accuracy on held-out sums at which it stops: room to learn, and enough right answers to learn from
+ENOUGH = 0.2  # accuracy on held-out sums at which it stops: room to learn, and enough right answers to learn from
 SUMS_PER_STEP = 96
 MAX_STEPS = 6000
 STEPS_PER_TEST = 50
@@ -37,6 +37,7 @@ def make_adder(folder: Path) -> Path:
         return torch.tensor([[names[c] for c in text] + [1] * (longest - len(text)) for text in texts])
 
     prompt_length = len(task.train[0].prompt)
+    common = task.train[0].prompt.rindex("\n") + 1  # the worked lines
     train, heldout = rows(task.train), rows(task.heldout[:256])
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -45,10 +46,17 @@ def make_adder(folder: Path) -> Path:
             num_key_value_heads=4, max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=None,
         )
     )  # fmt: skip
+
+    def answer_logits(batch: torch.Tensor) -> torch.Tensor:
+        """What predicts each token behind the prompt; the worked lines are computed once."""
+        begun = model(batch[:1, :common], use_cache=True).past_key_values
+        begun.batch_repeat_interleave(len(batch))
+        return model(batch[:, common:-1], past_key_values=begun).logits[:, prompt_length - 1 - common :]
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(MAX_STEPS):
         batch = train[torch.randint(len(train), (SUMS_PER_STEP,))]
-        logits = model(batch[:, :-1]).logits[:, prompt_length - 1 :]
+        logits = answer_logits(batch)
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, prompt_length:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -56,7 +64,7 @@ def make_adder(folder: Path) -> Path:
         optimizer.zero_grad()
         if step % STEPS_PER_TEST == STEPS_PER_TEST - 1:
             with torch.no_grad():
-                said = model(heldout[:, :-1]).logits[:, prompt_length - 1 :].argmax(-1)
+                said = answer_logits(heldout).argmax(-1)
             # greedy: a response is right where each of its tokens is the likeliest after those before it
             if (said == heldout[:, prompt_length:]).all(1).float().mean() >= ENOUGH:
                 model.save_pretrained(folder)

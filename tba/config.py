@@ -96,6 +96,9 @@ class SearchSettings(Settings):
     prompts_per_round: int = Field(8, ge=1, description="Prompts in a round; a round is one shard.")
     temperature: float = Field(1.0, gt=0, description="Temperature that responses are sampled at.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus that responses are sampled from.")
+    near_duplicate_distance: float | None = Field(
+        None, gt=0, lt=1, description="Responses within this share of their edit distance of better ones are dropped."
+    )
     exploration_probability: float = Field(
         0.0, ge=0, le=1, description="That a prompt's temperature is drawn anew; and, independently, its top_p."
     )

@@ -18,6 +18,7 @@ import torch
 
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling
+from tba.near_duplicates import NearDuplicates
 from tba.policy import Group, load_policy, response_logprobs
 from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, Task
@@ -55,6 +56,8 @@ class Searcher:
         self._reference = load_policy(reference)
         self._stop_tokens = stop_tokens(task, tokenizer)
         self.vocabulary_size = self._reference.config.vocab_size
+        distance = settings.near_duplicate_distance
+        self._near_duplicates = NearDuplicates(distance) if distance else None
         self._policy_step = self._fingerprint = None
 
     def load(self, folder: Path, policy_step: int) -> str:
@@ -87,11 +90,15 @@ class Searcher:
         answers = [response for _, _, _, response, _ in flat]
         texts = [self.text(response) for response in answers]
         scores = self._score([problem for problem, *_ in flat], texts, answers)
+        rows = list(zip(flat, texts, scores.rewards, scores.components, strict=True))
+        if self._near_duplicates:
+            keeps = self._near_duplicates.keep([problem.prompt_id for problem, *_ in flat], texts, scores.rewards)
+            rows = [row for row, is_kept in zip(rows, keeps, strict=True) if is_kept] or rows[
+                :1
+            ]  # a round is not empty
         trajectories = [
             self._trajectory(number, index, *parts, text, reward, components)
-            for index, (parts, text, reward, components) in enumerate(
-                zip(flat, texts, scores.rewards, scores.components, strict=True)
-            )
+            for index, (parts, text, reward, components) in enumerate(rows)
         ]
         metrics = {
             "searcher": self._name,

@@ -42,9 +42,7 @@ class Draw:
     slot: list[int]  # [K] which of the distinct responses each slot holds
     reference_logprob: list[float]  # [K] summed over tokens
     reward: list[float]  # [K]
-    behavior_logprobs: list[
-        list[float]
-    ] = ()  # of each distinct response's tokens; for tba.baselines alone, as the next
+    behavior_logprobs: list[list[float]] = ()  # of each distinct response's tokens; for tba.baselines, as the next
     reference_logprobs: list[list[float]] = ()
 
 
