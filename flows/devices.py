@@ -4,6 +4,7 @@ They end together: the first kills the others where it fails, and they watch for
 """
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from tba.trainer import Trainer
 DEEPSPEED = Path(__file__).parents[1] / "infra" / "deepspeed"
 END_TIMEOUT_S = 30  # a process that follows has nothing left to do when the first one closes
 
+log = logging.getLogger("tba.devices")
+
 
 @contextlib.contextmanager
 def trainer_of(model: Path, settings: TrainSettings) -> Iterator[Trainer]:
@@ -33,6 +36,8 @@ def trainer_of(model: Path, settings: TrainSettings) -> Iterator[Trainer]:
     command = [sys.executable, "-m", "flows.devices", str(model), settings.model_dump_json()]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(settings.processes)]
     others = [subprocess.Popen(command, env=os.environ | world | rank) for rank in ranks[1:]]
+    closing = threading.Event()
+    threading.Thread(target=_end_without, args=(others, closing), daemon=True).start()
     try:
         os.environ.update(world | ranks[0])
         trainer = _sharded(model, settings)
@@ -41,6 +46,7 @@ def trainer_of(model: Path, settings: TrainSettings) -> Iterator[Trainer]:
         for other in others:
             other.wait(END_TIMEOUT_S)
     finally:
+        closing.set()
         for other in others:
             other.kill()
             other.wait()
@@ -50,6 +56,14 @@ def _sharded(model: Path, settings: TrainSettings) -> "ShardedTrainer":  # noqa:
     from tba.sharded import ShardedTrainer
 
     return ShardedTrainer(model, settings, DEEPSPEED / f"zero{settings.zero_stage}.json")
+
+
+def _end_without(others: list[subprocess.Popen], closing: threading.Event) -> None:
+    """A process that fell would be waited for, without end where they are still looking for each other."""
+    while not closing.wait(1):
+        if any(other.poll() for other in others):
+            log.error("a process of the Trainer fell; its output is above. The run resumes from its last checkpoint.")
+            os._exit(1)
 
 
 def _end_with(parent: int) -> None:
