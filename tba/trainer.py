@@ -63,10 +63,16 @@ class Experience(Protocol):
         """The batch for a step; or, while it would be too early, why."""
 
 
+class Stopped(Exception):
+    """Whoever watches wants training to end here; it can be resumed."""
+
+
 class Outbox(Protocol):
     """Where the Trainer's results go. What is handed over is durable when `close` returns."""
 
-    def status(self, state: str, step: int, metrics: dict | None = None) -> None: ...
+    def status(self, state: str, step: int, metrics: dict | None = None) -> None:
+        """Between steps. Raises: Stopped: training is to end."""
+
     def record(self, step: int, batch: Batch, metrics: dict) -> None: ...
     def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None: ...
     def checkpoint(self, step: int, trainer: "Trainer") -> None: ...
@@ -258,7 +264,20 @@ class Trainer:
 
 
 def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float = 0.2) -> None:
-    """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done."""
+    """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done.
+
+    Or until it is told to stop: then what was trained is saved and published, and the next `train` goes on from there.
+    """
+    begun = trainer.step
+    try:
+        _train(trainer, experience, outbox, poll_s)
+    except Stopped:
+        if trainer.step > begun:
+            outbox.checkpoint(trainer.step, trainer)
+            outbox.publish(trainer.step, trainer.weights(), final=trainer.step >= trainer.settings.steps)
+
+
+def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float) -> None:
     settings = trainer.settings
 
     def publish(final: bool) -> float:
