@@ -6,6 +6,7 @@ They end together: the first kills the others where it fails, and they watch for
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -75,6 +76,8 @@ def _end_with(parent: int) -> None:
 def main(model: str, settings: str) -> None:
     import torch
 
+    for number in (signal.SIGTERM, signal.SIGINT):  # they may reach every process; the first one decides what follows
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     _sharded(Path(model), TrainSettings.model_validate_json(settings)).follow()
