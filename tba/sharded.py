@@ -142,6 +142,7 @@ class ShardedTrainer(Trainer):
         file = safe_open(folder / CHECKPOINT, framework="pt") if self._is_first else None
         names = set(_from_first(list(file.keys()) if self._is_first else None))
         device = self._policy.device
+        self._reference = None
 
         def read(name: str, like: Tensor) -> Tensor:
             shape = getattr(like, "ds_shape", like.shape)
