@@ -63,8 +63,9 @@ class ShardedTrainer(Trainer):
         from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
         config = json.loads(Path(deepspeed_config).read_text()) | {"gradient_clipping": settings.gradient_clip}
+        self._plugin = DeepSpeedPlugin(hf_ds_config=config)
         accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            deepspeed_plugin=self._plugin,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
         super().__init__(model, settings)
@@ -177,7 +178,8 @@ class ShardedTrainer(Trainer):
                 parameter.data.copy_(self._whole(self._trained[name]))
 
     def _new_reference(self) -> torch.nn.Module:
-        reference = load_policy(self._folder)
+        with self._plugin.zero3_init_context_manager(enable=False):  # with it, ZeRO-3 shares out whatever is loaded
+            reference = load_policy(self._folder)
         if self.settings.lora_rank:
             adapters.add(reference, self.settings.lora_rank)
         return reference.to(self._policy.device).requires_grad_(False)
