@@ -40,8 +40,8 @@ CONFIGS = {
     "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, **SPECIAL),
 }
 STOP = 96
-# Responses of one token, prompts of one token, uneven lengths, a response twice, one response alone, responses that stop
-# and responses that are cut off, one where another stops.
+# Responses of one token, prompts of one token, uneven lengths, a response twice, one response alone, responses that
+# stop and responses that are cut off, one of them where another stops.
 GROUPS = [
     Group([5, 6, 7], [[1, 2, 3], [4], [9, 8, 7, 6, 5], [4]]),
     Group([3], [[2], [1]]),
