@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import cli_data, cli_profile
+from flows import cli_data, cli_profile, cli_report
 
 if TYPE_CHECKING:
     from flows.config import RunConfig
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_data.app)
 app.add_typer(cli_profile.app)
+app.add_typer(cli_report.app)
 
 
 HEARTBEAT = "trainer/heartbeat.json"  # the live Trainer overwrites it every few seconds
