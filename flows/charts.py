@@ -149,7 +149,7 @@ def heat_map(
     if not cells:
         return nothing(size)
     left = max(len(row) for row in rows) * CHARACTER + 10
-    frame = _Frame(size, (0, len(columns)), (0, len(rows)), number, right=8, x_ticks=False, left=left)
+    frame = _Frame(size, (0, len(columns)), (0, len(rows)), number, right=8, x_ticks=False, left=left, grid=False)
     parts = [_text(2, 13, y_name, "start", "axis"), _text(frame.right, size[1] - 4, x_name, "end", "axis")]
     for column, row, strength, told in cells:
         x, top = frame.x(column), frame.y(row + 1)
@@ -175,23 +175,32 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers in the range, about so many of them."""
     if low == high:
         return [low]
-    raw = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = min((unit * power for unit in (1, 2, 5, 10)), key=lambda width: abs(width - raw))
+    step = tick_step(low, high, about)
     first = math.ceil(low / step - 1e-9)
     return [round(place * step, 12) for place in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def tick_step(low: float, high: float, about: int) -> float:
+    """1, 2 or 5 times a power of ten, so that about so many of them fill the range."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    return min((unit * power for unit in (1, 2, 5, 10)), key=lambda width: abs(width - raw))
 
 
 class _Frame:
     """The place of data in a picture, and the axes around it."""
 
-    def __init__(self, size, x_range, y_range, form, *, right, x_ticks=True, left=None):
+    def __init__(self, size, x_range, y_range, form, *, right, x_ticks=True, left=None, grid=True):
         self._size, self._form = size, form
         (self._x_low, self._x_high), (low, high) = x_range, y_range
         if low == high:  # a flat line is drawn in the middle
             low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-        self._y_ticks = ticks(low, high, 4 if size[1] < 300 else 5)
+        about = 4 if size[1] < 300 else 5
+        step = tick_step(low, high, about)  # the axis begins and ends at a tick
+        if grid:
+            low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
         self._y_low, self._y_high = low, high
+        self._y_ticks = ticks(self._y_low, self._y_high, about)
         self._x_ticks = x_ticks
         labels = max((len(form(tick)) for tick in self._y_ticks), default=1)
         self.left = left or labels * CHARACTER + 12

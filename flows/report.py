@@ -105,6 +105,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None) -> list[dict]:
     there = [moment for moment in moments if moment]
     wall = (max(there) - min(there)).total_seconds() if there else None
     sampled = totals["num_sampled_tokens"] or 0
+    lives = totals["num_attempts"] or 0
     tiles = [
         {
             "label": "held-out accuracy",
@@ -119,7 +120,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None) -> list[dict]:
         {
             "label": "policy steps",
             "value": f"{totals['num_steps'] or 0:,}",
-            "remark": f"{totals['num_skipped']:,} skipped, {totals['num_attempts'] or 0} lives of the Trainer",
+            "remark": f"{totals['num_skipped']:,} skipped, {lives} {'life' if lives == 1 else 'lives'} of the Trainer",
         },
         {
             "label": "trajectories",
@@ -181,16 +182,18 @@ def _provenance(store: RunStore, tables: dict, config: dict) -> dict:
 def _diversity(store: RunStore) -> dict:
     """The newest measurement, or a small one made now, which is not stored and has no embeddings."""
     rows = query(store, "SELECT * FROM diversity").to_pylist()
-    note = "95 % intervals are drawn where only some of the prompts were measured."
-    if not rows:
+    hint = not rows
+    if hint:
         try:
             rows = measure_diversity(store, sample=SMALL_SAMPLE, embedded=0)
         except ValueError:
-            return {"note": "Nothing yet: no prompt has enough responses.", "figures": []}
-        note += f" Measured for this page on a small sample; `tba diversity {store.run}` measures more, and embeds."
+            return {"note": "Nothing yet: no prompt has enough responses.", "hint": False, "figures": []}
     m = rows[0]["responses_per_prompt"]
-    note = f"How different {m} responses to one prompt are, by the policies that sampled them. {note}"
-    return {"note": note, "figures": figures.diversity(rows)}
+    note = (
+        f"How different {m} responses to one prompt are, by the policies that sampled them. Shaded: 95 % intervals, "
+        "where not everything was measured."
+    )
+    return {"note": note, "hint": hint, "figures": figures.diversity(rows)}
 
 
 def _faults(store: RunStore, totals: dict) -> dict:

@@ -58,9 +58,9 @@ def _band(rows: list[dict], low: str, high: str) -> list[tuple[float, float, flo
 def _learning(tables: dict, size: tuple[int, int]) -> str:
     held = [(row["policy_step"], row["accuracy"]) for row in tables["evaluations"]]
     series = [
-        Series("held-out accuracy", held, 2, dots=True),
-        Series("sampled reward", _points(tables["training"], "sampled_reward"), 1),
-        Series("batch reward", _points(tables["training"], "batch_reward"), 3, faint=True),
+        Series("held-out", held, 2, dots=True),
+        Series("sampled", _points(tables["training"], "sampled_reward"), 1),
+        Series("batch", _points(tables["training"], "batch_reward"), 3, faint=True),
     ]
     return line_chart(series, x_name="policy step", y_name="reward", size=size, from_zero=True)
 
