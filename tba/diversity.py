@@ -105,7 +105,8 @@ def _bleu(place: int, responses: Sequence[Sequence[str]], counts: list[list[Coun
         matches = 0
         for gram, count in counts[n - 1][place].items():
             first, where, second = most[n - 1][gram]
-            matches += min(count, second if where == place else first)
+            limit = second if where == place else first
+            matches += count if count < limit else limit
         logs.append(math.log((matches or BLEU_FLOOR) / (length - n + 1)))
     nearest = min(others, key=lambda other: (abs(other - length), other))
     brevity = min(0.0, 1 - nearest / length)
