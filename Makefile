@@ -44,8 +44,9 @@ bench-trainer: $(STAMP)  ## A training step beside TRL's, which it installs
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_trainer
 
-crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle; account for what was acknowledged
+crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle, then outages; nothing may be lost
 	$(BIN)/python -m tests.crash.matrix
+	$(BIN)/python -m pytest -m crash tests/crash
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -1,10 +1,11 @@
 """What is checked before any work is spent: the task and its data, the model, the store, the run's configuration."""
 
+from importlib.util import find_spec
+
 from flows.config import RunConfig
 from flows.machine import model_folder
 from flows.warm_start import check_sources
 from storage.store import RunStore
-from tba.rewards import checked_rewards
 from tba.searcher import stop_tokens
 from tba.tasks import load_task
 
@@ -19,13 +20,18 @@ def check_inputs(config: RunConfig) -> list[str]:
     warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded())
     check_sources(store, config)
-    task = load_task(config.task.name, data=config.task.data, seed=config.seed)
-    problem = task.train[0]
-    checked_rewards(task, [problem], [problem.answer])
+    if config.train.processes > 1 and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"train.processes is {config.train.processes}, but DeepSpeed, which shares the work out, is not installed: "
+            "pip install deepspeed, or leave the setting out"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model))
+    task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
+    task.check(tokenizer)
     if len(task.train) < config.sampling.prompts_per_batch:
         raise ValueError(
             f"task {config.task.name}: {len(task.train)} training problems, but sampling.prompts_per_batch (B) is "
             f"{config.sampling.prompts_per_batch}; a batch draws that many distinct prompts"
         )
-    stop_tokens(task, AutoTokenizer.from_pretrained(model_folder(config.model)))
+    stop_tokens(task, tokenizer)
     return warnings

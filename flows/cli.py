@@ -1,47 +1,37 @@
-"""The command line: `tba up`, `down`, `train`, `sql`, `profile`, `verify`, `rescore`. Run in the project's folder.
+"""The command line: `tba up`, `down`, `train`; its other parts are cli_*.py. Run in the project's folder.
 
 Exit status: 0 done, 1 failed (the reason and the log's tail are shown), 2 bad input (nothing was started), 130 Ctrl-C.
-Imports are inside the commands: `tba --help` and `tba sql` need neither Prefect nor torch.
+Imports are inside the commands: `tba --help` and what only reads a store need neither Prefect nor torch.
 """
 
 import contextlib
-import json
 import signal
 import sys
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import cli_data, cli_profile, cli_report
+from flows import cli_data, cli_doctor, cli_profile, cli_report, cli_runs, cli_sql, cli_steer
+from flows.cli_common import complete_run, fail, store_url
 
 if TYPE_CHECKING:
     from flows.config import RunConfig
     from storage.store import RunStore
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Asynchronous RL post-training of language models by Trajectory Balance.",
 )
-app.add_typer(cli_data.app)
-app.add_typer(cli_profile.app)
-app.add_typer(cli_report.app)
+for part in (cli_runs, cli_steer, cli_sql, cli_data, cli_profile, cli_report, cli_doctor):
+    app.add_typer(part.app)
 
 
-HEARTBEAT = "trainer/heartbeat.json"  # the live Trainer overwrites it every few seconds
 SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back
 PROCESS_SILENCE_S = 30  # a flow process ends a moment before its last state is known
 TRAINER_WATCH_S = 15  # several heartbeats
-
-
-class Format(StrEnum):
-    table = "table"
-    json = "json"
-    csv = "csv"
 
 
 def main() -> None:
@@ -56,19 +46,25 @@ def main() -> None:
 
 @app.command()
 def up() -> None:
-    """Start the local stack (Prefect server, work pool, deployments, worker), or what is missing of it."""
+    """Start the local stack (Prefect server, work pool, deployments, worker), or what is missing of it.
+
+    Example: tba up
+    """
     from flows import stack
 
     try:
         url = stack.up(_project(), keep=True, say=_say)
     except stack.StackError as error:
-        _fail(str(error))
+        fail(str(error))
     _say(f"The stack is up: {url.removesuffix('/api')}. `tba down` stops what was started here.")
 
 
 @app.command()
 def down() -> None:
-    """Stop what `tba up` started, running flows included. A run that was training resumes with the next `tba train`."""
+    """Stop what `tba up` started, running flows included. A run that was training resumes with the next `tba train`.
+
+    Example: tba down
+    """
     from flows import stack
 
     stopped = stack.down(_project())
@@ -77,7 +73,9 @@ def down() -> None:
 
 @app.command()
 def train(
-    run: Annotated[str | None, typer.Argument(help="Name of the run; default: the task's name.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="Name of the run; default: the task's name.", autocompletion=complete_run)
+    ] = None,
     store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
     task: Annotated[str | None, typer.Option(help="arithmetic or gsm8k.")] = None,
     data: Annotated[str | None, typer.Option(help="Local JSONL file or Hugging Face dataset of the task.")] = None,
@@ -93,11 +91,14 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any other setting; repeatable.")
     ] = None,
 ) -> None:
-    """Train a run, or resume it (same name, same settings), starting the local stack if none runs."""
+    """Train a run, or resume it (same name, same settings), starting the local stack if none runs.
+
+    Example: tba train digits --steps 300 --searchers 2 --set train.beta=0.05
+    """
     project = _project()
     given = {
         "run": run,
-        "store": store and _as_url(store),
+        "store": store and store_url(store),
         "task.name": task,
         "task.data": data and _absolute_if_there(data),
         "model": model and _absolute_if_there(model),
@@ -108,40 +109,13 @@ def train(
     }
     config = _config({key: value for key, value in given.items() if value is not None}, settings or [])
     run_store = _check_inputs(config)
-    if (summary := _read(run_store, "summary.json")) is not None:
+    from flows.status import read
+
+    if (summary := read(run_store, "summary.json")) is not None:
         _say(f"Run {config.run!r} is finished. To train on, choose another name.")
         _print_summary(summary)
         return
     _train(project, config, run_store)
-
-
-@app.command()
-def sql(
-    run: Annotated[str, typer.Argument(help="Name of the run.")],
-    query: Annotated[str, typer.Argument(help='Such as "SELECT count(*), avg(reward) FROM trajectories".')],
-    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
-    form: Annotated[Format, typer.Option("--format", help="How rows are printed.")] = Format.table,
-) -> None:
-    """Ask a run's replay buffer and training ledger, read-only, during or after the run.
-
-    SHOW TABLES lists the views (trajectories, batches, search_rounds, training_steps, ...), DESCRIBE <view> columns.
-    """
-    import duckdb
-
-    from flows.config import default_store
-    from flows.table import print_table
-    from storage.errors import StoreError
-    from storage.inspect import query as run_query
-    from storage.store import RunStore
-
-    try:
-        run_store = RunStore(_as_url(store) if store else default_store(), run)
-        if not run_store.exists("run.json"):
-            _fail(f"There is no run {run!r} in {store or default_store()}.", status=2)
-        rows = run_query(run_store, query)
-    except (StoreError, ValueError, duckdb.Error) as error:
-        _fail(str(error), status=2)
-    print_table(rows, form)
 
 
 # --- train ------------------------------------------------------------------------------------------------------------
@@ -157,7 +131,7 @@ def _config(given: dict[str, object], settings: list[str]) -> "RunConfig":
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
-            _fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.05", status=2)
+            fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.05", status=2)
         given[key] = None if value == "null" else value
     for key, value in given.items():
         *path, name = key.split(".")
@@ -165,14 +139,14 @@ def _config(given: dict[str, object], settings: list[str]) -> "RunConfig":
         for part in path:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                _fail(f"--set {key}: {part} is one setting, not a group of them", status=2)
+                fail(f"--set {key}: {part} is one setting, not a group of them", status=2)
         node[name] = value
     if "run" not in given and "task.name" in given:
         values["run"] = given["task.name"]
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        _fail("\n".join(_explain(mistake, RunConfig) for mistake in error.errors()), status=2)
+        fail("\n".join(_explain(mistake, RunConfig) for mistake in error.errors()), status=2)
 
 
 def _explain(mistake: dict, model: type) -> str:
@@ -198,19 +172,21 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
             typer.echo(f"WARNING: {warning}", err=True)
         return RunStore(config.store, config.run)
     except (ValueError, OSError, ImportError, StoreError) as error:
-        _fail(str(error), status=2)
+        fail(str(error), status=2)
 
 
 def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     """Bring the stack up, submit or join the run's flow run, show it to its end, leave the stack. Exits on failure."""
     from flows import runs, server, stack
+    from flows.status import read
     from storage.errors import StoreError
+    from storage.ledger import HEARTBEAT
 
     flow_run = None
     submitted = False
     try:
         url = stack.up(project, keep=False, say=_say)
-        old = _read(store, HEARTBEAT)
+        old = read(store, HEARTBEAT)
         with server.api(url) as client:
             flow_run = runs.live_run(client, config)
             if flow_run:
@@ -225,9 +201,9 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
             _say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")
             state = _follow(project, client, flow_run, store, old)
         if not state.is_completed():
-            _fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
+            fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
     except (stack.StackError, StoreError) as error:
-        _fail(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         if submitted:
             runs.cancel(url, flow_run)
@@ -236,19 +212,20 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     finally:
         with _uninterrupted():
             stack.leave(project, say=_say)
-    summary = _read(store, "summary.json")
+    summary = read(store, "summary.json")
     if summary is None:
-        _fail(f"The flow run completed without a summary.\n{stack.log_tail(project, 'worker')}")
+        fail(f"The flow run completed without a summary.\n{stack.log_tail(project, 'worker')}")
     _print_summary(summary)
 
 
 def _refuse_live_trainer(store: "RunStore") -> None:
     """A Trainer that no flow run of this server accounts for: another server's, or one that lost its flow."""
-    from storage.ledger import run_is_alive
+    from flows.status import read
+    from storage.ledger import HEARTBEAT, run_is_alive
 
     if run_is_alive(store, watch_s=TRAINER_WATCH_S):
-        owner = (_read(store, HEARTBEAT) or {}).get("owner", {})
-        _fail(
+        owner = (read(store, HEARTBEAT) or {}).get("owner", {})
+        fail(
             f"Run {store.run!r} has a live Trainer (host {owner.get('host')}, pid {owner.get('pid')}) that this "
             "Prefect server does not know. Follow it where it was started, or stop it; then the same command resumes."
         )
@@ -261,9 +238,11 @@ def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None
 
     from flows import runs, stack
     from flows.progress import Progress
+    from flows.status import read
+    from storage.ledger import HEARTBEAT
 
     heard_at = alive_at = time.monotonic()
-    with Progress(Console()) as progress:
+    with Progress(Console(), store.run) as progress:
         while True:
             stack.check(project)
             try:
@@ -279,26 +258,19 @@ def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None
                 alive_at = time.monotonic()
             elif time.monotonic() - alive_at > PROCESS_SILENCE_S:
                 raise stack.StackError(f"The flow's process is gone.\n{stack.log_tail(project, 'worker')}")
-            heartbeat = _read(store, HEARTBEAT)
+            heartbeat = read(store, HEARTBEAT)
             if heartbeat == old:
                 heartbeat = None
             progress.show(_stage(state, heartbeat), heartbeat)
-            time.sleep(1)
+            progress.wait(1)
 
 
 def _stage(state, heartbeat: dict | None) -> str:
+    from flows.progress import stage_of
+
     if heartbeat:
-        return heartbeat.get("message") or heartbeat["state"]
+        return stage_of(heartbeat)
     return "starting" if state.is_running() else f"{state.name.lower()}: waiting for the worker"
-
-
-def _read(store: "RunStore", path: str) -> dict | None:
-    from storage.errors import NotFound
-
-    try:
-        return json.loads(store.get(path))
-    except NotFound:
-        return None
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -308,12 +280,8 @@ def _project() -> Path:
     """The working folder, which must be the project's: prefect.yaml there names what is deployed."""
     folder = Path.cwd()
     if not (folder / "prefect.yaml").exists():
-        _fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)
+        fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)
     return folder
-
-
-def _as_url(store: str) -> str:
-    return store if "://" in store else Path(store).absolute().as_uri()
 
 
 def _absolute_if_there(name: str) -> str:
@@ -323,11 +291,9 @@ def _absolute_if_there(name: str) -> str:
 
 def _source_url(source: str, store: str | None) -> str:
     """A URL as it is, what lies at a path, or else a run of the same store."""
-    from flows.config import default_store
-
     if "://" in source or Path(source).exists() or source.endswith(".parquet"):
-        return _as_url(source)
-    return f"{_as_url(store) if store else default_store()}/{source}"
+        return store_url(source)
+    return f"{store_url(store)}/{source}"
 
 
 def _command_line() -> str:
@@ -346,11 +312,6 @@ def _print_summary(summary: dict) -> None:
 
 def _say(message: str) -> None:
     typer.echo(message)
-
-
-def _fail(message: str, status: int = 1):
-    typer.echo(message, err=True)
-    raise typer.Exit(status)
 
 
 @contextlib.contextmanager

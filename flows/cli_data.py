@@ -7,27 +7,31 @@ from typing import Annotated
 
 import typer
 
+from flows.cli_common import AsJson, RunName, StoreOption, existing_run
+
 app = typer.Typer()
 
 
 @app.command()
 def rescore(
-    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    run: RunName,
     reward: Annotated[str, typer.Option(help="module:function in TRL's signature, or task: the task's own, as it is.")],
     version: Annotated[str | None, typer.Option(help="Name of the new version; default: the function's.")] = None,
-    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
+    store: StoreOption = None,
 ) -> None:
     """Score a run's stored trajectories by another reward; the shards stay as they are. Repeat it to score what came.
 
     The function: f(prompts, completions, **columns) -> list[float], with columns prompt_id and answer. To train on it:
     tba train NEW --warm-start RUN --set reward_version=VERSION
+
+    Example: tba rescore arithmetic --reward my_rewards:brief --version v2
     """
     from flows.rescore import rescore
     from storage.errors import StoreError
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it: the function lies beside where one works
     try:
-        version, num_scored = rescore(_existing_run(run, store), reward, version, typer.echo)
+        version, num_scored = rescore(existing_run(run, store), reward, version, typer.echo)
     except (StoreError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -36,13 +40,15 @@ def rescore(
 
 @app.command()
 def verify(
-    run: Annotated[str, typer.Argument(help="Name of the run.")],
-    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    run: RunName,
+    store: StoreOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Prove a run's store, during or after the run: every shard, ledger entry, policy and checkpoint.
 
     Exit status 0: all of it is whole and agrees. 1: each fault is named.
+
+    Example: tba verify arithmetic
     """
     from dataclasses import asdict
 
@@ -51,7 +57,7 @@ def verify(
     from tba.weights import fingerprint, read_weights
 
     try:
-        report = prove(_existing_run(run, store), lambda folder: fingerprint(read_weights(folder)))
+        report = prove(existing_run(run, store), lambda folder: fingerprint(read_weights(folder)))
     except (StoreError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -65,15 +71,3 @@ def verify(
             f"{report.num_steps} training steps, {report.num_policies} published policies."
         )
     raise typer.Exit(1 if report.faults else 0)
-
-
-def _existing_run(run: str, store: str | None):
-    """The run's store. ValueError where there is no such run."""
-    from flows.config import default_store
-    from storage.store import RunStore
-
-    root = default_store() if store is None else store if "://" in store else Path(store).absolute().as_uri()
-    run_store = RunStore(root, run)
-    if not run_store.exists("run.json"):
-        raise ValueError(f"There is no run {run!r} in {root}.")
-    return run_store

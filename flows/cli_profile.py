@@ -19,7 +19,10 @@ def profile(
     response_tokens: Annotated[int, typer.Option(min=1)] = 128,
     folder: Annotated[Path, typer.Option(help="Where trace.json and table.txt go.")] = Path(".tba/.local/profile"),
 ) -> None:
-    """Profile one training step on random tokens: where its time and memory go, operation by operation."""
+    """Profile one training step on random tokens: where its time and memory go, operation by operation.
+
+    Example: tba profile --prompts 8 --responses 16
+    """
     from flows.machine import model_folder
     from tba.config import TrainSettings
     from tba.profile import profile_step, random_draws

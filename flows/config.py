@@ -1,19 +1,13 @@
 """The configuration of a run: one pydantic model, from which Prefect validates parameters and builds its form."""
 
 import json
-import os
-from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
+from flows.machine import default_store
 from storage.buffer import Sampling
 from storage.store import check_run_name
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
-
-
-def default_store() -> str:
-    """`.tba/` in the working folder, which git ignores; TBA_STORE names another."""
-    return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
 
 
 class RunConfig(Settings):
@@ -73,8 +67,8 @@ class RunConfig(Settings):
         return self
 
     def recorded(self) -> dict:
-        """What run.json keeps: all but where the store is, so that a run may be moved."""
-        return self.model_dump(mode="json", exclude={"store"})
+        """What run.json keeps: all but where the store is and on what it trains, so that a run may be moved."""
+        return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage"}})
 
 
 def load_run(store) -> RunConfig:

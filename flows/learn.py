@@ -1,16 +1,18 @@
-"""The Trainer's process: `python -m flows.learn STORE RUN PARENT`. Joins tba.trainer with the store.
+"""The Trainer's process: `python -m flows.learn STORE RUN PARENT [PROCESSES ZERO_STAGE]`. Joins trainer and store.
 
 PARENT is the flow's process: without it nobody watches this one, which then ends. One Trainer works on a run: a second
 one is refused when it starts, and one that was taken for dead and lives (a machine that froze) stops before it writes.
 
-It is one process beside the flow, so that neither Prefect's threads nor its failures touch training, and so that a
-launcher for many devices can take its place. It reads the run's configuration from run.json and nowhere else.
+It is one process beside the flow, so that neither Prefect's threads nor its failures touch training; with many devices
+it starts the others' processes (flows/devices.py). It reads the run's configuration from run.json and nowhere else.
 """
 
 import contextlib
 import logging
 import os
+import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -19,9 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 
 from flows.config import RunConfig, load_run
+from flows.devices import trainer_of
 from flows.machine import cpu_threads, model_folder, this_process
 from flows.processes import ALREADY_TRAINING
 from storage import ledger, policies
@@ -29,7 +33,7 @@ from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.errors import AlreadyTraining, StoreError, Superseded
 from storage.store import RunStore
 from tba.policy import Group
-from tba.trainer import Batch, Draw, Trainer, train
+from tba.trainer import Batch, Draw, Stopped, Trainer, train
 from tba.weights import fingerprint, write_weights
 
 HEARTBEAT_S = 2.0
@@ -132,6 +136,7 @@ class StoreOutbox:
         self._first_step: int | None = None
         self._beat = {"state": "starting", "step": 0}
         self._parent = parent
+        self.stop = threading.Event()  # set: training ends after the step that it is at
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat_on, daemon=True)
         self._heart.start()
@@ -142,6 +147,8 @@ class StoreOutbox:
         told = metrics or {}
         alarm = searchers_alarm(told.get("searchers_silent_s", 0.0))
         self._beat = self._beat | {"state": state, "step": step, "message": alarm} | told
+        if self.stop.is_set():
+            raise Stopped
 
     def record(self, step: int, batch: Batch, metrics: dict) -> None:
         self._later(self._write_record, step, batch.record, metrics)
@@ -153,7 +160,7 @@ class StoreOutbox:
         for future in self._pending:
             future.result()  # what trained the steps before it is on record first: a resumed run takes them as done
         ledger.check_not_superseded(self._store, self._attempt)
-        with tempfile.TemporaryDirectory(prefix="tba-checkpoint-") as folder:
+        with temporary_folder("checkpoint", self._store.run) as folder:
             trainer.save(Path(folder))
             ledger.save_checkpoint(self._store, step, Path(folder))
         ledger.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
@@ -188,7 +195,7 @@ class StoreOutbox:
         ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step} | metrics)
 
     def _write_policy(self, step: int, weights: dict, final: bool) -> None:
-        with tempfile.TemporaryDirectory(prefix="tba-policy-") as folder:
+        with temporary_folder("policy", self._store.run) as folder:
             for file in self._template.iterdir():
                 if file.is_file() and file.suffix != ".safetensors":
                     shutil.copy(file, folder)
@@ -231,8 +238,22 @@ class StoreOutbox:
         )
 
 
-def learn(store_url: str, run: str, parent: int) -> None:
-    """Trains the run to its end, from its newest checkpoint if it has one.
+def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
+    """One that tells whose it is, should this process be killed before it removes it."""
+    return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
+
+
+def remove_leftovers(run: str) -> None:
+    """Removes temporary folders that killed Trainers of the run left on this machine: a checkpoint is gigabytes."""
+    for folder in Path(tempfile.gettempdir()).glob("tba-*"):
+        match = re.fullmatch(rf"tba-(checkpoint|policy|resume)-{re.escape(run)}@(\d+)-\w+", folder.name)
+        if match and not psutil.pid_exists(int(match[2])):
+            log.info("removing %s, which a killed Trainer left", folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+
+
+def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage: int = 2) -> None:
+    """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one, on so many devices.
 
     Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
     """
@@ -243,21 +264,27 @@ def learn(store_url: str, run: str, parent: int) -> None:
     steps = ledger.list_checkpoints(store)
     resumed_from = steps[-1] if steps else 0
     attempt = ledger.start_attempt(store, resumed_from, this_process(), previous=previous)
+    remove_leftovers(run)
     outbox = StoreOutbox(store, config, attempt, folder, parent)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the flow's way to say so; Ctrl-C reaches every process
+        signal.signal(number, lambda *_: outbox.stop.set())
     import torch
 
-    torch.set_num_threads(cpu_threads(config.searchers))
+    threads = cpu_threads(config.searchers, processes)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that are started here
+    settings = config.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
     state, message = "failed", ""
     try:
-        trainer = Trainer(folder, config.train)
-        if steps:
-            with tempfile.TemporaryDirectory(prefix="tba-resume-") as local:
-                store.download_folder(ledger.checkpoint_path(resumed_from), Path(local))
-                trainer.load(Path(local))
-        buffer = ReplayBuffer(store, config.sampling, config.seed)
-        buffer.rebuild(resumed_from)
-        train(trainer, StoredExperience(store, buffer, attempt), outbox)
-        state = "finished"
+        with trainer_of(folder, settings) as trainer:
+            if steps:
+                with temporary_folder("resume", run) as local:
+                    store.download_folder(ledger.checkpoint_path(resumed_from), Path(local))
+                    trainer.load(Path(local))
+            buffer = ReplayBuffer(store, config.sampling, config.seed)
+            buffer.rebuild(resumed_from)
+            train(trainer, StoredExperience(store, buffer, attempt), outbox)
+        state = "finished" if trainer.step >= config.train.steps else "stopped"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise
@@ -265,11 +292,11 @@ def learn(store_url: str, run: str, parent: int) -> None:
         outbox.close(state, message)
 
 
-def main(store: str, run: str, parent: str) -> int:
+def main(store: str, run: str, parent: str, *devices: str) -> int:
     """Exit status: ALREADY_TRAINING where the run has another Trainer; other errors are raised."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        learn(store, run, int(parent))
+        learn(store, run, int(parent), *map(int, devices))
     except AlreadyTraining as error:
         log.error(error)
         return ALREADY_TRAINING

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import psutil
 
-from tba.embedded import resolve_model
+from tba.embedded import MODELS_FOLDER, resolve_model
+
+
+def default_store() -> str:
+    """`.tba/` in the working folder, which git ignores; TBA_STORE names another."""
+    return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
 
 
 def local_folder() -> Path:
@@ -20,7 +25,7 @@ def model_folder(name: str) -> Path:
 
     Raises: ValueError: it does not load.
     """
-    resolved = resolve_model(name, local_folder() / "models")
+    resolved = resolve_model(name, Path.cwd() / MODELS_FOLDER)
     if isinstance(resolved, Path):
         return resolved
     from huggingface_hub import snapshot_download
@@ -28,9 +33,9 @@ def model_folder(name: str) -> Path:
     return Path(snapshot_download(resolved, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
 
 
-def cpu_threads(num_searchers: int) -> int:
-    """Threads for one process, when a Trainer and so many Searchers share this machine's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // (1 + num_searchers))
+def cpu_threads(num_searchers: int, num_trainers: int = 1) -> int:
+    """Threads for one process, when so many of the Trainer and so many Searchers share this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // (num_trainers + num_searchers))
 
 
 def this_process() -> dict:

@@ -1,4 +1,7 @@
-"""maintain/buffer: old trajectories expire, and the whole buffer is audited. On request, or on a schedule."""
+"""maintain/buffer: old trajectories expire, small shards are compacted, and the whole buffer is audited.
+
+On request, or on a schedule, while the run goes on or later: no reader is disturbed.
+"""
 
 from datetime import UTC, datetime, timedelta
 
@@ -7,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import load_run
 from flows.machine import model_folder
-from storage import audit, expiry
+from storage import audit, upkeep
 from storage.store import RunStore
 
 
@@ -15,17 +18,19 @@ from storage.store import RunStore
 def maintain(
     store: str, run: str, max_age_hours: float | None = None, keep: int | None = None, grace_hours: float = 1.0
 ) -> str:
-    """Expires what is older than `max_age_hours` or beyond the newest `keep` trajectories, then audits what is left.
+    """Expires what is older than `max_age_hours` or beyond the newest `keep` trajectories, compacts, audits.
 
-    None: nothing expires by that rule. Expired shards are deleted by a run of this flow `grace_hours` later.
-    Returns the URL of the audit's site. Raises: RuntimeError: the audit found faults.
+    None: nothing expires by that rule. What expired, and shards that were compacted, are deleted by a run of this flow
+    `grace_hours` later: longer than any reader takes. Returns the URL of the audit's site. Raises: RuntimeError: the
+    audit found faults.
     """
     for name, value in {"max_age_hours": max_age_hours, "keep": keep, "grace_hours": grace_hours}.items():
         if value is not None and value < 0:
             raise ValueError(f"{name}: got {value}; it must not be negative")
     run_store = RunStore(store, run)
     expire(run_store, max_age_hours, keep)
-    delete_expired(run_store, grace_hours)
+    compact(run_store)
+    delete_superseded(run_store, grace_hours)
     return audit_buffer(run_store)
 
 
@@ -35,15 +40,21 @@ def expire(store: RunStore, max_age_hours: float | None, keep: int | None) -> No
     if max_age_hours is None and keep is None:
         return
     before = None if max_age_hours is None else datetime.now(UTC) - timedelta(hours=max_age_hours)
-    marked = expiry.expire(store, before, keep, load_run(store).sampling.min_size)
+    marked = upkeep.expire(store, before, keep, load_run(store).sampling.min_size)
     get_run_logger().info("expired, by searcher up to round: %s", marked or "nothing")
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
-def delete_expired(store: RunStore, grace_hours: float) -> None:
-    """Deletes shards that were marked by an earlier run."""
-    num_shards = expiry.delete_expired(store, timedelta(hours=grace_hours))
-    get_run_logger().info("%d expired shards deleted", num_shards)
+def compact(store: RunStore) -> None:
+    """Writes blocks of small shards as one file each, which counts in their place."""
+    get_run_logger().info("%d blocks of shards compacted", upkeep.compact(store))
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+def delete_superseded(store: RunStore, grace_hours: float) -> None:
+    """Deletes what an earlier run marked or compacted."""
+    num_files = upkeep.delete_superseded(store, timedelta(hours=grace_hours))
+    get_run_logger().info("%d expired or compacted files deleted", num_files)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

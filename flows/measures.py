@@ -23,6 +23,19 @@ SUCCESS_REWARD = 0.5  # a response with at least this reward is a success
 SEED = 0
 
 
+def measure_runs(
+    stores: list[RunStore], *, sample: int = SAMPLE, embedded: int = EMBEDDED, success_reward: float = SUCCESS_REWARD
+) -> dict[str, list[dict]]:
+    """Measures runs alike, of as many responses to a prompt, and stores with each what was found; returns it by run."""
+    m, found = min(map(usual_responses_per_prompt, stores)), {}
+    for store in stores:
+        found[store.run] = measure_diversity(
+            store, sample=sample, embedded=embedded, responses_per_prompt=m, success_reward=success_reward
+        )
+        stored.record_diversity(store, found[store.run])
+    return found
+
+
 def measure_diversity(
     store: RunStore,
     *,
@@ -109,12 +122,6 @@ def _measure_group(
             }
         )
     return result
-
-
-def record(store: RunStore, rows: list[dict]) -> list[dict]:
-    """Stores a measurement beside the run, for `tba sql` and the report; returns it."""
-    stored.record_diversity(store, rows)
-    return rows
 
 
 def tables(found: dict[str, list[dict]]) -> list["Table"]:

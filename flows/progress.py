@@ -1,13 +1,20 @@
 """What a person sees while a run trains: a live table in a terminal, else a line now and then."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 LINE_INTERVAL_S = 10  # between plain lines, where the output is no terminal
+RESIZE_POLL_S = 0.1
+MAX_BAR_WIDTH = 76
+WIDER_THAN_ANY = 1000
 
 # What the Trainer's heartbeat carries: its key, our heading, how it is written.
 COLUMNS = {
@@ -38,36 +45,102 @@ SUMMARY = {
 
 
 class Progress:
-    """Shows the newest stage and heartbeat. A context manager: the live table needs an end."""
+    """Shows the newest stage and heartbeat. A context manager: the live table needs an end.
 
-    def __init__(self, console: Console):
-        self._console = console
-        self._live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
-        self._began = time.monotonic()
+    The table is drawn when there is something new and at no other time, in place. A terminal that has changed its size
+    has broken the drawn lines anew, so that nobody knows how many there are: then the screen is cleared.
+    """
+
+    def __init__(self, console: Console, run: str, began_s: float = 0.0):
+        """began_s: seconds since what is shown as elapsed began."""
+        self._console, self._run = console, run
+        self._live: Live | None = None
+        self._size = None
+        self._began = time.monotonic() - began_s
         self._line_at = float("-inf")
         self._stage = None
 
     def __enter__(self) -> "Progress":
-        if self._live:
-            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
 
-    def show(self, stage: str, heartbeat: Mapping | None) -> None:
-        """stage: in words, what is going on; heartbeat: the Trainer's newest, None before the first of this attempt."""
-        fields = {"elapsed": duration(time.monotonic() - self._began), **_fields(heartbeat or {})}
-        if self._live:
-            table = Table(title=stage, title_justify="left", title_style="bold")
-            for heading in fields:
-                table.add_column(heading, justify="right")
-            table.add_row(*fields.values())
-            self._live.update(table)
+    def show(self, stage: str, heartbeat: Mapping | None, note: str = "") -> None:
+        """stage: in words, what is going on; heartbeat: the Trainer's newest, None before the first of this attempt.
+
+        note: a last line below the table; not printed where the output is no terminal.
+        """
+        fields = _fields(heartbeat or {}) | {"elapsed": duration(time.monotonic() - self._began)}
+        if heartbeat and heartbeat.get("seconds_left") is not None:
+            fields["left"] = duration(heartbeat["seconds_left"])
+        if self._console.is_terminal:
+            done, total = (heartbeat or {}).get("step", 0), (heartbeat or {}).get("steps")
+            self._draw(_Picture(f"{self._run}: {stage}", done, total, fields, note))
         elif stage != self._stage or time.monotonic() - self._line_at >= LINE_INTERVAL_S:
             self._stage, self._line_at = stage, time.monotonic()
             self._console.print("  ".join([stage, *(f"{k} {v}" for k, v in fields.items())]), soft_wrap=True)
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps; a terminal that changes its size meanwhile is drawn anew at once."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._live and self._size != self._console.size:
+                self._draw(self._live.renderable)
+            time.sleep(min(left, RESIZE_POLL_S))
+
+    def _draw(self, picture: RenderableType) -> None:
+        size = self._console.size
+        if self._live and self._size != size:
+            self._live.stop()
+            self._console.clear()
+            self._live = None
+        self._size = size
+        if self._live:
+            self._live.update(picture, refresh=True)
+        else:
+            self._live = Live(picture, console=self._console, auto_refresh=False)
+            self._live.start(refresh=True)
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """A title, how much is done, and the fields in columns, on as few lines as the width allows."""
+
+    title: str
+    done: int
+    total: int | None
+    fields: Mapping[str, str]
+    note: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(self.title, "bold")
+        if self.total:
+            yield ProgressBar(total=self.total, completed=self.done, width=min(options.max_width, MAX_BAR_WIDTH))
+            yield Segment.line()
+        headings = list(self.fields)
+        for num_lines in range(1, len(headings) + 1):
+            num_columns = -(-len(headings) // num_lines)
+            lines = [headings[start : start + num_columns] for start in range(0, len(headings), num_columns)]
+            grid = self._grid(lines, num_columns)
+            if (
+                num_columns == 1
+                or console.measure(grid, options=options.update(width=1000)).maximum <= options.max_width
+            ):
+                break
+        yield grid
+        if self.note:
+            yield Text(self.note, "dim", overflow="ellipsis", no_wrap=True)
+
+    def _grid(self, lines: list[list[str]], num_columns: int) -> Table:
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        for _ in range(num_columns):
+            grid.add_column(justify="right", no_wrap=True)
+        for line in lines:
+            grid.add_row(*line, style="dim")
+            grid.add_row(*(self.fields[heading] for heading in line))
+        return grid
 
 
 def _fields(heartbeat: Mapping) -> dict[str, str]:
@@ -77,9 +150,12 @@ def _fields(heartbeat: Mapping) -> dict[str, str]:
     for key, (heading, form) in COLUMNS.items():
         if heartbeat.get(key) is not None:
             fields[heading] = form.format(heartbeat[key])
-    if heartbeat.get("seconds_left") is not None:
-        fields["left"] = duration(heartbeat["seconds_left"])
     return fields
+
+
+def stage_of(heartbeat: Mapping) -> str:
+    """In words: why the Trainer waits or how it ended, else its state."""
+    return heartbeat.get("message") or heartbeat["state"]
 
 
 def duration(seconds: float) -> str:

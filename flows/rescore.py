@@ -8,11 +8,10 @@ from flows.config import load_run
 from storage import rewards, shards
 from storage.errors import AlreadyExists
 from storage.store import RunStore
-from tba.rewards import checked_rewards, load_reward
+from tba.rewards import TASK, RewardedTask, load_reward
 from tba.tasks import load_task
 from tba.tasks.base import Problem
 
-TASK = "task"  # in place of module:function: the task's own reward as it is now
 PROGRESS_S = 5
 
 
@@ -23,15 +22,14 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     what is missing. Raises: ValueError: no such reward, or one that fails on a trajectory; StoreError.
     """
     config = load_run(store)
-    task = load_task(config.task.name, data=config.task.data, seed=config.seed)
-    rewarding = task if reward == TASK else load_reward(reward)
+    task = load_task(config.task, seed=config.seed)
+    rewarding = task if reward == TASK else RewardedTask(task, [(load_reward(reward), 1.0)])
     version = version or (task.version if reward == TASK else reward.partition(":")[2])
     problems = {problem.prompt_id: problem for problem in [*task.train, *task.heldout]}
     num_scored, said_at = 0, time.monotonic()
     rewards.begin_version(store, version, f"{task.name} {task.version}" if reward == TASK else reward)
     for searcher, rounds in rewards.unscored_shards(store, version).items():
-        for number in rounds:
-            shard = shards.read_shards(store, searcher, [number])
+        for number, shard in zip(rounds, shards.each_shard(store, searcher, rounds), strict=True):
             asked = zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True)
             of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
             if reward == TASK and (unknown := [problem for problem in of_rows if problem.answer is None]):
@@ -39,7 +37,8 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
                     f"reward: task {task.name} does not ask {unknown[0].prompt_id!r} (round {number} of searcher "
                     f"{searcher}), so it cannot score it; give a module:function"
                 )
-            values = checked_rewards(rewarding, of_rows, shard["response"].to_pylist())
+            told = (shard[name].to_pylist() for name in ("response", "response_tokens", "finish_reason"))
+            values = rewarding.score(of_rows, *told).rewards
             with contextlib.suppress(AlreadyExists):  # somebody else scores the same version
                 rewards.record_rewards(store, version, shard, values)
             num_scored += shard.num_rows

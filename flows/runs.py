@@ -19,7 +19,7 @@ FLOWS = ["tba", "search"]
 
 def live_run(client, config: RunConfig):
     """The flow run that trains this run now, or None. Returns prefect.client.schemas.FlowRun."""
-    return next((r for r in _unfinished(client, config, ["tba"]) if is_alive(client, r)), None)
+    return next((r for r in unfinished(client, config, ["tba"]) if is_alive(client, r)), None)
 
 
 def mark_crashed(client, config: RunConfig) -> int:
@@ -29,8 +29,8 @@ def mark_crashed(client, config: RunConfig) -> int:
     beside the next flow's Searcher of its name. Returns how many. Those still waiting for a worker count too."""
     from prefect.states import Crashed
 
-    unfinished = _unfinished(client, config, FLOWS)
-    dead = [r for r in unfinished if r.parent_task_run_id is not None or not is_alive(client, r)]
+    found = unfinished(client, config)
+    dead = [r for r in found if r.parent_task_run_id is not None or not is_alive(client, r)]
     for flow_run in dead:
         stop_processes(_processes(flow_run))
         state = Crashed(message="Its stack or flow was killed; found by a later `tba train`.")
@@ -79,7 +79,7 @@ def _processes(flow_run) -> list:
     return find_processes("PREFECT__FLOW_RUN_ID", str(flow_run.id))
 
 
-def _unfinished(client, config: RunConfig, flows: list[str]) -> list:
+def unfinished(client, config: RunConfig, flows: list[str] = FLOWS) -> list:
     """Flow runs of these flows, for this run in this store, that have not come to an end."""
     return [flow_run for flow_run in server.unfinished(client, flows) if _is_of(flow_run, config)]
 

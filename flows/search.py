@@ -6,10 +6,13 @@ import os
 import time
 
 from prefect import flow, get_run_logger, task
+from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 
+from flows import control
 from flows.config import RunConfig, load_run
 from flows.machine import code_version, cpu_threads, local_folder, model_folder
+from flows.page import asset_key
 from storage import ledger, policies, quality, shards
 from storage.errors import AlreadyExists, NotFound
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
@@ -24,7 +27,7 @@ POLL_S = 0.5
 
 @flow(name="search")
 def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> int:
-    """Searches until the run's final policy is published. Returns the number of rounds committed.
+    """Searches until the run's final policy is published, or it is to leave. Returns the number of rounds committed.
 
     `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures the
     first and the final policy on held-out problems.
@@ -36,6 +39,9 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
     pulse = TrainerPulse(run_store)
     served = None
     while policy := next_policy(run_store, pulse):
+        if control.is_to_leave(run_store, name):
+            get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
+            break
         if policy != served:
             if not deliver(run_store, searcher, policy):
                 continue
@@ -44,7 +50,7 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
                 evaluate(run_store, searcher, config.task.num_heldout, policy.step)
         if policy.final:
             break
-        search_round.with_options(task_run_name=f"round {number}")(run_store, searcher, number)
+        as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number)
         number += 1
     return number - first
 
@@ -62,9 +68,9 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     from tba.tasks import load_task
 
     folder = model_folder(config.model)
-    task_ = load_task(config.task.name, data=config.task.data, seed=config.seed)
-    max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
+    max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     longest = max(map(len, tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]))
     engine = make_engine(
         folder,
@@ -88,7 +94,23 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     )
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef):
+    """Makes a function the task of a round, whose shard Prefect shows as an asset that comes from the policy."""
+    shard = Asset(
+        key=asset_key(store, shards.shard_path(name, number)),
+        properties=AssetProperties(name=f"{store.run}/{name}, round {number}"),
+    )
+    return materialize(
+        shard,
+        asset_deps=[asset_key(store, policy.path)],
+        task_run_name=f"round {number}",
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=2,
+        retry_delay_seconds=5,
+    )
+
+
 def search_round(store: RunStore, searcher, number: int) -> None:
     """Samples, scores, validates and commits one shard. A retry repeats the round: its shard's name is the same.
 

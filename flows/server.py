@@ -47,7 +47,7 @@ def find(work_queue: str, ours: str | None, say: Callable[[str], None]) -> str |
         found = version(url)
         if found is None:
             problem = "nothing answers there"
-        elif not _is_compatible(found):
+        elif not is_compatible(found):
             problem = f"it is Prefect {found}, whose API differs from this client's"
         elif is_loopback(url) and (other := _other_checkout(url, work_queue)):
             problem = f"it runs flows of another checkout ({other}), which this one's deployments would redirect"
@@ -69,13 +69,13 @@ def find(work_queue: str, ours: str | None, say: Callable[[str], None]) -> str |
     return None
 
 
-def version(url: str) -> str | None:
+def version(url: str, timeout_s: float = 10) -> str | None:
     """The Prefect version that answers at this URL; None if there is none."""
     import httpx
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
     try:
-        with api(url, {PREFECT_API_REQUEST_TIMEOUT: 10, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
+        with api(url, {PREFECT_API_REQUEST_TIMEOUT: timeout_s, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
             answer = client.api_version()
     except (httpx.HTTPError, ValueError):  # nothing listens, or something that speaks no HTTP, or no JSON
         return None
@@ -125,7 +125,7 @@ def unfinished(client, flows: list[str]) -> list:
     )
 
 
-def _is_compatible(server_version: str) -> bool:
+def is_compatible(server_version: str) -> bool:
     """Prefect's own rule: clients and servers of one major version understand each other."""
     from prefect import __version__
 

@@ -103,6 +103,12 @@ def check(project: Path) -> None:
             raise StackError(f"The Prefect {name} (pid {process.pid}) has died.\n{log_tail(project, name)}")
 
 
+def running_url(project: Path) -> str | None:
+    """The API of the server that this project's stack talks to; None where nothing of it runs."""
+    state = _read_state(project)
+    return state.url if any(process.find() for process in state.processes.values()) else None
+
+
 def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
     """The last lines of the log of `server` or `worker` (the worker's carries its flows' output), and its path."""
     path = local_folder(project) / f"{name}.log"

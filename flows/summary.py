@@ -31,6 +31,8 @@ def summarise(store: RunStore) -> dict:
         "staleness_mean": sum(step["staleness_mean"] for step in steps) / len(steps),
         "staleness_max": max(step["staleness_max"] for step in steps),
         "trainer_wait_share": wait_s / (wait_s + length(training)),
+        # Runs of an older version did not measure it.
+        "publish_stall_share": sum(step["publish_stall_s"] or 0.0 for step in steps[1:]) / length(training),
         "searcher_idle_share": idle_share(rounds),
         "overlap_share": length(intersection(union(training), sampling)) / length(training),
         "wall_s": (datetime.now(UTC) - ledger.first_attempt_at(store)).total_seconds(),

@@ -9,25 +9,31 @@ import sys
 import threading
 import time
 
+import httpx
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
+from prefect.exceptions import Pause
 from prefect.runtime import flow_run
-from prefect.states import Cancelling
+from prefect.states import Cancelled, Cancelling
 
+from flows import control
 from flows.config import RunConfig
+from flows.page import Page
 from flows.processes import ALREADY_TRAINING
 from flows.summary import summarise
 from flows.warm_start import take_over
 from storage import ledger, policies
-from storage.errors import AlreadyTraining, NotFound
+from storage.errors import AlreadyTraining, NotFound, StoreError
 from storage.store import RunStore
 
 # A Searcher that fell is replaced; one that falls this often has a fault that a new one would share.
 MAX_REPLACEMENTS = 3
 POLL_S = 2.0
+# A step with its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
+TRAINER_PATIENCE_S = 20.0
 # From the final policy to its evaluation: a Searcher finishes its round, loads it and answers the held-out problems.
 EVALUATION_TIMEOUT_S = 600
 
@@ -44,20 +50,39 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         get_run_logger().info("run %s is finished; choose another name to train again", config.run)
         return summary
     take_over(store, config)
-    searchers, began, over = Searchers(config), threading.Event(), threading.Event()
+    searchers, page, began, over = Searchers(config), Page(store, config), threading.Event(), threading.Event()
+    training = train_policy.submit(config, began, over)
     try:
-        training = train_policy.submit(config.store, config.run, began, over)
         while not training.state.is_final():
-            if began.is_set():  # the run is ours: what our Searchers commit is not beside another flow's
-                searchers.keep_up()
+            with contextlib.suppress(httpx.HTTPError):  # training goes on while the Prefect server is away
+                end_if_suspended()
+                if began.is_set():  # the run is ours: what our Searchers commit is not beside another flow's
+                    searchers.keep_up()
+            page.update()
             time.sleep(POLL_S)
         training.result()
+        if not policies.latest_policy(store).final:
+            return Cancelled(message="The Trainer was told to stop. The same command resumes the run.")
         if config.searchers:  # without one there is no engine to evaluate with
             await_evaluation(store, searchers)
-    finally:
+    finally:  # also where the flow run is cancelled: Prefect terminates this process
         over.set()
+        training.wait()
         searchers.stop()
-    return summarise(store)
+    summary = summarise(store)
+    page.finish(summary)
+    return summary
+
+
+def end_if_suspended() -> None:
+    """Whoever suspends the flow run on Prefect's page wants it to end here; Resume there starts it anew.
+
+    Raises: prefect.exceptions.Pause: it was suspended.
+    """
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run.id).state
+    if state.is_paused() and state.state_details.pause_reschedule:
+        raise Pause(state=state)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
@@ -78,27 +103,44 @@ def may_succeed_later(_task, _run, state) -> bool:
 
 
 @task(
-    cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5, retry_condition_fn=may_succeed_later
+    task_run_name="training",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_succeed_later,
 )
-def train_policy(store: str, run: str, began: threading.Event, over: threading.Event) -> None:
+def train_policy(config: RunConfig, began: threading.Event, over: threading.Event) -> None:
     """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
 
     `began` is set once the run is this Trainer's. Raises: AlreadyTraining: it is another's. RuntimeError: the Trainer
     failed; the message has the reason.
     """
+    store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
     run_store = RunStore(store, run)
-    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run, str(os.getpid())])
+    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run, str(os.getpid()), *map(str, devices)])
     try:
         while process.poll() is None and not over.wait(POLL_S):
             if not began.is_set() and ledger.trainer(run_store) == (socket.gethostname(), process.pid):
                 began.set()
     finally:
-        process.kill()
-    status = process.wait()
+        status = end(process)
+    if over.is_set():
+        return
     if status == ALREADY_TRAINING:
         raise AlreadyTraining(f"run {run} has another live Trainer: {ledger.trainer(run_store)}. Nothing was written.")
     if status:
         raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(run_store)}")
+
+
+def end(process: subprocess.Popen) -> int:
+    """Asks the Trainer to finish its step, save and publish; kills it where that takes too long. Returns its status."""
+    process.terminate()
+    try:
+        return process.wait(TRAINER_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 class Searchers:
@@ -106,15 +148,25 @@ class Searchers:
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._replacements = config, 0
-        self._runs: dict[str, FlowRun] = {}
+        self._store, self._wanted = RunStore(config.store, config.run), config.searchers
+        self._runs: dict[str, FlowRun] = {}  # the first one evaluates
+        self._leaving: list[FlowRun] = []
+        self._num_names = 0  # no name is used twice: who leaves may not be gone yet
 
     def keep_up(self) -> None:
-        """Starts those not started yet, and anew each that failed, crashed or was lost.
+        """Starts those not started yet, and anew each that failed, crashed or was lost; lets go whom nobody wants.
 
-        Raises: RuntimeError: too many fell.
+        How many are wanted may change during a run (`tba searchers`). Raises: RuntimeError: too many fell.
         """
-        for number in range(len(self._runs), self._config.searchers):
-            self._runs[f"s{number}"] = self._start(f"s{number}")
+        with contextlib.suppress(StoreError):  # a store that is away has no new wishes
+            self._wanted = control.wanted_searchers(self._store, self._config.searchers)
+        while len(self._runs) < self._wanted:
+            self._runs[f"s{self._num_names}"] = self._start(f"s{self._num_names}")
+            self._num_names += 1
+        while len(self._runs) > self._wanted:
+            name, run = self._runs.popitem()
+            control.ask_to_leave(self._store, name)
+            self._leaving.append(run)
         for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
             self._replacements += 1
             if self._replacements > MAX_REPLACEMENTS:
@@ -127,16 +179,22 @@ class Searchers:
     def stop(self) -> None:
         """Ends those that still run. Nothing is lost: what they committed is in the store."""
         with get_client(sync_client=True) as client:
-            for run in self._runs.values():
+            for run in [*self._runs.values(), *self._leaving]:
                 state = client.read_flow_run(run.id).state
                 if not state.is_final():
                     client.set_flow_run_state(run.id, Cancelling(message="the run is over"), force=True)
 
     def _start(self, name: str) -> FlowRun:
         config = self._config
+        control.welcome(self._store, name)
         return run_deployment(
             "search/searcher",
-            parameters={"store": config.store, "run": config.run, "name": name, "evaluates": name == "s0"},
+            parameters={
+                "store": config.store,
+                "run": config.run,
+                "name": name,
+                "evaluates": name == next(iter(self._runs), name),
+            },
             flow_run_name=f"{config.run}/{name}",
             tags=[f"run:{config.run}"],
             timeout=0,

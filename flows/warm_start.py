@@ -187,12 +187,13 @@ class Copy:
         from tba.demonstrations import Demonstrations, ReferencePolicy
 
         folder = model_folder(config.model)
-        task_ = load_task(config.task.name, data=config.task.data, seed=config.seed)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
         self._store = store
         self._vocab_size = AutoConfig.from_pretrained(folder).vocab_size
         self._heldout = pa.array([problem.prompt for problem in task_.heldout], pa.string())
         self.reference = ReferencePolicy(folder, config.train.temperature)
-        self.demonstrations = Demonstrations(task_, AutoTokenizer.from_pretrained(folder), self.reference)
+        self.demonstrations = Demonstrations(task_, tokenizer, self.reference)
 
     def all_of(self, source: RunSource | FileSource, searcher: str, parts: list) -> dict:
         """Commits a source as the shards of a searcher of that name. Returns how much was taken and left out."""

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from storage.errors import StoreError
 from storage.quality import describe, expectations, facts_of
-from storage.shards import expired_through, new_shards, read_shards
+from storage.shards import by_block, expired_through, new_shards, read_each
 from storage.store import RunStore
 
 
@@ -24,11 +24,12 @@ def audit(store: RunStore, vocab_size: int) -> tuple[str, list[str]]:
     for searcher, rounds in new_shards(store, {}).items():
         missing = sorted(set(range(expired.get(searcher, -1) + 1, rounds[-1])) - set(rounds))
         faults += [f"searcher {searcher}: round {number} is missing" for number in missing]
-        for number in rounds:
-            try:
-                facts.append(facts_of(read_shards(store, searcher, [number]), vocab_size))
-            except StoreError as error:
-                faults.append(str(error))
+        for of_block in by_block(rounds):
+            for table in read_each(store, searcher, of_block):
+                if isinstance(table, StoreError):
+                    faults.append(str(table))
+                else:
+                    facts.append(facts_of(table, vocab_size))
     page = f"audits/{datetime.now(UTC):%Y%m%dT%H%M%SZ}/index.html"
     with tempfile.TemporaryDirectory(prefix="tba-audit-") as folder:
         if facts:

@@ -20,7 +20,7 @@ import hashlib
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,11 +31,12 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage import ledger
-from storage.shards import expired_through, new_shards, read_shards
+from storage.shards import by_block, expired_through, new_shards, read_shards
 from storage.sql import sql
 from storage.store import RunStore
 
-SHARDS_PER_READ = 16  # bounds the memory of taking in a backlog: 16 shards of 1000 x 128 tokens are 40 MB
+# Rounds of whole syncs that a rebuild indexes before it throws out repeats: few statements, and few rows in excess.
+ROUNDS_PER_SETTLE = 64
 _DRAW_SETTINGS = {
     "prompts_per_batch",
     "responses_per_prompt",
@@ -173,7 +174,7 @@ class ReplayBuffer:
             return None
         number = self.newest_sync + 1
         with self._transaction():
-            rewards = self._take_in({s: dict.fromkeys(rounds[s], number) for s in rounds})
+            rewards = self._take_in({number: rounds})
             sync = Sync(number, step, attempt, rounds, len(rewards), float(rewards.mean()))
             ledger.record_sync(self._store, sync)
         self._advance(number, rounds, len(rewards))
@@ -187,13 +188,12 @@ class ReplayBuffer:
         """
         self._clear()
         records, expired = ledger.effective_syncs(self._store, step), expired_through(self._store)
-        sync_of_round: dict[str, dict[int, int]] = defaultdict(dict)
+        syncs: dict[int, dict[str, range]] = defaultdict(dict)
         for record in records:
             first = max(record["first_round"], expired.get(record["searcher"], -1) + 1)
-            rounds = range(first, record["last_round"] + 1)
-            sync_of_round[record["searcher"]] |= dict.fromkeys(rounds, record["sync"])
+            syncs[record["sync"]][record["searcher"]] = range(first, record["last_round"] + 1)
         with self._transaction():
-            rewards = self._take_in(sync_of_round)
+            rewards = self._take_in(syncs)
         newest_sync = max((record["sync"] for record in records), default=0)
         self._advance(newest_sync, {record["searcher"]: [record["last_round"]] for record in records}, len(rewards))
 
@@ -281,13 +281,25 @@ class ReplayBuffer:
             raise
         self._index.commit()
 
-    def _take_in(self, sync_of_round: dict[str, dict[int, int]]) -> np.ndarray:
-        """Index the given rounds of each searcher, each as part of its sync. Returns the trajectories' rewards."""
-        rewards = [np.empty(0, np.float32)]
+    def _take_in(self, syncs: Mapping[int, Mapping[str, Sequence[int]]]) -> np.ndarray:
+        """Index rounds, by sync and searcher, syncs in order. Returns the trajectories' rewards."""
+        rewards, waiting = [np.empty(0, np.float32)], defaultdict(dict)  # by searcher the sync of each round
+        last = max(syncs, default=0)
+        for number, rounds in syncs.items():
+            for searcher, of_searcher in rounds.items():
+                waiting[searcher] |= dict.fromkeys(of_searcher, number)
+            # Only once a sync is there in full: how often it brought a response counts copies that capacity throws out.
+            if number == last or sum(map(len, waiting.values())) >= ROUNDS_PER_SETTLE:
+                rewards += self._index_rounds(waiting)
+                waiting.clear()
+        return np.concatenate(rewards)
+
+    def _index_rounds(self, sync_of_round: Mapping[str, Mapping[int, int]]) -> list[np.ndarray]:
+        """Index rounds of whole syncs, by searcher; throw out repeats and what exceeds capacity. Returns rewards."""
+        rewards, prompt_ids = [], []
         for searcher, syncs in sync_of_round.items():
-            rounds = sorted(syncs)
-            for start in range(0, len(rounds), SHARDS_PER_READ):
-                shards = read_shards(self._store, searcher, rounds[start : start + SHARDS_PER_READ])
+            for rounds in by_block(syncs):
+                shards = read_shards(self._store, searcher, rounds)
                 arrivals = shards.select(["trajectory_id", "prompt_id", "policy_step", "reward"])
                 arrivals = arrivals.append_column("sync", [[syncs[round_] for round_ in shards["round"].to_pylist()]])
                 for name, column in self._words.append(shards).items():
@@ -295,12 +307,14 @@ class ReplayBuffer:
                 self._index.register("arrivals", arrivals)
                 self._execute("insert_prompts")
                 self._execute("insert_trajectories")
-                self._execute("count_copies")
-                self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
-                self._execute("update_prompts")
-                self._index.unregister("arrivals")
                 rewards.append(shards["reward"].to_numpy())
-        return np.concatenate(rewards)
+                prompt_ids += shards["prompt_id"].chunks
+        self._index.register("arrivals", pa.table({"prompt_id": pa.chunked_array(prompt_ids, pa.string()).unique()}))
+        self._execute("count_copies")
+        self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
+        self._execute("update_prompts")
+        self._index.unregister("arrivals")
+        return rewards
 
     def _advance(self, newest_sync: int, rounds: dict[str, Iterable[int]], num_trajectories: int) -> None:
         self.newest_sync = newest_sync

@@ -73,6 +73,12 @@ def query(store: RunStore, statement: str) -> pa.Table:
         return connection.sql(parsed[0]).to_arrow_table()
 
 
+def show_batch(store: RunStore, step: int) -> pa.Table:
+    """The batch that trained a step, one row a prompt and drawn trajectory; no rows if no such step counts."""
+    with connect(store) as connection:
+        return connection.sql(sql("show_batch"), params={"step": step}).to_arrow_table()
+
+
 def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
     """A new in-memory database with the views, over what is stored now. What is not there yet is an empty view."""
     connection = duckdb.connect()

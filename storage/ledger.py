@@ -46,7 +46,11 @@ def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> No
     ours = {"attempt": [attempt] * rows.num_rows, "step": [step] * rows.num_rows, "staleness": staleness}
     columns = [ours[name] if name in ours else rows[name] for name in BATCH.names]
     table = pa.table(columns, names=BATCH.names).cast(BATCH)
-    store.put_new(f"batches/attempt={attempt:08d}/step={step:08d}.parquet", parquet_bytes(table))
+    store.put_new(batch_path(attempt, step), parquet_bytes(table))
+
+
+def batch_path(attempt: int, step: int) -> str:
+    return f"batches/attempt={attempt:08d}/step={step:08d}.parquet"
 
 
 def record_training_step(store: RunStore, row: dict) -> None:
@@ -69,6 +73,12 @@ def record_evaluation(store: RunStore, row: dict) -> None:
 
 def evaluated_steps(store: RunStore) -> list[int]:
     return [_number(path) for path in store.list("metrics/evaluations")]
+
+
+def accuracy(store: RunStore, policy_step: int) -> float:
+    """NotFound if that policy step was not evaluated."""
+    data = store.get(f"metrics/evaluations/step={policy_step:08d}.parquet")
+    return pq.ParquetFile(pa.BufferReader(data)).read()["accuracy"][0].as_py()
 
 
 def record_sync(store: RunStore, sync: Any) -> None:

@@ -54,7 +54,7 @@ def publish_policy(
             f"attempt {attempt} at run {store.run} cannot publish policy step {step}: attempt {latest.attempt} has "
             f"published step {latest.step}, so another Trainer has taken over. Stop this one."
         )
-    path = f"policies/step={step:08d}" + (f"-a{attempt:04d}" if attempt > 1 else "")
+    path = policy_path(step, attempt)
     files = {
         file.relative_to(local_folder).as_posix(): file.stat().st_size
         for file in sorted(local_folder.rglob("*"))
@@ -66,6 +66,10 @@ def publish_policy(
     ref = PolicyRef(step, path, fingerprint, final, attempt, datetime.now(UTC).isoformat())
     store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
     return ref
+
+
+def policy_path(step: int, attempt: int) -> str:
+    return f"policies/step={step:08d}" + (f"-a{attempt:04d}" if attempt > 1 else "")
 
 
 def latest_policy(store: RunStore) -> PolicyRef | None:

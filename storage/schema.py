@@ -72,6 +72,7 @@ TRAINING_STEP = pa.schema(
         "ended_at": _TIME,
         "wait_s": pa.float64(),  # without a batch, before this step
         "step_s": pa.float64(),
+        "publish_stall_s": pa.float64(),  # spent on handing over a policy, before this step
         "loss": pa.float64(),
         "reward_mean": pa.float64(),
         "fresh_reward_mean": pa.float64(),  # of all that the newest sync took in; null before this attempt's first

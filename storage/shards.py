@@ -2,27 +2,40 @@
 
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
     quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; the .json beside it says why
-    expired/searcher=<id>/through=00000041.json             rounds that no longer count (storage/expiry.py)
+    trajectories/compacted/<id>-00000000-00000031.parquet   a block of those rounds in one file: from when it is there
+                                                            it counts, and their shards do not (storage/upkeep.py)
+    expired/searcher=<id>/through=00000041.json             rounds that no longer count (storage/upkeep.py)
 
 A Searcher's rounds have no gaps, from the first that has not expired: a round that went to quarantine is tried again
 under its number. So what is new is what follows the last round seen of each Searcher, and finding it costs in
-proportion to what is new.
+proportion to what is new. Each round is read from one place, so every reader here sees each trajectory once.
 """
 
 import json
 import re
 import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.errors import TornShard
+from storage.errors import NotFound, StoreError, TornShard
 from storage.schema import TRAJECTORY
 from storage.store import RunStore, transfer_all
 
 # The folder's name must read as text to whoever infers types from it: DuckDB turns searcher=7 into a number, and
 # searcher=epoch into a date.
 _SEARCHER = re.compile(r"(?!(?:epoch|infinity)$)[a-z][a-z0-9-]{0,31}")
+# Block b is rounds 32 b to 32 b + 31. A part of the format: whoever compacts, the blocks are the same, so that no two
+# files ever hold one round.
+ROUNDS_PER_BLOCK = 32
+_COMPACTED = "trajectories/compacted"
+_SHARD_NAME = re.compile(r"trajectories/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
+_BLOCK_NAME = re.compile(rf"{_COMPACTED}/(?P<searcher>[^/]+)-(?P<first>\d{{8}})-(?P<last>\d{{8}})\.parquet")
 
 
 def check_searcher_id(searcher: str) -> str:
@@ -40,8 +53,55 @@ def trajectory_id(searcher: str, round_number: int, index: int) -> str:
     return f"{searcher}-{round_number:08d}-{index:05d}"
 
 
+def round_of(trajectory_id: str) -> tuple[str, int]:
+    """Searcher and round of a trajectory: the shard that it is in."""
+    searcher, number, _ = trajectory_id.rsplit("-", 2)
+    return searcher, int(number)
+
+
 def shard_path(searcher: str, round_number: int) -> str:
     return f"{_log(searcher)}/round={round_number:08d}.parquet"
+
+
+def block_of(round_number: int) -> int:
+    return round_number // ROUNDS_PER_BLOCK
+
+
+def rounds_of(block: int) -> range:
+    return range(block * ROUNDS_PER_BLOCK, (block + 1) * ROUNDS_PER_BLOCK)
+
+
+def block_path(searcher: str, block: int) -> str:
+    rounds = rounds_of(block)
+    return f"{_COMPACTED}/{check_searcher_id(searcher)}-{rounds[0]:08d}-{rounds[-1]:08d}.parquet"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file in trajectories/, and what its name says of it."""
+
+    path: str
+    searcher: str
+    rounds: range  # that it holds
+    is_compacted: bool
+
+    @property
+    def block(self) -> int:
+        return block_of(self.rounds[0])
+
+
+def files_named(paths: list[str]) -> list[File]:
+    """Shards and compacted files among the paths; of what is named otherwise nothing is ever read."""
+    files = []
+    for path in paths:
+        if match := _SHARD_NAME.fullmatch(path):
+            number = int(match["round"])
+            files.append(File(path, match["searcher"], range(number, number + 1), is_compacted=False))
+        elif match := _BLOCK_NAME.fullmatch(path):
+            rounds = range(int(match["first"]), int(match["last"]) + 1)
+            if rounds == rounds_of(block_of(rounds[0])):
+                files.append(File(path, match["searcher"], rounds, is_compacted=True))
+    return files
 
 
 def _log(searcher: str) -> str:
@@ -60,7 +120,7 @@ def parquet_bytes(table: pa.Table) -> bytes:
 
 def _origin(table: pa.Table) -> tuple[str, int]:
     """The one searcher and round that all rows of a shard name. ValueError otherwise."""
-    origins = set(zip(table["searcher"].to_pylist(), table["round"].to_pylist(), strict=True))
+    origins = origins_of(table)
     if len(origins) != 1:
         raise ValueError(f"a shard holds the trajectories of one searcher and round, got {sorted(origins, key=str)}")
     return origins.pop()
@@ -91,20 +151,52 @@ def next_round(store: RunStore, searcher: str) -> int:
     return _round_number(paths[-1]) + 1 if paths else 0
 
 
+def compacted_blocks(files: list[File]) -> dict[str, set[int]]:
+    """Per searcher the blocks that have a file of their own."""
+    blocks: dict[str, set[int]] = defaultdict(set)
+    for file in files:
+        if file.is_compacted:
+            blocks[file.searcher].add(file.block)
+    return blocks
+
+
+def _list_blocks(store: RunStore) -> dict[str, set[int]]:
+    return compacted_blocks(files_named(store.list(_COMPACTED)))
+
+
 def expired_through(store: RunStore) -> dict[str, int]:
     """Per searcher the last expired round; searchers without expired rounds are left out."""
+    return whole_blocks(marked_through(store.list("expired")), _list_blocks(store))
+
+
+def marked_through(marks: list[str]) -> dict[str, int]:
+    """Per searcher the last round of some marks in expired/."""
     through: dict[str, int] = {}
-    for path in store.list("expired"):  # in order: a searcher's last one wins
+    for path in marks:  # in order: a searcher's last one wins
         _, searcher, name = path.split("/")
         through[searcher.removeprefix("searcher=")] = int(name.removeprefix("through=").removesuffix(".json"))
     return through
 
 
+def whole_blocks(through: dict[str, int], blocks: dict[str, set[int]]) -> dict[str, int]:
+    """Last rounds to expire, lowered to where no compacted file is cut: a file counts or does not."""
+    lowered = {
+        searcher: rounds_of(block_of(last + 1))[0] - 1 if block_of(last + 1) in blocks.get(searcher, ()) else last
+        for searcher, last in through.items()
+    }
+    return {searcher: last for searcher, last in lowered.items() if last >= 0}
+
+
 def committed_paths(store: RunStore) -> list[str]:
-    """Paths of all shards that count."""
-    expired = {_log(searcher): number for searcher, number in expired_through(store).items()}
+    """Paths of all files that count: each round that has not expired lies in one of them."""
+    files = files_named(store.list("trajectories"))
+    blocks = compacted_blocks(files)
+    expired = whole_blocks(marked_through(store.list("expired")), blocks)
     return [
-        path for path in store.list("trajectories") if _round_number(path) > expired.get(path.rpartition("/")[0], -1)
+        file.path
+        for file in files
+        if file.rounds[0] > expired.get(file.searcher, -1)
+        and (file.is_compacted or file.block not in blocks.get(file.searcher, ()))
     ]
 
 
@@ -113,26 +205,77 @@ def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
 
     Searchers with nothing new are left out.
     """
-    expired = expired_through(store)
-    seen = expired | {searcher: max(number, expired.get(searcher, -1)) for searcher, number in seen.items()}
+    marked = marked_through(store.list("expired"))
 
-    def rounds_after_seen(searcher: str) -> list[int]:
-        start_after = shard_path(searcher, seen[searcher]) if searcher in seen else None
+    def listed_after_seen(searcher: str) -> list[int]:
+        last = max(seen.get(searcher, -1), marked.get(searcher, -1))
+        start_after = shard_path(searcher, last) if last >= 0 else None
         return [_round_number(path) for path in store.list(_log(searcher), start_after=start_after)]
 
-    searchers = [name.removeprefix("searcher=") for name in store.folders("trajectories")]
-    rounds = transfer_all(rounds_after_seen, searchers)
-    return {searcher: new for searcher, new in zip(searchers, rounds, strict=True) if new}
+    names = [name for name in store.folders("trajectories") if name.startswith("searcher=")]
+    searchers = [name.removeprefix("searcher=") for name in names]
+    listed = dict(zip(searchers, transfer_all(listed_after_seen, searchers), strict=True))
+    blocks = _list_blocks(store)  # after the shards: one that was deleted before it could be listed is in a file
+    expired = whole_blocks(marked, blocks)
+    new = {}
+    for searcher, rounds in listed.items():
+        last = max(seen.get(searcher, -1), expired.get(searcher, -1))
+        compacted = (number for block in blocks.get(searcher, ()) for number in rounds_of(block) if number > last)
+        new[searcher] = sorted({*rounds, *compacted})
+    return {searcher: rounds for searcher, rounds in new.items() if rounds}
 
 
-def read_shards(store: RunStore, searcher: str, rounds: list[int]) -> pa.Table:
+def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Table:
     """The trajectories of some rounds of a searcher, in that order. TornShard names a file that is not a shard."""
-    if not rounds:
-        return TRAJECTORY.empty_table()
-    return pa.concat_tables(transfer_all(lambda number: _read_shard(store, shard_path(searcher, number)), rounds))
+    return pa.concat_tables([TRAJECTORY.empty_table(), *map(_raised, read_each(store, searcher, rounds))])
 
 
-def _read_shard(store: RunStore, path: str) -> pa.Table:
+def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterator[pa.Table]:
+    """The same, a table a round. `rounds` are in order."""
+    for of_block in by_block(rounds):
+        yield from map(_raised, read_each(store, searcher, of_block))
+
+
+def _raised(read: pa.Table | StoreError) -> pa.Table:
+    if isinstance(read, StoreError):
+        raise read
+    return read
+
+
+def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.Table | StoreError]:
+    """The trajectories of each of some rounds of a searcher, or why they cannot be read: NotFound, TornShard.
+
+    A compacted file is read once a call: ask for the rounds of a block together (by_block).
+    """
+    blocks = _list_blocks(store).get(searcher, ()) if rounds else ()
+    rounds_at: dict[str, list[int]] = defaultdict(list)
+    for number in rounds:
+        block = block_of(number)
+        rounds_at[block_path(searcher, block) if block in blocks else shard_path(searcher, number)].append(number)
+
+    def read(path: str) -> dict[int, pa.Table | StoreError]:
+        try:
+            table = read_file(store, path)
+        except (NotFound, TornShard) as error:
+            return dict.fromkeys(rounds_at[path], error)
+        if not path.startswith(_COMPACTED):
+            return {rounds_at[path][0]: table}
+        return {number: table.filter(pc.equal(table["round"], number)) for number in rounds_at[path]}
+
+    found = {}
+    for tables in transfer_all(read, rounds_at):
+        found |= tables
+    return [found[number] for number in rounds]
+
+
+def by_block(rounds: Iterable[int]) -> Iterator[list[int]]:
+    """Rounds in order, those of a block together: as many as should be read at once."""
+    for _, of_block in groupby(sorted(rounds), block_of):
+        yield list(of_block)
+
+
+def read_file(store: RunStore, path: str) -> pa.Table:
+    """A shard, or a compacted file with all rounds that its name says. TornShard: it is neither."""
     data = store.get(path)
     try:
         table = pq.ParquetFile(pa.BufferReader(data)).read()
@@ -146,4 +289,12 @@ def _read_shard(store: RunStore, path: str) -> pa.Table:
             f"{path} of run {store.run} in {store.url} has other columns than a shard of this version: "
             f"{', '.join(map(str, set(table.schema) ^ set(TRAJECTORY)))}. Read it with the version that wrote it."
         )
+    (file,) = files_named([path])
+    if file.is_compacted and origins_of(table) != {(file.searcher, number) for number in file.rounds}:
+        raise TornShard(f"{path} of run {store.run} in {store.url} holds other rounds than its name says")
     return table
+
+
+def origins_of(table: pa.Table) -> set[tuple[str, int]]:
+    """The (searcher, round) pairs that rows of shards name."""
+    return set(zip(table["searcher"].to_pylist(), table["round"].to_pylist(), strict=True))

@@ -191,6 +191,19 @@ class RunStore:
             raise
 
 
+def list_runs(url: str) -> list[str]:
+    """Names of the runs in a store, sorted; what else lies there is left out."""
+    backend, root = _parse_url(url)
+    try:
+        names = [name for name in backend(root).folders("") if _RUN_NAME.fullmatch(name)]
+        are_runs = transfer_all(lambda name: backend(root).exists(f"{name}/run.json"), names)
+    except Exception as error:
+        if translated := translate(error, "list", url):
+            raise translated from error
+        raise
+    return [name for name, is_run in zip(names, are_runs, strict=True) if is_run]
+
+
 def read_file(url: str) -> bytes:
     """A file anywhere in a store, by its URL. NotFound if nothing is there."""
     folder, _, name = url.rpartition("/")

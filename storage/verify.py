@@ -11,7 +11,6 @@ it goes on: what points to something is read before it.
 """
 
 import json
-import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,15 +25,23 @@ import pyarrow.parquet as pq
 
 from storage import ledger, policies, quality, schema
 from storage.errors import DamagedPolicy, NotFound, StoreError, TornShard
-from storage.shards import expired_through, read_shards, shard_path
+from storage.shards import (
+    File,
+    by_block,
+    compacted_blocks,
+    expired_through,
+    files_named,
+    origins_of,
+    read_each,
+    read_file,
+    shard_path,
+)
 from storage.store import RunStore, transfer_all
 
-SHARDS_PER_READ = 32  # bounds memory, and spreads the fixed cost of the quality gate over as many
 WARM_START = "warm_start/plan.json"  # a list of the sources that searchers warm0, warm1, ... are copies of
 ANY_VOCABULARY = 2**31  # token ids are int32
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
-_SHARD = re.compile(r"trajectories/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
 _LEDGER = {
     "batches": schema.BATCH,
     "syncs": schema.SYNC,
@@ -112,45 +119,57 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
 
 def _check_shards(store: RunStore, vocab_size: int | None, faults: list[Fault]) -> _Shards:
     """vocab_size: None: the values in the shards are not looked at."""
-    found, rounds_of = _Shards(), defaultdict(list)
-    for path in store.list("trajectories"):
-        if match := _SHARD.fullmatch(path):
-            rounds_of[match["searcher"]].append(int(match["round"]))
-        else:
-            faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
+    found, rounds_of = _Shards(), defaultdict(set)
+    paths = store.list("trajectories")
+    files = files_named(paths)
+    for path in sorted(set(paths) - {file.path for file in files}):
+        faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
+    for file in files:
+        rounds_of[file.searcher].update(file.rounds)
     found.expired = expired_through(store)  # after the listing: a shard's mark comes long before it is deleted
     with suppress(NotFound):
         found.copied = {f"warm{index}" for index in range(len(json.loads(store.get(WARM_START))))}
     for searcher, rounds in rounds_of.items():
-        for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - set(rounds)):
+        for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
             path = shard_path(searcher, missing)
             faults.append(Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this"))
-        found.rounds[searcher] = rounds
-        for start in range(0, len(rounds), SHARDS_PER_READ):
-            _check_some_shards(store, searcher, rounds[start : start + SHARDS_PER_READ], vocab_size, found, faults)
+        found.rounds[searcher] = sorted(rounds)
+        for of_block in by_block(rounds):  # bounds memory, and spreads the fixed cost of the quality gate
+            _check_some_shards(store, searcher, of_block, vocab_size, found, faults)
+    blocks = compacted_blocks(files)
+    replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
+    faults += filter(None, transfer_all(lambda file: _changed_copy(store, file), replaced))
     return found
+
+
+def _changed_copy(store: RunStore, file: File) -> Fault | None:
+    """A shard that is to be deleted because a compacted file has its rows must have the same."""
+    (counting,) = read_each(store, file.searcher, file.rounds)
+    try:
+        shard = read_file(store, file.path)
+    except NotFound:
+        return None  # it was deleted since it was listed
+    except TornShard as error:
+        return Fault("torn shard", file.path, str(error))
+    if isinstance(counting, pa.Table) and not shard.equals(counting):
+        return Fault("changed copy", file.path, "the compacted file that counts in its place has other rows")
 
 
 def _check_some_shards(
     store: RunStore, searcher: str, rounds: list[int], vocab_size: int | None, found: _Shards, faults: list[Fault]
 ) -> None:
-    def read(number: int) -> pa.Table | Fault | None:
-        try:
-            return read_shards(store, searcher, [number])
-        except NotFound:
-            return None  # it expired since it was listed
-        except TornShard as error:
-            return Fault("torn shard", shard_path(searcher, number), str(error))
-
-    tables = dict(zip(rounds, transfer_all(read, rounds), strict=True))
-    faults += [fault for fault in tables.values() if isinstance(fault, Fault)]
+    tables = dict(zip(rounds, read_each(store, searcher, rounds), strict=True))
+    faults += [
+        Fault("torn shard", shard_path(searcher, number), str(error))
+        for number, error in tables.items()
+        if isinstance(error, TornShard)  # NotFound: it expired since it was listed
+    ]
     tables = {number: table for number, table in tables.items() if isinstance(table, pa.Table)}
     reasons = quality.validate_shards(list(tables.values()), vocab_size) if vocab_size else [[]] * len(tables)
     for (number, table), broken in zip(tables.items(), reasons, strict=True):
         path = shard_path(searcher, number)
         faults += [Fault("invalid shard", path, rule) for rule in broken]
-        origins = set(zip(table["searcher"].to_pylist(), table["round"].to_pylist(), strict=True))
-        if origins - {(searcher, number)}:
+        if (origins := origins_of(table)) - {(searcher, number)}:
             faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
         found.ids.append(table["trajectory_id"])
         if searcher in found.copied:

@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) by peft: trained in place of the weights, published merged into them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -22,13 +23,22 @@ def add(model: PreTrainedModel, rank: int) -> None:
 
 
 @torch.no_grad()
-def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the model as if it had been trained whole: each adapter is added to its layer's weight."""
+def merged(
+    model: PreTrainedModel, gathered: Callable[[list[Tensor]], AbstractContextManager] = nullcontext
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of the model as if it had been trained whole: each adapter is added to its layer's weight.
+
+    One layer's weights at a time are inside `gathered`, which makes them whole where devices share them; use each
+    tensor before the next.
+    """
     layers = dict(model.named_modules())
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if ".lora_" in name:
             continue
         layer, _, kind = name.rpartition(".base_layer.")
         if layer and kind == "weight":
-            tensor = tensor + layers[layer].get_delta_weight("default")
-        yield (f"{layer}.{kind}" if layer else name), tensor
+            with gathered(list(layers[layer].parameters())):
+                yield f"{layer}.{kind}", tensor + layers[layer].get_delta_weight("default")
+        else:
+            with gathered([tensor]):
+                yield (f"{layer}.{kind}" if layer else name), tensor

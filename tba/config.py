@@ -3,9 +3,13 @@
 flows/config.py joins these with the buffer's settings (storage.buffer.Sampling) into the one configuration of a run.
 """
 
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Settings(BaseModel):
@@ -17,10 +21,72 @@ class Settings(BaseModel):
 class TaskSettings(Settings):
     """What is asked and how a response is rewarded."""
 
-    name: str = Field("arithmetic", description="Task: arithmetic or gsm8k.")
-    data: str | None = Field(None, description="Local JSONL file or Hugging Face dataset; None: the task's own.")
+    name: str = Field(
+        "arithmetic", description="arithmetic, gsm8k, math, reasoning_gym, tldr, redteam, or dataset (one's own)."
+    )
+    data: str | None = Field(
+        None, description="JSONL or Parquet file, Hugging Face dataset or module:function; None: the task's own."
+    )
+    generator: str | None = Field(None, description="Of reasoning_gym: which of its generators, such as chain_sum.")
+    reward_model: str | None = Field(
+        None, description="Of tldr: a sequence classifier of one label; None: ROUGE-L with the reference summary."
+    )
+    gold_reward_model: str | None = Field(
+        None, description="Of tldr's evaluation: the reward model whose preference counts; None: as reward_model."
+    )
+    victim: str = Field("smollm2-135m-instruct", description="Of redteam: the model that is asked.")
+    classifier: str | None = Field(
+        None, description="Of redteam: a sequence classifier of toxicity; None: better-profanity's list of words."
+    )
+    rewards: tuple[str, ...] = Field(
+        (), description="Functions in TRL's signature, module:function, or task: the task's own; none: only that."
+    )
+    reward_weights: tuple[float, ...] | None = Field(None, description="Of each of the rewards; None: all 1.")
+    missing_eos_reward: float | None = Field(
+        None, description="Reward of a response that is cut at the length limit; None: what it is worth."
+    )
     max_response_tokens: int | None = Field(None, ge=1, description="Longest response; None: the task's own.")
     num_heldout: int = Field(256, ge=1, description="Held-out problems in an evaluation.")
+
+    @field_validator("rewards", "reward_weights", mode="before")
+    @classmethod
+    def _as_a_list(cls, value: object) -> object:
+        """From a command line: text with commas, not those in parentheses. From Python: functions, by their names."""
+        if isinstance(value, str):
+            value = [part.strip() for part in re.split(r",(?![^(]*\))", value) if part.strip()]
+        return [importable_name(part) if callable(part) else part for part in value] if value is not None else None
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _data_by_name(cls, data: object) -> object:
+        return importable_name(data) if callable(data) else data
+
+    @model_validator(mode="after")
+    def _rewards_have_weights(self):
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(
+                f"task.reward_weights has {len(self.reward_weights)} weights for {len(self.rewards)} task.rewards; "
+                "give one for each, or none"
+            )
+        if self.name == "dataset" and (not self.rewards or "task" in self.rewards):
+            raise ValueError(
+                f"task.rewards is {self.rewards}, and the task dataset has no reward of its own: name functions in "
+                "TRL's signature as module:function"
+            )
+        return self
+
+
+def importable_name(function: Callable) -> str:
+    """`module:function`, by which other processes find a Python object that was given in its place.
+
+    Raises: ValueError: it has no such name: a lambda, a method, a function inside another.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module == "__main__":  # the file that was run: imported by its name elsewhere
+        module = Path(getattr(sys.modules["__main__"], "__file__", "")).stem
+    if not module or not name.isidentifier():
+        raise ValueError(f"{function!r} cannot be imported by other processes; define it at the top of a module's file")
+    return f"{module}:{name}"
 
 
 class SearchSettings(Settings):
@@ -54,6 +120,10 @@ class TrainSettings(Settings):
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens a forward pass holds; larger batches are split.")
     gradient_checkpointing: bool = Field(False, description="Less memory for a third more work.")
     lora_rank: int | None = Field(None, ge=1, description="Train low-rank adapters of this rank; None: all weights.")
+    processes: int = Field(1, ge=1, description="Trainer processes, a device each. May change from resume to resume.")
+    zero_stage: Literal[1, 2, 3] = Field(
+        2, description="What they share out (DeepSpeed ZeRO): optimizer (1), gradients (2), weights (3), too."
+    )
     sync_interval: int = Field(1, ge=1, description="k: steps between published policies, each followed by a sync.")
     checkpoint_interval: int = Field(20, ge=1, description="Steps between checkpoints that training resumes from.")
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from tba.policy import Group, load_policy, response_logprobs
-from tba.rewards import checked_rewards
+from tba.rewards import RewardedTask
 from tba.searcher import stop_tokens
-from tba.tasks.base import Task
 
 GROUPS_PER_PASS = 8  # prompts in a forward pass; 20 responses of 512 tokens to each are 80,000 tokens
 
@@ -46,7 +45,7 @@ class ReferencePolicy:
 class Demonstrations:
     """Adds to rows of prompt and response what they lack to be trajectories."""
 
-    def __init__(self, task: Task, tokenizer, reference: ReferencePolicy) -> None:
+    def __init__(self, task: RewardedTask, tokenizer, reference: ReferencePolicy) -> None:
         self._task, self._tokenizer, self._reference = task, tokenizer, reference
         self._stop_tokens = stop_tokens(task, tokenizer)
         self._problems = {problem.prompt: problem for problem in [*task.train, *task.heldout]}
@@ -70,21 +69,22 @@ class Demonstrations:
                         "to it; add a column `reward`"
                     )
             problems = [self._problems[row["prompt"]] for row in rows]
-            rewards = checked_rewards(self._task, problems, [row["response"] for row in rows])
-            for row, reward in zip(rows, rewards, strict=True):
-                row |= {"reward": reward, "rewards": {self._task.name: reward}, "reward_version": self._task.version}
+            of_rows = ([row[name] for row in rows] for name in ("response", "response_tokens", "finish_reason"))
+            scores = self._task.score(problems, *of_rows)
+            for row, reward, components in zip(rows, scores.rewards, scores.components, strict=True):
+                row |= {"reward": reward, "rewards": components, "reward_version": self._task.version}
         return rows
 
     def _with_tokens(self, row: dict) -> dict:
         prompt, response = row["prompt"], row["response"]
+        known = self._problems.get(prompt)
         if "response_tokens" not in row:
             tokens = self._tokenizer.encode(response, add_special_tokens=False)
             ends = bool(tokens) and tokens[-1] in self._stop_tokens
             row = row | {
-                "prompt_tokens": self._tokenizer.encode(prompt),
+                "prompt_tokens": known.encode(self._tokenizer) if known else self._tokenizer.encode(prompt),
                 "response_tokens": tokens if ends else [*tokens, self._tokenizer.eos_token_id],
             }
-        known = self._problems.get(prompt)
         defaults = {
             "prompt_id": known.prompt_id if known else hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(),
             # whoever demonstrates gives this response and no other: probability one

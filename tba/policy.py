@@ -17,14 +17,17 @@ vocabulary.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from tba.precision import compute_dtype
@@ -81,21 +84,35 @@ UNSUPPORTED = {
     "logits_scaling": (None, 1),
 }
 
+# What costs time in a layer: products of matrices, and attention.
+PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
 
 def load_policy(
-    folder: str | Path, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False
+    folder: str | Path, dtype: torch.dtype = torch.float32, checkpointing: Literal["none", "cheap", "layers"] = "none"
 ) -> PreTrainedModel:
     """The model of a Hugging Face folder or id, ready for `response_logprobs`; dropout is off.
 
-    `gradient_checkpointing` keeps one activation a layer and computes the rest again: less memory, a third more work.
+    `checkpointing`: what is computed again in the backward pass and not kept for it. "cheap": all but `PRODUCTS`, a
+    third of the memory for a little more work; "layers": all but each layer's input, for a third more work.
     Raises: ValueError: its attention or its logits are of a kind that is not computed here.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     check_supported(model)
     model.set_attn_implementation("tba_shared_prefix")
     model.eval()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if checkpointing != "none":
+        options = {"use_reentrant": False}
+        if checkpointing == "cheap":
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+        model.gradient_checkpointing_enable(options)
         # transformers checkpoints only in training mode, which also turns dropout on.
         model.train()
         for module in model.modules():
@@ -135,12 +152,25 @@ def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
         ).last_hidden_state[0]  # [N, hidden]
     rows, target_index = packed.target_rows.unique(return_inverse=True)
     head = model.get_output_embeddings()
-    logprobs = _TargetLogprobs.apply(
-        hidden[rows], head.weight, head.bias, target_index, packed.target_ids, temperature, compute
-    )  # [M]
+
+    def score(hidden: Tensor) -> Tensor:
+        return _TargetLogprobs.apply(
+            hidden, head.weight, head.bias, target_index, packed.target_ids, temperature, compute
+        )
+
+    logprobs = _call_as(head, score, hidden[rows])  # [M]
     lengths = [[len(response) for response in group.responses] for group in groups]
     by_group = logprobs.split([sum(of_group) for of_group in lengths])
     return [list(flat.split(of_group)) for flat, of_group in zip(by_group, lengths, strict=True)]
+
+
+def _call_as(module: torch.nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Runs `forward` in place of the module's own, hooks included: ZeRO-3 gathers a module's weights in them."""
+    module.forward = forward
+    try:
+        return module(hidden)
+    finally:
+        del module.forward
 
 
 def sequence_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperature: float) -> list[Tensor]:

@@ -1,19 +1,28 @@
-"""Rewards: checked wherever they come from, and functions of one's own in TRL's signature (GRPOTrainer, reward_funcs).
+"""Rewards: a task's own, functions in TRL's signature (GRPOTrainer, reward_funcs), and their weighted sum.
 
     # my_rewards.py
     def brief(prompts, completions, answer, **columns) -> list[float]:
         return [float(right in text) - len(text) / 100 for text, right in zip(completions, answer)]
 
-is `my_rewards:brief`. The columns are `prompt_id` and `answer` (None where the task does not ask that prompt).
+is `my_rewards:brief`; a function that makes one is called as it is written, with literals as arguments:
+`trl.rewards:get_soft_overlong_punishment(max_completion_len=256, soft_punish_cache=64)`. The columns are
+`completion_ids` (tokens), `prompt_id`, `answer` (None where the task does not ask that prompt) and the dataset's own.
+Of a chat, prompts are lists of messages and completions lists of one. None instead of a number: it does not apply.
 """
 
-import importlib
+import ast
+import hashlib
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol
 
-from tba.tasks.base import Problem
+from tba.tasks.base import Problem, Task
+from tba.tasks.rows import load_function
+
+TASK = "task"  # in place of module:function: the task's own reward
 
 
 class Rewarding(Protocol):
@@ -25,58 +34,160 @@ class Rewarding(Protocol):
 
 
 class FunctionReward:
-    """A function in TRL's signature as a Rewarding."""
+    """A function in TRL's signature."""
 
-    def __init__(self, name: str, function: Callable[..., list[float]]) -> None:
-        self.name, self._function = name, function
+    def __init__(self, function: Callable[..., list[float | None]], path: str | None = None) -> None:
+        """`path`: module:function, where it came from; its name is what is behind the colon."""
+        self.path = path or getattr(function, "__name__", type(function).__name__)
+        self.name = self.path.rpartition(":")[2]
+        self._function = function
 
-    def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
+    @property
+    def source(self) -> str:
+        """Text that changes when the function does, as far as that can be seen."""
+        try:
+            return inspect.getsource(self._function)
+        except (OSError, TypeError):  # an object with __call__, or made at a prompt
+            return repr(type(self._function))
+
+    def values(
+        self, problems: list[Problem], responses: list[str], tokens: Sequence[Sequence[int]]
+    ) -> list[float | None]:
+        names = dict.fromkeys(name for problem in problems for name in problem.columns)
+        columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
         return self._function(
-            prompts=[problem.prompt for problem in problems],
-            completions=responses,
-            prompt_id=[problem.prompt_id for problem in problems],
-            answer=[problem.answer for problem in problems],
+            **columns
+            | {
+                "prompts": [list(p.messages) if p.messages else p.prompt for p in problems],
+                "completions": [
+                    [{"role": "assistant", "content": text}] if problem.messages else text
+                    for problem, text in zip(problems, responses, strict=True)
+                ],
+                "completion_ids": [list(of_response) for of_response in tokens],
+                "prompt_id": [problem.prompt_id for problem in problems],
+                "answer": [problem.answer for problem in problems],
+            }
         )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What responses are worth: `rewards` are trained on, `components` (before weights) are what they are made of."""
+
+    rewards: list[float]
+    components: list[dict[str, float]]
+
+
+class RewardedTask:
+    """A task with the rewards that a run counts: the task's own, or a weighted sum that takes its place."""
+
+    def __init__(
+        self,
+        task: Task,
+        rewards: Sequence[tuple[Rewarding | FunctionReward, float]] = (),
+        missing_eos_reward: float | None = None,
+    ) -> None:
+        """`missing_eos_reward` is what a response gets that was cut at the length limit; None: what it is worth.
+
+        Raises: ValueError: two rewards have one name.
+        """
+        self.task = task
+        self.name, self.train, self.heldout = task.name, task.train, task.heldout
+        self.stop, self.max_response_tokens = task.stop, task.max_response_tokens
+        self._parts = list(rewards) or [(task, 1.0)]
+        self._missing_eos_reward = missing_eos_reward
+        names = [part.name for part, _ in self._parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"task.rewards: {', '.join(names)} has a name twice; stored components go by name")
+        self.version = self._version()
+
+    def check(self, tokenizer) -> None:
+        """Raises: ValueError: a reward does not work. One that would load models checks them in its own way."""
+        problem = self.train[0]
+        answer = problem.answer or "none"
+        for part, _ in self._parts:
+            if hasattr(part, "check"):
+                part.check()
+            else:
+                _checked(part, [problem], [answer], [tokenizer.encode(answer, add_special_tokens=False)])
+
+    def score(
+        self,
+        problems: list[Problem],
+        responses: list[str],
+        tokens: Sequence[Sequence[int]],
+        finish_reasons: Sequence[str],
+    ) -> Scores:
+        """What each response to the problem at its place is worth. `tokens` and `finish_reasons` are the responses'.
+
+        Raises: ValueError: a reward failed, or returned too few, too many, or what is not a finite number.
+        """
+        by_part = [_checked(part, problems, responses, tokens) for part, _ in self._parts]
+        rewards, components = [], []
+        for index, (problem, reason) in enumerate(zip(problems, finish_reasons, strict=True)):
+            values = [(part.name, weight, of[index]) for (part, weight), of in zip(self._parts, by_part, strict=True)]
+            applying = [(name, weight, value) for name, weight, value in values if value is not None]
+            if not applying:
+                raise ValueError(
+                    f"task.rewards: none applies to {problem.prompt_id}; leave the problem out of the data"
+                )
+            of_response = {name: float(value) for name, _, value in applying}
+            total = sum(weight * float(value) for _, weight, value in applying)
+            if self._missing_eos_reward is not None and reason == "length":
+                total = of_response["missing_eos"] = self._missing_eos_reward
+            rewards.append(total)
+            components.append(of_response)
+        return Scores(rewards, components)
+
+    def _version(self) -> str:
+        """The task's where nothing else counts; else with a digest of all that decides the reward."""
+        if self._parts == [(self.task, 1.0)] and self._missing_eos_reward is None:
+            return self.task.version
+        parts = [
+            f"{weight} {part.name} {part.source if isinstance(part, FunctionReward) else self.task.version}"
+            for part, weight in self._parts
+        ]
+        text = "\n".join([*parts, str(self._missing_eos_reward)])
+        return f"{self.name}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def load_reward(name: str) -> FunctionReward:
-    """The reward called `module:function`; the module is any that Python can import here.
+    """The reward called `module:function`, or `module:function(…)` for one that a function returns.
 
-    Raises: ValueError: there is no such module or function.
+    Raises: ValueError: there is no such module or function, or its arguments are not literals.
     """
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(f"reward: got {name!r}; write module:function, such as my_rewards:brief, or task")
+    path, parenthesis, _ = name.partition("(")
+    function = load_function(path, "reward")
+    if not parenthesis:
+        return FunctionReward(function, path)
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module's code is the user's: it may raise anything
-        raise ValueError(f"reward {name}: cannot import {module_name} ({type(error).__name__}: {error})") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(
-            f"reward {name}: {module_name} has no function {function_name!r}; it has {', '.join(own) or 'none'}"
-        )
-    return FunctionReward(name, function)
+        call = ast.parse(f"f({name.partition('(')[2]}", mode="eval").body
+        positional = [ast.literal_eval(value) for value in call.args]
+        named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        made = function(*positional, **named)
+    except Exception as error:  # not Python, not literals, or refused by the function
+        raise ValueError(f"reward {name}: cannot be called so ({type(error).__name__}: {error})") from error
+    return FunctionReward(made, path)
 
 
-def checked_rewards(reward: Rewarding, problems: list[Problem], responses: list[str]) -> list[float]:
-    """The reward of each response.
-
-    Raises: ValueError: the reward failed, returned too few or too many, or one that is not a finite number.
-    """
+def _checked(
+    part: Rewarding | FunctionReward, problems: list[Problem], responses: list[str], tokens: Sequence[Sequence[int]]
+) -> list[float | None]:
+    """The part's value for each response; None only where a function says that it does not apply."""
+    is_function = isinstance(part, FunctionReward)
+    name = part.path if is_function else part.name
     try:
-        rewards = list(reward.rewards(problems, responses))
+        values = list(part.values(problems, responses, tokens) if is_function else part.rewards(problems, responses))
     except Exception as error:  # a user's code may raise anything
-        raise ValueError(f"reward {reward.name} failed ({type(error).__name__}: {error})") from error
-    if len(rewards) != len(responses):
-        raise ValueError(
-            f"reward {reward.name}: {len(rewards)} rewards for {len(responses)} responses; one each is expected"
-        )
-    for problem, response, value in zip(problems, responses, rewards, strict=True):
+        raise ValueError(f"reward {name} failed ({type(error).__name__}: {error})") from error
+    if len(values) != len(responses):
+        raise ValueError(f"reward {name}: {len(values)} rewards for {len(responses)} responses; one each is expected")
+    for problem, response, value in zip(problems, responses, values, strict=True):
+        if is_function and value is None:
+            continue
         if not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(
-                f"reward {reward.name}: that of {problem.prompt_id} for response {response!r} is {value!r}; "
+                f"reward {name}: that of {problem.prompt_id} for response {response!r} is {value!r}; "
                 "a reward is a finite number"
             )
-    return [float(value) for value in rewards]
+    return values

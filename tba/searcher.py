@@ -19,7 +19,7 @@ import torch
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling
 from tba.policy import Group, load_policy, response_logprobs
-from tba.rewards import checked_rewards
+from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, Task
 
 
@@ -37,7 +37,7 @@ class Searcher:
     def __init__(
         self,
         name: str,
-        task: Task,
+        task: RewardedTask,
         tokenizer,
         engine: Engine,
         reference: str | Path,
@@ -71,7 +71,7 @@ class Searcher:
         started = datetime.now(UTC)
         order = random.Random(f"{self._seed}/{self._name}/{number}")
         problems = order.sample(self._task.train, min(self._settings.prompts_per_round, len(self._task.train)))
-        prompts = [self._tokenizer.encode(problem.prompt) for problem in problems]
+        prompts = [problem.encode(self._tokenizer) for problem in problems]
         sampling_started = datetime.now(UTC)
         responses = self._engine.sample(
             prompts,
@@ -91,10 +91,12 @@ class Searcher:
             for response, reference in zip(of_prompt, of_reference, strict=True)
         ]
         texts = [self._text(response) for _, _, response, _ in flat]
-        rewards = checked_rewards(self._task, [problem for problem, *_ in flat], texts)
+        scores = self._score([problem for problem, *_ in flat], texts, [response for _, _, response, _ in flat])
         trajectories = [
-            self._trajectory(number, index, *parts, text, reward)
-            for index, (parts, text, reward) in enumerate(zip(flat, texts, rewards, strict=True))
+            self._trajectory(number, index, *parts, text, reward, components)
+            for index, (parts, text, reward, components) in enumerate(
+                zip(flat, texts, scores.rewards, scores.components, strict=True)
+            )
         ]
         metrics = {
             "searcher": self._name,
@@ -106,17 +108,17 @@ class Searcher:
             "ended_at": datetime.now(UTC),
             "num_trajectories": len(trajectories),
             "num_response_tokens": sum(len(trajectory["response_tokens"]) for trajectory in trajectories),
-            "reward_mean": sum(rewards) / len(rewards),
+            "reward_mean": sum(scores.rewards) / len(scores.rewards),
         }
         return Round(trajectories, metrics)
 
     def evaluate(self, num_problems: int) -> dict:
         """Greedy accuracy (mean reward) of the served policy on held-out problems."""
         problems = self._task.heldout[:num_problems]
-        prompts = [self._tokenizer.encode(problem.prompt) for problem in problems]
+        prompts = [problem.encode(self._tokenizer) for problem in problems]
         greedy = Sampling(1, 0.0, 1.0, self._max_response_tokens, self._stop_tokens)
         responses = [only for (only,) in self._engine.sample(prompts, greedy)]
-        rewards = checked_rewards(self._task, problems, [self._text(response) for response in responses])
+        rewards = self._score(problems, [self._text(response) for response in responses], responses).rewards
         return {
             "policy_step": self._policy_step,
             "split": "heldout",
@@ -151,6 +153,7 @@ class Searcher:
         reference: list[float],
         text: str,
         reward: float,
+        components: dict[str, float],
     ) -> dict:
         return {
             "trajectory_id": f"{self._name}-{number:08d}-{index:05d}",
@@ -162,7 +165,7 @@ class Searcher:
             "behavior_logprobs": response.logprobs,
             "reference_logprobs": [min(value, 0.0) for value in reference],  # rounding can leave +1e-8
             "reward": reward,
-            "rewards": {self._task.name: reward},
+            "rewards": components,
             "finish_reason": response.finish_reason,
             "policy_step": self._policy_step,
             "policy_fingerprint": self._fingerprint,
@@ -174,6 +177,10 @@ class Searcher:
             "code_version": self._code_version,
             "created_at": datetime.now(UTC),
         }
+
+    def _score(self, problems: list[Problem], texts: list[str], responses: list[Response]) -> Scores:
+        tokens, reasons = ([getattr(r, name) for r in responses] for name in ("tokens", "finish_reason"))
+        return self._task.score(problems, texts, tokens, reasons)
 
     def _text(self, response: Response) -> str:
         return self._tokenizer.decode(response.tokens, skip_special_tokens=True)

@@ -10,6 +10,7 @@ Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones amon
 
 import copy
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from tba.policy import Group, load_policy, sequence_logprobs
 
 # One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
 MAX_SKIPPED_IN_A_ROW = 10
+NOTHING = [Group([0], [[0]])]  # what an empty pass scores
+CHECKPOINT = "trainer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,16 @@ class Experience(Protocol):
         """The batch for a step; or, while it would be too early, why."""
 
 
+class Stopped(Exception):
+    """Whoever watches wants training to end here; it can be resumed."""
+
+
 class Outbox(Protocol):
     """Where the Trainer's results go. What is handed over is durable when `close` returns."""
 
-    def status(self, state: str, step: int, metrics: dict | None = None) -> None: ...
+    def status(self, state: str, step: int, metrics: dict | None = None) -> None:
+        """Between steps. Raises: Stopped: training is to end."""
+
     def record(self, step: int, batch: Batch, metrics: dict) -> None: ...
     def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None: ...
     def checkpoint(self, step: int, trainer: "Trainer") -> None: ...
@@ -76,7 +85,7 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
-        self._policy = load_policy(model, gradient_checkpointing=settings.gradient_checkpointing)
+        self._policy = load_policy(model, checkpointing="layers" if settings.gradient_checkpointing else "cheap")
         if settings.lora_rank:
             adapters.add(self._policy, settings.lora_rank)
         self._reference: PreTrainedModel | None = None  # the stored log-probabilities' own, until it is reset
@@ -98,18 +107,9 @@ class Trainer:
         started = time.monotonic()
         step = self.step + 1
         learning_rate, beta = schedule.learning_rate(self.settings, step), schedule.beta(self.settings, step)
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = learning_rate
-        totals = {}
-        for micro_batch in _micro_batches(draws, self.settings.micro_batch_tokens):
-            share = len(micro_batch) / len(draws)
-            for name, value in self._backward(micro_batch, beta, share).items():
-                totals[name] = totals.get(name, 0.0) + value * share
-        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self.settings.gradient_clip).item()
-        skipped = not torch.isfinite(torch.tensor(norm))
-        if not skipped:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        totals = self._gradient(draws, len(draws), beta)
+        norm = self._apply_gradient(learning_rate)
+        skipped = not math.isfinite(norm)
         self.step = step
         if self.settings.reference_reset_interval and step % self.settings.reference_reset_interval == 0:
             self._reset_reference()
@@ -129,30 +129,51 @@ class Trainer:
             "num_unique": sum(len(draw.group.responses) for draw in draws),
         }
 
-    def _backward(self, draws: Sequence[Draw], beta: float, share: float) -> dict:
-        """Adds the gradient of `share` times the micro-batch's loss. Returns its metrics.
+    def _gradient(self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)) -> dict:
+        """Adds the gradient of these draws' part of the loss, a mean over `num_draws`; returns metrics, their part.
 
         One prompt whose responses exceed `micro_batch_tokens` is split. The mean over all K responses couples the
         parts, but only through numbers: log-probabilities without gradient give d loss / d log p of each response, and
         with those fixed the parts are independent. So the gradient is the whole group's.
+
+        `at_least`: passes without and with gradient; empty ones make up for those that the draws do not need.
         """
-        groups = [draw.group for draw in draws]
-        parts = [part for group in groups for part in _split(group, self.settings.micro_batch_tokens)]
-        reference = self._reference_logprobs(draws, parts)
-        if len(parts) == len(groups):
-            distinct = self._logprobs(self._policy, groups)  # B x [U]
-            loss, metrics = self._loss(draws, distinct, reference, beta)
-            (loss * share).backward()
-            return metrics
+        whole, split = _passes(draws, self.settings.micro_batch_tokens)
+        totals: dict[str, float] = {}
+
+        def loss_of(draws: Sequence[Draw], distinct: list[Tensor], parts: Sequence[Group]) -> Tensor:
+            share = len(draws) / num_draws
+            loss, metrics = self._loss(draws, distinct, self._reference_logprobs(draws, parts), beta)
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value * share
+            return loss * share
+
+        weighted = []  # parts, and d loss / d log p of their responses
         with torch.no_grad():
-            fixed = torch.cat([self._logprobs(self._policy, [part])[0] for part in parts])  # [U]
-        fixed.requires_grad_()
-        loss, metrics = self._loss(draws, [fixed], reference, beta)
-        (loss * share).backward()
-        weights = fixed.grad.split([len(part.responses) for part in parts])
-        for part, weight in zip(parts, weights, strict=True):
-            self._logprobs(self._policy, [part])[0].backward(weight)
-        return metrics
+            fixed = [torch.cat([self._score([part])[0] for part in parts]) for _, parts in split]  # [U] each
+            for _ in range(sum(len(parts) for _, parts in split), at_least[0]):
+                self._score(NOTHING)
+        for (draw, parts), logprobs in zip(split, fixed, strict=True):
+            loss_of([draw], [logprobs.requires_grad_()], parts).backward()
+            weighted += zip(parts, logprobs.grad.split([len(part.responses) for part in parts]), strict=True)
+        for micro_batch in whole:
+            groups = [draw.group for draw in micro_batch]
+            self._differentiate(loss_of(micro_batch, self._score(groups), groups))
+        for part, weight in weighted:
+            self._differentiate((self._score([part])[0] * weight).sum())
+        for _ in range(len(whole) + len(weighted), at_least[1]):
+            self._differentiate(self._score(NOTHING)[0].sum() * 0)
+        return totals
+
+    def _apply_gradient(self, learning_rate: float) -> float:
+        """Clips the gradient and steps, unless it is not finite. Returns its norm before clipping."""
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self.settings.gradient_clip).item()
+        if math.isfinite(norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _loss(
         self, draws: Sequence[Draw], distinct: list[Tensor], reference_logprob: Tensor, beta: float
@@ -173,18 +194,23 @@ class Trainer:
             }
         return loss, metrics
 
-    def _logprobs(self, model: PreTrainedModel, groups: Sequence[Group]) -> list[Tensor]:
-        return sequence_logprobs(model, groups, self.settings.temperature)
+    def _score(self, groups: Sequence[Group]) -> list[Tensor]:
+        """The policy's log-probability of each response: for each group [U]."""
+        return sequence_logprobs(self._policy, groups, self.settings.temperature)
+
+    def _differentiate(self, loss: Tensor) -> None:
+        loss.backward()
 
     def _reference_logprobs(self, draws: Sequence[Draw], parts: Sequence[Group]) -> Tensor:
         """[B, K]: as stored, or, once the reference was reset, of the policy that it was reset to."""
         if self._reference is None:
             return torch.tensor([draw.reference_logprob for draw in draws])
-        whole = len(parts) == len(draws)  # else one draw in several parts
+        temperature = self.settings.temperature
         with torch.no_grad():
-            of_parts = self._logprobs(self._reference, parts) if whole else [
-                torch.cat([self._logprobs(self._reference, [part])[0] for part in parts])
-            ]  # fmt: skip
+            if len(parts) == len(draws):
+                of_parts = sequence_logprobs(self._reference, parts, temperature)
+            else:  # one draw in several parts
+                of_parts = [torch.cat([sequence_logprobs(self._reference, [part], temperature)[0] for part in parts])]
         return torch.stack([of[draw.slot] for of, draw in zip(of_parts, draws, strict=True)])
 
     def _reset_reference(self) -> None:
@@ -209,21 +235,22 @@ class Trainer:
         if self._reference is not None:
             of_reference = dict(self._reference.named_parameters())
             state |= {f"reference.{name}": of_reference[name] for name in self._trained}
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / "trainer.safetensors"
-        )
+        self._write(state, folder)
+
+    def _write(self, state: dict[str, Tensor], folder: Path) -> None:
+        save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / CHECKPOINT)
         (folder / "state.json").write_text(json.dumps({"step": self.step}))
 
     def load(self, folder: Path) -> None:
         """Continues from what `save` wrote."""
-        tensors = load_file(folder / "trainer.safetensors")
+        tensors = load_file(folder / CHECKPOINT)
         self._restore(tensors, "reference")  # through the policy, of which the reference is a copy
         if any(name.startswith("reference.") for name in tensors):
             self._reset_reference()
         self._restore(tensors, "policy")
         for name, parameter in self._trained.items():
             self._optimizer.state[parameter] = {
-                key: tensors[f"{key}.{name}"].to(parameter.device if key != "step" else "cpu")
+                key: tensors[f"{key}.{name}"].to(parameter.device)
                 for key in ("step", "exp_avg", "exp_avg_sq")
                 if f"{key}.{name}" in tensors  # none before the first step that was not skipped
             }
@@ -237,10 +264,30 @@ class Trainer:
 
 
 def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float = 0.2) -> None:
-    """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done."""
+    """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done.
+
+    Or until it is told to stop: then what was trained is saved and published, and the next `train` goes on from there.
+    """
+    begun = trainer.step
+    try:
+        _train(trainer, experience, outbox, poll_s)
+    except Stopped:
+        if trainer.step > begun:
+            outbox.checkpoint(trainer.step, trainer)
+            outbox.publish(trainer.step, trainer.weights(), final=trainer.step >= trainer.settings.steps)
+
+
+def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float) -> None:
     settings = trainer.settings
+
+    def publish(final: bool) -> float:
+        """Returns for how many seconds training stood still: a copy is made, the outbox writes it meanwhile."""
+        started = time.monotonic()
+        outbox.publish(trainer.step, trainer.weights(), final=final)
+        return time.monotonic() - started
+
     # Searchers start from here; a run killed between its last checkpoint and its last policy publishes that one now.
-    outbox.publish(trainer.step, trainer.weights(), final=trainer.step >= settings.steps)
+    stall_s = publish(final=trainer.step >= settings.steps)
     experience.sync(trainer.step + 1)
     while trainer.step < settings.steps:
         step = trainer.step + 1
@@ -251,19 +298,32 @@ def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: floa
             experience.sync(step)
         wait_s, started_at = time.monotonic() - wait_started, datetime.now(UTC)
         metrics = trainer.train_step(batch.draws)
-        times = {"wait_s": wait_s, "started_at": started_at, "ended_at": datetime.now(UTC)}
+        times = {"wait_s": wait_s, "publish_stall_s": stall_s, "started_at": started_at, "ended_at": datetime.now(UTC)}
+        stall_s = 0.0
         outbox.record(step, batch, metrics | batch.facts | times)
         outbox.status("training", step, metrics | batch.facts)
         last = step == settings.steps
         if last or step % settings.checkpoint_interval == 0:
             outbox.checkpoint(step, trainer)
         if last or step % settings.sync_interval == 0:
-            outbox.publish(step, trainer.weights(), final=last)
+            stall_s = publish(final=last)
             experience.sync(step + 1)
 
 
+def _passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:
+    """Micro-batches of whole prompts, and prompts that one pass cannot hold, in parts that it can."""
+    whole, split = [], []
+    for micro_batch in _micro_batches(draws, max_tokens):
+        parts = _split(micro_batch[0].group, max_tokens)
+        if len(micro_batch) == 1 and len(parts) > 1:
+            split.append((micro_batch[0], parts))
+        else:
+            whole.append(micro_batch)
+    return whole, split
+
+
 def _micro_batches(draws: Sequence[Draw], max_tokens: int) -> Iterator[list[Draw]]:
-    """Whole prompts, as many as fit; one that does not fit alone is split later, where its gradient is taken."""
+    """Whole prompts, as many as fit, and at least one."""
     micro_batch, tokens = [], 0
     for draw in draws:
         if micro_batch and tokens + draw.group.num_tokens > max_tokens:
@@ -271,7 +331,8 @@ def _micro_batches(draws: Sequence[Draw], max_tokens: int) -> Iterator[list[Draw
             micro_batch, tokens = [], 0
         micro_batch.append(draw)
         tokens += draw.group.num_tokens
-    yield micro_batch
+    if micro_batch:
+        yield micro_batch
 
 
 def _split(group: Group, max_tokens: int) -> list[Group]:

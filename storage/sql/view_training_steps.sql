@@ -14,6 +14,7 @@ COMMENT ON COLUMN training_steps.started_at IS 'When the batch was there, UTC.';
 COMMENT ON COLUMN training_steps.ended_at IS 'When the step was done, UTC.';
 COMMENT ON COLUMN training_steps.wait_s IS 'Seconds without a batch before it.';
 COMMENT ON COLUMN training_steps.step_s IS 'Seconds of forward, backward and optimizer.';
+COMMENT ON COLUMN training_steps.publish_stall_s IS 'Seconds that training stood still before it while a policy was copied to be published; NULL in runs of an older version.';
 COMMENT ON COLUMN training_steps.loss IS 'Trajectory Balance loss, scaled by beta^2 / 2.';
 COMMENT ON COLUMN training_steps.reward_mean IS 'Mean reward of the batch.';
 COMMENT ON COLUMN training_steps.fresh_reward_mean IS 'Mean reward of all that the newest sync took in, repeated responses too: the accuracy of sampling where a reward is 0 or 1. NULL before the first sync of a resumed Trainer.';

@@ -1,23 +1,77 @@
 """Tasks by name, one file each."""
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tba.config import TaskSettings
 from tba.tasks.base import Problem, Task
+
+if TYPE_CHECKING:
+    from tba.rewards import RewardedTask
 
 __all__ = ["Problem", "Task", "load_task"]
 
-TASKS = ("arithmetic", "gsm8k")
+TASKS = ("arithmetic", "dataset", "gsm8k", "math", "reasoning_gym", "redteam", "tldr")
 
 
-def load_task(name: str, *, data: str | None, seed: int) -> Task:
-    """The task called `name`, with its problems. `data`: a local file or a Hugging Face dataset; None: the task's own.
+def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "RewardedTask":
+    """The task of a run: its problems, and the rewards that count.
 
-    Raises: ValueError: there is no such task, or its data cannot be read; the message says what would be right.
+    tokenizer: the policy's, which renders prompts that are chats; None: they stay as they are.
+    Raises: ValueError: no such task or reward, or its data cannot be read; the message says what would be right.
     """
-    if name == "arithmetic":
+    from tba.rewards import TASK, RewardedTask, load_reward  # they know what a Problem is: not at the top
+
+    task = _task(settings, seed)
+    if tokenizer is not None:
+        task.train, task.heldout = ([_rendered(p, tokenizer) for p in part] for part in (task.train, task.heldout))
+    weights = settings.reward_weights or (1.0,) * len(settings.rewards)
+    rewards = [
+        (task if name == TASK else load_reward(name), weight)
+        for name, weight in zip(settings.rewards, weights, strict=True)
+    ]
+    return RewardedTask(task, rewards, settings.missing_eos_reward)
+
+
+def _task(settings: TaskSettings, seed: int) -> Task:
+    if settings.name == "arithmetic":
         from tba.tasks.arithmetic import Arithmetic
 
-        return Arithmetic(data=data, seed=seed)
-    if name == "gsm8k":
+        return Arithmetic(data=settings.data, seed=seed)
+    if settings.name == "dataset":
+        from tba.tasks.dataset import Dataset
+
+        return Dataset(data=settings.data)
+    if settings.name == "gsm8k":
         from tba.tasks.gsm8k import GSM8K
 
-        return GSM8K(data=data)
-    raise ValueError(f"task.name: got {name!r}; known tasks are {', '.join(TASKS)}")
+        return GSM8K(data=settings.data)
+    if settings.name == "math":
+        from tba.tasks.math import Math
+
+        return Math(data=settings.data)
+    if settings.name == "reasoning_gym":
+        from tba.tasks.reasoning_gym import ReasoningGym
+
+        return ReasoningGym(generator=settings.generator, seed=seed)
+    if settings.name == "redteam":
+        from tba.tasks.redteam import RedTeam
+
+        return RedTeam(victim=settings.victim, classifier=settings.classifier)
+    if settings.name == "tldr":
+        from tba.tasks.tldr import TLDR
+
+        return TLDR(data=settings.data, reward_model=settings.reward_model)
+    raise ValueError(f"task.name: got {settings.name!r}; known tasks are {', '.join(TASKS)}")
+
+
+def _rendered(problem: Problem, tokenizer) -> Problem:
+    if problem.messages is None:
+        return problem
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"task.data: prompt {problem.prompt_id} is a chat, and the model's tokenizer has no chat template; give "
+            "prompts as text, or a model that was trained to chat"
+        )
+    prompt = tokenizer.apply_chat_template(list(problem.messages), tokenize=False, add_generation_prompt=True)
+    return replace(problem, prompt=prompt)

@@ -1,16 +1,23 @@
 """What a task is: problems to train on, problems held out, and how a response is rewarded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt and its answer."""
+    """One prompt, and what its reward needs to know."""
 
     prompt_id: str  # the same on every machine: the buffer and the ledger go by it
-    prompt: str
-    answer: str
+    prompt: str  # text; of a chat: as the policy's template renders it, once `load_task` was given the tokenizer
+    answer: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None  # of a chat; None: the prompt is plain text
+    columns: Mapping[str, object] = field(default_factory=dict, hash=False)  # further ones of the dataset, for rewards
+
+    def encode(self, tokenizer) -> list[int]:
+        """The prompt's tokens. A chat template brings its own special tokens."""
+        return tokenizer.encode(self.prompt, add_special_tokens=self.messages is None)
 
 
 class Task(Protocol):

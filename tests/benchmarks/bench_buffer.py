@@ -92,9 +92,7 @@ def make_run(store: RunStore, num_rows: int) -> None:
     for round_number in range(num_rows // SHARD_ROWS):
         commit_shard(store, make_shard("s0", round_number, num_rows // CAPACITY))
         number = round_number + 1
-        ledger.record_sync(
-            store, Sync(number, step=number, attempt=1, rounds={"s0": [round_number]}, num_trajectories=SHARD_ROWS)
-        )
+        ledger.record_sync(store, Sync(number, number, 1, {"s0": [round_number]}, SHARD_ROWS, reward_mean=0.5))
 
 
 def write_per_s(store: RunStore) -> float:

@@ -1,15 +1,17 @@
 """How fast is a training step, beside TRL's GRPOTrainer? `make bench-trainer`: a table, then one JSON object.
 
 Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
-the response, rewards 0 or 1), float32 weights under bf16 autocast, the same fused AdamW, clipping and number of steps,
-no gradient checkpointing. Each shape and side has a process of its own, where its peak resident memory is measured:
-4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left out:
-TRL gets the responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's end.
-A forward pass holds one prompt's 16 responses at most, on both sides: TRL's pass over a whole long batch
-was not measured, and is estimated at more memory than 24 GB.
+the response, rewards 0 or 1), float32 weights, matrix products in bfloat16 where the CPU has instructions for it and in
+float32 elsewhere, the same fused AdamW, clipping and number of steps. Neither checkpoints whole layers; ours computes
+what is cheap in them again (tba/policy.py), as it always does. Each shape and side has a process of its own, where its
+peak resident memory is measured: 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and
+128. Generation is left out: TRL gets the responses through its `rollout_func`, and its step is timed from the forward
+pass to the optimizer's end. A forward pass holds one prompt's 16 responses at most, on both sides: TRL's pass over a
+whole long batch was not measured, and is estimated at more memory than 24 GB.
 A step is the fastest of those after the first: other programs on the machine can only add to it.
 
-flops_share_long: useful FLOPs of our step over what two cores' bf16 matrix products reach here, 4096 x 4096 x 4096.
+flops_share_long: useful FLOPs of our step over what two cores' products of matrices reach here in the same precision,
+4096 x 4096 x 4096.
 Useful: 6 x weights in matrix products x tokens, each prompt's once, plus attention's (4 x hidden size for each pair of
 tokens that attend, 3 x for the backward pass), plus the head's for the tokens that are scored. Recomputation, the
 optimizer and casts count as nothing.
@@ -93,6 +95,8 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
     from transformers import AutoConfig, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from tba.precision import compute_dtype
+
     config = AutoConfig.from_pretrained(folder)
     groups = make_groups(shape, config.eos_token_id, config.vocab_size)
     reward_of = {
@@ -136,7 +140,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
             use_cpu=True,
-            bf16=True,
+            bf16=compute_dtype() == torch.bfloat16,
             gradient_checkpointing=False,
             per_device_train_batch_size=NUM_RESPONSES,
             gradient_accumulation_steps=NUM_PROMPTS,
@@ -173,12 +177,14 @@ def run_case(side: str, shape: Shape, folder: Path) -> dict:
 
 
 def measured_peak_flops() -> float:
-    """bf16 FLOPs a second of a large matrix product on these cores: the best of ten."""
+    """FLOPs a second of a large matrix product on these cores, in the precision that is trained in: the best of ten."""
     import torch
+
+    from tba.precision import compute_dtype
 
     torch.set_num_threads(2)
     size, best = 4096, float("inf")
-    one, other = (torch.randn(size, size).bfloat16() for _ in range(2))
+    one, other = (torch.randn(size, size).to(compute_dtype()) for _ in range(2))
     for _ in range(10):
         started = time.monotonic()
         one @ other
@@ -232,7 +238,7 @@ def main() -> None:
                 "peak_mb_long": round(ours["long"]["peak_mb"]),
                 "trl_peak_mb_long": round(results["trl", "long"]["peak_mb"]),
                 "useful_tflops_long": round(useful_flops(folder, SHAPES["long"]) / 1e12, 3),
-                "peak_gflops_bf16": round(peak / 1e9),
+                "peak_gflops": round(peak / 1e9),
                 "flops_share_long": round(useful_flops(folder, SHAPES["long"]) / ours["long"]["step_s"] / peak, 3),
             }
         )

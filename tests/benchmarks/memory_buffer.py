@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pyarrow as pa
 
-from storage.buffer import SHARDS_PER_READ, Sampling
-from storage.shards import new_shards, read_shards
+from storage.buffer import Sampling
+from storage.shards import by_block, new_shards, read_shards
 from storage.store import RunStore
 
 LISTS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "reference_logprobs")
@@ -32,8 +32,8 @@ class MemoryBuffer:
         self._newest_sync += 1
         self._recent: dict[str, None] = {}
         for searcher, rounds in new_shards(self._store, self._seen).items():
-            for start in range(0, len(rounds), SHARDS_PER_READ):
-                self._take_in(read_shards(self._store, searcher, rounds[start : start + SHARDS_PER_READ]))
+            for of_block in by_block(rounds):
+                self._take_in(read_shards(self._store, searcher, of_block))
             self._seen[searcher] = rounds[-1]
 
     def _take_in(self, shards: pa.Table) -> None:

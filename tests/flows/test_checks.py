@@ -61,7 +61,7 @@ def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):
 
 
 def test_an_unknown_task_is_named(tmp_path, tokenizer_only):
-    with pytest.raises(ValueError, match=r"task\.name: got 'chess'; known tasks are arithmetic, gsm8k"):
+    with pytest.raises(ValueError, match=r"task\.name: got 'chess'; known tasks are arithmetic, dataset, gsm8k"):
         check_inputs(config(tmp_path, task={"name": "chess"}))
 
 

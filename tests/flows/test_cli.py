@@ -205,14 +205,14 @@ def test_progress_without_a_terminal_is_plain_lines():
     out = io.StringIO()
     heartbeat = {"state": "training", "step": 12, "steps": 100, "reward_mean": 0.614, "num_trajectories": 1280,
                  "num_prompts": 40, "staleness_mean": 2.13, "seconds_left": 370}  # fmt: skip
-    with Progress(Console(file=out)) as progress:
+    with Progress(Console(file=out), "some") as progress:
         progress.show("starting", None)
         progress.show("training", heartbeat)
         progress.show("training", heartbeat | {"step": 13})  # too soon for another line
     first, second = out.getvalue().splitlines()
     assert first == "starting  elapsed 0s"
     assert second == (
-        "training  elapsed 0s  step 12/100  reward 0.61  buffer 1,280  prompts 40  staleness 2.1  left 6m 10s"
+        "training  step 12/100  reward 0.61  buffer 1,280  prompts 40  staleness 2.1  elapsed 0s  left 6m 10s"
     )
 
 

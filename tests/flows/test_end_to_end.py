@@ -39,7 +39,7 @@ SMALL = {
 }
 SUMMARY_KEYS = {
     "accuracy_before", "accuracy_after", "steps", "trajectories", "staleness_mean", "staleness_max",
-    "trainer_wait_share", "searcher_idle_share", "overlap_share", "wall_s", "step_s_median",
+    "trainer_wait_share", "publish_stall_share", "searcher_idle_share", "overlap_share", "wall_s", "step_s_median",
 }  # fmt: skip
 
 

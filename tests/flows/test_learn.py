@@ -4,6 +4,7 @@ Claims
 - flow control is in every step's metrics; while a draw is too early its reason is what the heartbeat says
 - Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
 - a checkpoint follows the ledger: what was trained before it is on record
+- what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
 Run: pytest tests/flows/test_learn.py
 """
@@ -11,6 +12,7 @@ Run: pytest tests/flows/test_learn.py
 import json
 import logging
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -90,3 +92,19 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     threading.Timer(0.3, go_on.set).start()
     outbox.checkpoint(1, SimpleNamespace(save=lambda folder: None))
     assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]
+
+
+def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for pid, run in ((ended.pid, "mine"), (ended.pid, "mine.2"), (ended.pid, "not-mine"), (os.getpid(), "mine")):
+        for kind in ("checkpoint", "policy", "resume"):
+            (tmp_path / f"tba-{kind}-{run}@{pid}-abc").mkdir()
+    (tmp_path / "tba-words-mine").mkdir()
+    learn.remove_leftovers("mine")
+    gone = {tmp_path / f"tba-{kind}-mine@{ended.pid}-abc" for kind in ("checkpoint", "policy", "resume")}
+    assert len(list(tmp_path.iterdir())) == 10 and not gone & set(tmp_path.iterdir())
+    with learn.temporary_folder("checkpoint", "mine") as folder:
+        learn.remove_leftovers("mine")
+        assert Path(folder).is_dir()

@@ -4,6 +4,7 @@ Claims
 - of two Trainers started at once exactly one begins; the other says so, ends with its own status and writes nothing
 - after a SIGKILL the next one begins at once
 - a Trainer that froze while another took over ends when it wakes, and writes nothing more
+- a Trainer that is told to end (SIGTERM) does so between two steps, and says that it can be resumed
 - a Trainer whose flow is gone ends
 - the flow does not retry where the run is another's
 
@@ -31,15 +32,19 @@ from tests.storage.helpers import OWNER, start_python
 TRAINER = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from flows import learn
 
 def train(trainer, experience, outbox):
     print("training", flush=True)
-    while True:
-        outbox.status("training", 1)
-        time.sleep(0.1)
+    try:
+        while True:
+            outbox.status("training", 1)
+            time.sleep(0.1)
+    except learn.Stopped:
+        pass
 
-learn.model_folder, learn.Trainer, learn.train = lambda name: Path(), lambda *_: None, train
+learn.model_folder, learn.Trainer, learn.train = lambda name: Path(), lambda *_: SimpleNamespace(step=1), train
 learn.HEARTBEAT_S = 0.5
 print("ready", flush=True)
 input()
@@ -104,6 +109,11 @@ def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(s
     assert third.stdout.readline() == "training\n"
     assert time.monotonic() - killed_at < 5
     assert (ledger.latest_attempt(store), ledger.trainer(store)[1]) == (2, third.pid)
+
+    third.send_signal(signal.SIGTERM)
+    assert third.wait(timeout=START_S) == 0
+    beat = json.loads(store.get(ledger.HEARTBEAT))
+    assert (beat["state"], beat["step"]) == ("stopped", 1)
 
 
 def test_a_frozen_trainer_ends_when_it_wakes_and_writes_no_more(store, start):

@@ -35,12 +35,13 @@ from storage.errors import NotFound
 from storage.inspect import query
 from storage.schema import TRAJECTORY, to_table
 from storage.store import RunStore
+from tba.config import TaskSettings
 from tba.policy import Group, load_policy, response_logprobs
 from tba.tasks import load_task
 from tests.storage.helpers import make_shard
 
 K = 4
-TASK = load_task("arithmetic", data=None, seed=0)
+TASK = load_task(TaskSettings(), seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,7 @@ def make_training_step(attempt: int, step: int) -> dict:
         "ended_at": NOON,
         "wait_s": 0.0,
         "step_s": 2.0,
+        "publish_stall_s": 0.0,
         "loss": 0.5,
         "reward_mean": 0.25,
         "fresh_reward_mean": 0.25,

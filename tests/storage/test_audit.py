@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from storage.audit import audit
-from storage.expiry import delete_expired, expire
 from storage.shards import commit_shard, parquet_bytes, shard_path
+from storage.upkeep import delete_superseded, expire
 from tests.storage.helpers import NOON, make_shard
 
 VOCAB = 100
@@ -57,6 +57,6 @@ def test_each_fault_is_named(run):
 def test_what_has_expired_is_no_fault(run):
     run.put("summary.json", b"{}")
     expire(run, NOON + timedelta(days=1), None, min_size=1)
-    delete_expired(run, timedelta(0))
+    delete_superseded(run, timedelta(0))
     assert len(run.list("trajectories")) == 2
     assert audit(run, VOCAB)[1] == []

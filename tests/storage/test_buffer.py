@@ -155,10 +155,10 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize("shards_per_read", [1, 64])
-def test_a_rebuilt_buffer_draws_the_same_batch_of_any_step(store, monkeypatch, shards_per_read):
+@pytest.mark.parametrize("rounds_per_settle", [1, 64])
+def test_a_rebuilt_buffer_draws_the_same_batch_of_any_step(store, monkeypatch, rounds_per_settle):
     batches = run_of_three_syncs(store, new_buffer(store, **SAMPLING))
-    monkeypatch.setattr("storage.buffer.SHARDS_PER_READ", shards_per_read)
+    monkeypatch.setattr("storage.buffer.ROUNDS_PER_SETTLE", rounds_per_settle)
     rebuilt = new_buffer(store, **SAMPLING)
     for step in (6, 1, 4, 3, 5, 2):
         rebuilt.rebuild(step)

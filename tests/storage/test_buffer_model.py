@@ -1,9 +1,9 @@
 """The replay buffer against a plain model of it in memory, under random interleavings (Hypothesis).
 
-Whatever order shards are committed, retried, taken in, drawn and rebuilt in:
+Whatever order shards are committed, retried, compacted, deleted, taken in, drawn and rebuilt in:
 - the buffer stores what the model stores: distinct responses, the newest of each prompt
 - a draw is the slow reference's draw of the model's rows, or is refused for the model's reason (flow control)
-- a committed round is never replaced, and each trajectory is taken in once
+- a committed round is never replaced, and each trajectory is taken in once; SQL shows each once
 - a buffer rebuilt as of any step draws that step's batch again; a resumed one goes on as if nothing had been undone
 
 Run: pytest tests/storage/test_buffer_model.py
@@ -11,16 +11,17 @@ Run: pytest tests/storage/test_buffer_model.py
 
 import tempfile
 from collections import Counter, defaultdict
+from datetime import timedelta
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from storage import ledger
+from storage import inspect, ledger, shards, upkeep
 from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
 from storage.errors import AlreadyExists
-from storage.shards import next_round, trajectory_id
+from storage.shards import next_round, shard_path, trajectory_id
 from tests.storage.buffer_runs import SEED, commit, new_store
 from tests.storage.helpers import OWNER
 from tests.storage.test_sampling import reference_draw
@@ -100,6 +101,8 @@ class BufferAgainstModel(RuleBasedStateMachine):
 
     @initialize(sampling=SAMPLINGS)
     def begin(self, sampling: Sampling) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(shards, "ROUNDS_PER_BLOCK", 2)
         self.folder = tempfile.TemporaryDirectory(prefix="tba-model-")
         self.store = new_store(self.folder.name)
         self.model = Model(sampling)
@@ -110,6 +113,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "folder"):
             self.folder.cleanup()
+            self.patch.undo()
 
     @rule(searcher=SEARCHERS, responses=RESPONSES, lag=st.integers(0, 3))
     def commit(self, searcher: str, responses: list, lag: int) -> None:
@@ -134,8 +138,20 @@ class BufferAgainstModel(RuleBasedStateMachine):
     def retry(self, responses: list, data: st.DataObject) -> None:
         searcher = data.draw(st.sampled_from(sorted(name for name, log in self.model.committed.items() if log)))
         number = data.draw(st.integers(0, len(self.model.committed[searcher]) - 1))
-        with pytest.raises(AlreadyExists):
+        if self.store.exists(shard_path(searcher, number)):
+            with pytest.raises(AlreadyExists):
+                commit(self.store, searcher, number, responses)
+        else:  # compacted, its shard deleted: this one counts for nothing
             commit(self.store, searcher, number, responses)
+
+    @rule(deletes=st.booleans())
+    def compact(self, deletes: bool) -> None:
+        upkeep.compact(self.store)
+        if deletes:
+            upkeep.delete_superseded(self.store, timedelta(0))
+        rows = inspect.query(self.store, "SELECT trajectory_id FROM trajectories").column(0).to_pylist()
+        logs = self.model.committed.values()
+        assert sorted(rows) == sorted(row["trajectory_id"] for log in logs for shard in log for row in shard)
 
     @rule()
     def sync(self) -> None:
@@ -186,8 +202,8 @@ class BufferAgainstModel(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         stored = self.model.stored()
-        index = self.buffer._index.execute("SELECT trajectory_id, sync FROM trajectories").fetchall()
-        assert sorted(index) == sorted((row["trajectory_id"], row["sync"]) for row in stored)
+        index = self.buffer._index.execute("SELECT trajectory_id, sync, times_sampled FROM trajectories").fetchall()
+        assert sorted(index) == sorted((row["trajectory_id"], row["sync"], row["times_sampled"]) for row in stored)
         assert self.buffer.num_prompts == len({row["prompt_id"] for row in self.model.taken_in()})
         assert self.buffer.num_taken_in == len(self.model.taken_in())
         assert self.buffer.newest_sync == len(self.model.syncs)

@@ -138,14 +138,16 @@ def test_in_bfloat16_they_agree_within_its_rounding(architecture, monkeypatch):
 def test_gradient_checkpointing_changes_nothing(architecture, tmp_path):
     model_of(architecture, "sdpa").save_pretrained(tmp_path)
 
-    def result(gradient_checkpointing: bool) -> dict[str, torch.Tensor]:
-        model = load_policy(tmp_path, torch.float64, gradient_checkpointing)
-        assert model.is_gradient_checkpointing is gradient_checkpointing
-        return gradients(model, [t for of_group in response_logprobs(model, GROUPS, TEMPERATURE) for t in of_group])
+    def result(checkpointing: str) -> dict[str, torch.Tensor]:
+        model = load_policy(tmp_path, torch.float64, checkpointing)
+        assert model.is_gradient_checkpointing is (checkpointing != "none")
+        logprobs = [t for of_group in response_logprobs(model, GROUPS, TEMPERATURE) for t in of_group]
+        return gradients(model, logprobs)
 
-    expected = result(False)
-    for name, gradient in result(True).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+    expected = result("none")
+    for checkpointing in ("cheap", "layers"):
+        for name, gradient in result(checkpointing).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
 
 
 def test_a_sliding_window_shorter_than_the_sequence_is_refused():

@@ -19,6 +19,7 @@ from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from tba.config import SearchSettings
 from tba.engine import Response
 from tba.policy import Group, load_policy, response_logprobs
+from tba.rewards import RewardedTask
 from tba.searcher import Searcher, stop_tokens
 from tba.tasks.base import Problem
 
@@ -75,7 +76,7 @@ def reference(tmp_path_factory):
 def make_searcher(tokenizer, reference, task=None, name="s0") -> Searcher:
     searcher = Searcher(
         name,
-        task or Counting(),
+        RewardedTask(task or Counting()),
         tokenizer,
         Parrot(),
         reference,

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tba.config import TaskSettings
 from tba.tasks import load_task
 from tba.tasks.arithmetic import WORKED, Arithmetic
 from tba.tasks.gsm8k import GSM8K, last_number
@@ -53,7 +54,7 @@ def prompts(problems) -> set[str]:
 def test_the_problems_are_disjoint_and_the_same_on_every_machine(name, tmp_path):
     rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
     data = write_jsonl(tmp_path, rows) if name == "gsm8k" else None
-    one, other = (load_task(name, data=data, seed=7) for _ in range(2))
+    one, other = (load_task(TaskSettings(name=name, data=data), seed=7) for _ in range(2))
     assert (one.train, one.heldout) == (other.train, other.heldout)
     assert not prompts(one.train) & prompts(one.heldout)
     ids = [problem.prompt_id for problem in one.train + one.heldout]
@@ -61,8 +62,8 @@ def test_the_problems_are_disjoint_and_the_same_on_every_machine(name, tmp_path)
 
 
 def test_an_unknown_task_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"task\.name: got 'algebra'; known tasks are arithmetic, gsm8k"):
-        load_task("algebra", data=None, seed=0)
+    with pytest.raises(ValueError, match=r"task\.name: got 'algebra'; known tasks are arithmetic, dataset, gsm8k"):
+        load_task(TaskSettings(name="algebra"), seed=0)
 
 
 # Arithmetic
@@ -112,7 +113,7 @@ def test_only_the_sum_alone_on_an_ended_line_is_rewarded(response, reward):
 
 def test_arithmetic_refuses_data():
     with pytest.raises(ValueError, match=r"task\.data: got 'sums\.jsonl'; arithmetic is generated"):
-        load_task("arithmetic", data="sums.jsonl", seed=0)
+        load_task(TaskSettings(name="arithmetic", data="sums.jsonl"), seed=0)
 
 
 # GSM8K: the grader
@@ -223,7 +224,7 @@ def test_a_datasets_own_test_split_is_held_out_and_not_trained_on(monkeypatch):
         return {"train": SAMPLE, "test": SAMPLE[3:]}
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    task = load_task("gsm8k", data=None, seed=0)
+    task = load_task(TaskSettings(name="gsm8k"), seed=0)
     assert asked == [("openai/gsm8k", "main")]
     assert [problem.answer for problem in task.train] == ["72", "10", "120000"]
     assert [problem.answer for problem in task.heldout] == ["-5"]
@@ -232,7 +233,7 @@ def test_a_datasets_own_test_split_is_held_out_and_not_trained_on(monkeypatch):
 def test_without_the_datasets_package_a_file_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # import datasets -> ModuleNotFoundError
     with pytest.raises(ValueError, match=r"'openai/gsm8k' cannot be loaded here .*give a local JSONL file"):
-        load_task("gsm8k", data=None, seed=0)
+        load_task(TaskSettings(name="gsm8k"), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -249,18 +250,18 @@ def test_without_the_datasets_package_a_file_is_asked_for(monkeypatch):
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
-        load_task("gsm8k", data=write_jsonl(tmp_path, SAMPLE, line), seed=0)
+        load_task(TaskSettings(name="gsm8k", data=write_jsonl(tmp_path, SAMPLE, line)), seed=0)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):
     file = tmp_path / "problems.jsonl"
     file.write_bytes(json.dumps(SAMPLE[0]).encode() + b'\n{"question": "caf\xe9"}\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
-        load_task("gsm8k", data=str(file), seed=0)
+        load_task(TaskSettings(name="gsm8k", data=str(file)), seed=0)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"there is no file .*nowhere\.jsonl; give a JSONL file with question and answer"
     ):
-        load_task("gsm8k", data=str(tmp_path / "nowhere.jsonl"), seed=0)
+        load_task(TaskSettings(name="gsm8k", data=str(tmp_path / "nowhere.jsonl")), seed=0)

@@ -9,6 +9,7 @@
 - A batch with a NaN leaves the weights alone; ten running stop the training.
 - Published weights are bfloat16, hold tied ones once, and load with from_pretrained.
 - The loop publishes every k steps, checkpoints, syncs after publishing, and marks the last policy final.
+- Told to stop, it saves and publishes the step that it is at.
 
 python -m pytest tests/tba/test_trainer.py
 """
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba.config import TrainSettings
 from tba.policy import Group, load_policy, sequence_logprobs
-from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Trainer, _micro_batches, _split, train
+from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Stopped, Trainer, _split, train
 from tba.weights import fingerprint, read_weights, write_weights
 
 DRAWS = [
@@ -68,8 +69,7 @@ def test_the_step_does_not_depend_on_the_micro_batches(model_folder):
 def gradients_in_float64(model_folder, draws, **settings) -> dict[str, torch.Tensor]:
     trainer = make_trainer(model_folder, **settings)
     trainer._policy.double()
-    for micro_batch in _micro_batches(draws, trainer.settings.micro_batch_tokens):
-        trainer._backward(micro_batch, beta=0.3, share=len(micro_batch) / len(draws))
+    trainer._gradient(draws, len(draws), beta=0.3)
     return {name: parameter.grad for name, parameter in trainer._policy.named_parameters()}
 
 
@@ -247,7 +247,7 @@ class Recorder:
     """Experience and Outbox that write down what the loop does; the buffer is empty for the first two draws."""
 
     def __init__(self) -> None:
-        self.calls, self.draws_refused = [], 2
+        self.calls, self.draws_refused, self.follows_a_policy = [], 2, (1, 3, 5)
 
     def sync(self, step):
         self.calls.append(("sync", step))
@@ -265,6 +265,7 @@ class Recorder:
 
     def record(self, step, batch, metrics):
         assert batch.record == f"rows of step {step}" and metrics["wait_s"] >= 0
+        assert (metrics["publish_stall_s"] > 0) == (step in self.follows_a_policy)
         self.calls.append(("record", step))
 
     def publish(self, step, weights, final):
@@ -287,6 +288,29 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
         ("record", 4), ("publish", 4), ("sync", 5),
         ("record", 5), ("checkpoint", 5), ("final", 5), ("sync", 6),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "last"), [(5, "publish"), (3, "final")])
+def test_a_run_that_is_told_to_stop_saves_and_publishes_the_step_that_it_is_at(model_folder, steps, last):
+    class ToldInStep3(Recorder):
+        def status(self, state, step, metrics=None):
+            super().status(state, step, metrics)
+            if step == 3:
+                raise Stopped
+
+    trainer, recorder = make_trainer(model_folder, steps=steps, sync_interval=2), ToldInStep3()
+    train(trainer, recorder, recorder, poll_s=0)
+    assert recorder.calls[-3:] == [("record", 3), ("checkpoint", 3), (last, 3)]
+
+
+def test_a_run_that_is_told_to_stop_before_it_trained_saves_nothing(model_folder):
+    class ToldAtOnce(Recorder):
+        def status(self, state, step, metrics=None):
+            raise Stopped
+
+    recorder = ToldAtOnce()
+    train(make_trainer(model_folder, steps=5), recorder, recorder, poll_s=0)
+    assert recorder.calls == [("publish", 0), ("sync", 1)]
 
 
 def test_a_run_killed_before_its_last_policy_publishes_it_on_resume(model_folder):

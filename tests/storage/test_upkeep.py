@@ -6,14 +6,14 @@
 - Killed while it deletes, the next call goes on; the searcher's next round is numbered as before.
 - A buffer rebuilt after that holds what is left, goes on with the next sync, and draws full batches.
 
-pytest tests/storage/test_expiry.py
+pytest tests/storage/test_upkeep.py
 """
 
 from datetime import timedelta
 
 import pytest
 
-from storage import expiry, inspect, ledger, rewards
+from storage import inspect, ledger, rewards, upkeep
 from storage.shards import commit_shard, expired_through, new_shards, next_round
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import NOON, make_shard
@@ -44,24 +44,24 @@ def counted(store) -> dict[str, list[int]]:
 
 
 def test_old_shards_expire_but_a_searchers_last(run):
-    assert expiry.expire(run, NOON + timedelta(hours=2), None, min_size=1) == {"s0": 1}
+    assert upkeep.expire(run, NOON + timedelta(hours=2), None, min_size=1) == {"s0": 1}
     assert counted(run) == {"s0": [2, 3, 4], "s1": [0]}
-    assert expiry.expire(run, NOON + timedelta(days=9), None, min_size=1) == {"s0": 3}
+    assert upkeep.expire(run, NOON + timedelta(days=9), None, min_size=1) == {"s0": 3}
     assert counted(run) == {"s0": [4], "s1": [0]}
     assert expired_through(run) == {"s0": 3}
-    assert expiry.expire(run, NOON + timedelta(days=9), None, min_size=1) == {}
+    assert upkeep.expire(run, NOON + timedelta(days=9), None, min_size=1) == {}
 
 
 @pytest.mark.parametrize(
     ("keep", "left"), [(12, [2, 3, 4]), (9, [2, 3, 4]), (8, [3, 4]), (0, [4]), (99, [0, 1, 2, 3, 4])]
 )
 def test_shards_beyond_the_newest_so_many_trajectories_expire(run, keep, left):
-    expiry.expire(run, None, keep, min_size=1)
+    upkeep.expire(run, None, keep, min_size=1)
     assert counted(run)["s0"] == left
 
 
 def test_min_size_trajectories_stay_whatever_is_asked(run):
-    expiry.expire(run, NOON + timedelta(days=9), 0, min_size=12)
+    upkeep.expire(run, NOON + timedelta(days=9), 0, min_size=12)
     assert counted(run)["s0"] == [2, 3, 4]
 
 
@@ -69,17 +69,17 @@ def test_marked_shards_are_deleted_after_the_grace(run):
     rewards.begin_version(run, "v2", "f")
     for number in range(5):
         rewards.record_rewards(run, "v2", make_shard("s0", number), [0.5] * 4)
-    expiry.expire(run, NOON + timedelta(hours=2), None, min_size=1)
-    assert expiry.delete_expired(run, timedelta(hours=1)) == 0
+    upkeep.expire(run, NOON + timedelta(hours=2), None, min_size=1)
+    assert upkeep.delete_superseded(run, timedelta(hours=1)) == 0
     assert len(run.list("trajectories")) == 6
-    assert expiry.delete_expired(run, NOW) == 2
+    assert upkeep.delete_superseded(run, NOW) == 2
     assert [path[-9:-8] for path in run.list("trajectories/searcher=s0")] == ["2", "3", "4"]
     assert len(run.list("rewards/v2")) == 3 + 1
     assert next_round(run, "s0") == 5
 
 
 def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
-    expiry.expire(run, None, 4, min_size=1)
+    upkeep.expire(run, None, 4, min_size=1)
     real = run.delete
 
     def fails_on_round_2(path):
@@ -89,10 +89,10 @@ def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
 
     monkeypatch.setattr(run, "delete", fails_on_round_2)
     with pytest.raises(KeyboardInterrupt):
-        expiry.delete_expired(run, NOW)
+        upkeep.delete_superseded(run, NOW)
     monkeypatch.undo()
     assert counted(run)["s0"] == [4]
-    expiry.delete_expired(run, NOW)
+    upkeep.delete_superseded(run, NOW)
     assert len(run.list("trajectories")) == 2
 
 
@@ -114,21 +114,21 @@ def checkpoint(store, step: int, tmp_path) -> None:
 
 
 def test_an_unfinished_run_keeps_what_a_resume_needs(trained, tmp_path):
-    assert expiry.expire(trained, None, 0, min_size=1) == {}
+    assert upkeep.expire(trained, None, 0, min_size=1) == {}
     for step in (6, 8):
         checkpoint(trained, step, tmp_path)
     # a resume from step 6 begins with sync 3, the one before step 5: its shard is round 2
-    assert expiry.expire(trained, None, 0, min_size=1) == {"s0": 1}
+    assert upkeep.expire(trained, None, 0, min_size=1) == {"s0": 1}
     finish(trained)
-    assert expiry.expire(trained, None, 0, min_size=1) == {"s0": 3}
+    assert upkeep.expire(trained, None, 0, min_size=1) == {"s0": 3}
 
 
 def test_a_rebuilt_buffer_goes_on_with_what_is_left(trained, tmp_path):
     checkpoint(trained, 6, tmp_path)
-    expiry.expire(trained, None, 0, min_size=1)
+    upkeep.expire(trained, None, 0, min_size=1)
     for delete in (False, True):
         if delete:
-            expiry.delete_expired(trained, NOW)
+            upkeep.delete_superseded(trained, NOW)
         buffer = new_buffer(trained, prompts_per_batch=4, responses_per_prompt=4)
         buffer.rebuild(6)
         assert (buffer.num_trajectories, buffer.newest_sync) == (8, 3)
@@ -141,7 +141,7 @@ def test_a_rebuilt_buffer_goes_on_with_what_is_left(trained, tmp_path):
 
 def test_a_buffer_whose_recorded_rounds_have_all_expired_still_takes_in_what_follows(trained, tmp_path):
     finish(trained)
-    expiry.expire(trained, None, 0, min_size=1)
+    upkeep.expire(trained, None, 0, min_size=1)
     buffer = new_buffer(trained)
     buffer.rebuild(2)
     assert (buffer.num_trajectories, buffer.newest_sync) == (0, 1)

@@ -1,0 +1,70 @@
+"""The Trainer's processes: flows.learn's own is the first, `python -m flows.devices MODEL SETTINGS` one that follows.
+
+They end together: the first kills the others where it fails, and they watch for its death.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tba.config import TrainSettings
+from tba.trainer import Trainer
+
+DEEPSPEED = Path(__file__).parents[1] / "infra" / "deepspeed"
+END_TIMEOUT_S = 30  # a process that follows has nothing left to do when the first one closes
+
+
+@contextlib.contextmanager
+def trainer_of(model: Path, settings: TrainSettings) -> Iterator[Trainer]:
+    """The run's Trainer, and for the time of the context the other processes that it needs."""
+    if settings.processes == 1:
+        yield Trainer(model, settings)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(settings.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "flows.devices", str(model), settings.model_dump_json()]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(settings.processes)]
+    others = [subprocess.Popen(command, env=os.environ | world | rank) for rank in ranks[1:]]
+    try:
+        os.environ.update(world | ranks[0])
+        trainer = _sharded(model, settings)
+        yield trainer
+        trainer.close()
+        for other in others:
+            other.wait(END_TIMEOUT_S)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def _sharded(model: Path, settings: TrainSettings) -> "ShardedTrainer":  # noqa: F821
+    from tba.sharded import ShardedTrainer
+
+    return ShardedTrainer(model, settings, DEEPSPEED / f"zero{settings.zero_stage}.json")
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main(model: str, settings: str) -> None:
+    import torch
+
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _sharded(Path(model), TrainSettings.model_validate_json(settings)).follow()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

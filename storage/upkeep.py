@@ -1,0 +1,152 @@
+"""Upkeep of the buffer: old trajectories expire, small shards become one file. Both in two steps, apart in time.
+
+    expired/searcher=<id>/through=00000041.json             put first: rounds up to 41 do not count any more
+    trajectories/compacted/<id>-00000000-00000031.parquet   put first: counts instead of the shards of these rounds
+    what does not count any more                            deleted by a later call, once the above is `grace` old
+
+From a mark or a compacted file on no reader of this package begins to read what it stands for; who had begun has
+`grace` to finish. Killed anywhere, each round counts in one place or not at all, and the next call goes on.
+
+Only the oldest rounds of a searcher expire and never its last, so that the rest has no gaps and its next round is
+numbered as before. Of a run that is not finished, what a resume from any kept checkpoint would draw as recent, and all
+that came later, stays. What an earlier step drew cannot be drawn again once a part of it has expired; the ledger keeps
+its ids. Compaction changes no row and no answer.
+"""
+
+import json
+import re
+from collections import defaultdict
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+
+from storage import inspect, ledger
+from storage.errors import AlreadyExists, NotFound, TornShard
+from storage.shards import (
+    block_of,
+    block_path,
+    by_block,
+    compacted_blocks,
+    expired_through,
+    files_named,
+    marked_through,
+    origins_of,
+    parquet_bytes,
+    read_file,
+    rounds_of,
+    shard_path,
+    whole_blocks,
+)
+from storage.sql import sql
+from storage.store import RunStore, transfer_all
+
+# Shards of a block are small, and worth a file in their place, up to this much together: what a reader holds at once.
+MAX_BLOCK_BYTES = 32 << 20
+_REWARDS = re.compile(r"rewards/[^/]+/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
+_COMPACTED_AT = b"compacted_at"  # in a compacted file's metadata: when, in ISO 8601
+
+
+def expire(store: RunStore, before: datetime | None, keep: int | None, min_size: int) -> dict[str, int]:
+    """Mark as expired what was committed earlier than `before`, and what exceeds the newest `keep` trajectories.
+
+    Whole files only; the newest `min_size` trajectories stay in any case. Returns per searcher the last round of those
+    that expire now.
+    """
+    finished, checkpoints = store.exists("summary.json"), ledger.list_checkpoints(store)
+    parameters = {"before": before, "keep": keep, "min_size": min_size, "finished": finished}
+    parameters["checkpoint"] = checkpoints[0] if checkpoints else None
+    with inspect.connect(store) as connection:
+        chosen = dict(connection.execute(sql("choose_expired"), parameters).fetchall())
+    expired = expired_through(store)
+    chosen = whole_blocks(chosen, compacted_blocks(files_named(store.list("trajectories"))))
+    chosen = {searcher: last for searcher, last in chosen.items() if last > expired.get(searcher, -1)}
+    for searcher, last in chosen.items():
+        mark = {"at": datetime.now(UTC).isoformat(), "before": before and before.isoformat(), "keep": keep}
+        with suppress(AlreadyExists):
+            store.put_new(f"expired/searcher={searcher}/through={last:08d}.json", json.dumps(mark).encode())
+    return chosen
+
+
+def compact(store: RunStore) -> int:
+    """Write each block of small shards as one file. Returns how many files were written.
+
+    A block whose searcher has not gone beyond it, or of which a round is missing, expired or broken, stays as it is.
+    """
+    files, expired, num_files = files_named(store.list("trajectories")), expired_through(store), 0
+    blocks, rounds = compacted_blocks(files), defaultdict(list)
+    for file in files:
+        if not file.is_compacted:
+            rounds[file.searcher] += file.rounds
+    for searcher, stored in rounds.items():
+        for of_block in by_block(stored):
+            block = block_of(of_block[0])
+            if (
+                block not in blocks.get(searcher, ())
+                and of_block == list(rounds_of(block))
+                and expired.get(searcher, -1) < of_block[0]
+                and of_block[-1] < max(stored)
+            ):
+                num_files += _compact(store, searcher, block)
+    return num_files
+
+
+def _compact(store: RunStore, searcher: str, block: int) -> bool:
+    """Whether a file was written."""
+    tables, num_bytes = [], 0
+    for number in rounds_of(block):
+        try:
+            table = read_file(store, shard_path(searcher, number))
+        except (NotFound, TornShard):  # verify and audit name it
+            return False
+        num_bytes += table.nbytes
+        if num_bytes > MAX_BLOCK_BYTES or origins_of(table) != {(searcher, number)}:
+            return False
+        tables.append(table)
+    metadata = {_COMPACTED_AT: datetime.now(UTC).isoformat().encode()}
+    with suppress(AlreadyExists):  # somebody else was faster: the same rows
+        store.put_new(
+            block_path(searcher, block), parquet_bytes(pa.concat_tables(tables).replace_schema_metadata(metadata))
+        )
+        return True
+    return False
+
+
+def delete_superseded(store: RunStore, grace: timedelta) -> int:
+    """Delete what expired at least `grace` ago, rewards too, and the shards compacted at least that long ago.
+
+    Returns how many files of trajectories.
+    """
+    due = datetime.now(UTC) - grace
+    files = files_named(store.list("trajectories"))
+    blocks = compacted_blocks(files)
+    marks = [path for path in store.list("expired") if _marked_at(store, path) <= due]
+    expired = whole_blocks(marked_through(marks), blocks)
+    replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
+    replacements = {block_path(file.searcher, file.block) for file in replaced}
+    due_replacements = {path for path in replacements if _compacted_at(store, path) <= due}
+    paths = [file.path for file in replaced if block_path(file.searcher, file.block) in due_replacements]
+    paths += [file.path for file in files if file.rounds[-1] <= expired.get(file.searcher, -1)]
+    num_files = len(set(paths))
+    for path in store.list("rewards"):
+        if (match := _REWARDS.fullmatch(path)) and int(match["round"]) <= expired.get(match["searcher"], -1):
+            paths.append(path)
+
+    def delete(path: str) -> None:
+        with suppress(NotFound):  # somebody else was faster
+            store.delete(path)
+
+    transfer_all(delete, set(paths))
+    return num_files
+
+
+def _marked_at(store: RunStore, path: str) -> datetime:
+    return datetime.fromisoformat(json.loads(store.get(path))["at"])
+
+
+def _compacted_at(store: RunStore, path: str) -> datetime:
+    """Reads all of it: where it is broken, which verify and audit name, the shards it stands for are there for ever."""
+    try:
+        return datetime.fromisoformat(read_file(store, path).schema.metadata[_COMPACTED_AT].decode())
+    except TornShard:
+        return datetime.max.replace(tzinfo=UTC)

@@ -1,0 +1,90 @@
+r"""MATH: competition mathematics (Hendrycks et al. 2021, arXiv 2103.03874, MIT; Hugging Face dataset
+nlile/hendrycks-MATH-benchmark: 12,000 problems to train on, and the 500 of MATH-500).
+
+    problem     What is the greatest common factor of 20 and 45?
+    answer      5
+    prompt      What is the greatest common factor of 20 and 45?
+
+                Please reason step by step, and put your final answer within \boxed{}.
+    response    any text: "… the common divisors are 1 and 5, so it is \boxed{5}."
+    reward      1 if math-verify finds the answer in the response and takes it for the same, else 0
+
+The dataset's `answer` is the content of the last \boxed{} of its `solution`; data without that column is read so.
+"""
+
+import threading
+import unicodedata
+from collections.abc import Mapping
+
+from tba.tasks.base import Problem
+from tba.tasks.rows import Rows, digest, read_rows, split, text_of
+
+DATASET = "nlile/hendrycks-MATH-benchmark"
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+BOX = r"\boxed{"
+MAX_ANSWER_CHARS = 500  # what is boxed and longer is no answer, but could keep the algebra busy for minutes
+
+
+class Math:
+    name = "math"
+    version = "math-verify-1"
+    stop = ()
+    max_response_tokens = 2048
+
+    def __init__(self, *, data: str | None) -> None:
+        """`data`: problems with `problem` and `answer` or `solution`; None: MATH's.
+
+        Raises: ValueError: the data is not there, a row is broken, lacks a column or boxes nothing.
+        """
+        data = data or DATASET
+        train, heldout = read_rows(data, ["problem"])
+        self.train, self.heldout = split(_problems(train), None if heldout is None else _problems(heldout), data)
+
+    def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
+        """1 where the response's answer equals the problem's."""
+        return [float(is_same(p.answer, response)) for p, response in zip(problems, responses, strict=True)]
+
+
+def is_same(answer: str, response: str) -> bool:
+    """Whether what a response concludes equals the answer, as numbers or formulas.
+
+    What it boxes counts, the last if several; without a box, what math-verify finds.
+    """
+    from math_verify import parse, verify
+
+    # math-verify limits its time by signals, which only a process's main thread may set
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None
+    response = unicodedata.normalize("NFKC", response).replace("−", "-").replace("⁄", "/")  # ½ and full-width digits
+    if (boxed := last_boxed(response)) is not None:
+        if len(boxed) > MAX_ANSWER_CHARS:
+            return False
+        response = f"{BOX}{boxed}}}"
+    found = parse(response, parsing_timeout=seconds)
+    return bool(verify(parse(f"{BOX}{answer}}}", parsing_timeout=seconds), found, timeout_seconds=seconds))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{…}, braces inside it balanced; None: there is none."""
+    start = text.rfind(BOX)
+    if start < 0:
+        return None
+    depth, begin = 1, start + len(BOX)
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if not depth:
+            return text[begin:place]
+    return None  # never closed: the response was cut off
+
+
+def _problems(rows: Rows) -> dict[str, Problem]:
+    """By prompt_id; of a problem that comes twice, the last."""
+    problems = (_problem(row, where) for where, row in rows)
+    return {problem.prompt_id: problem for problem in problems}
+
+
+def _problem(row: Mapping, where: str) -> Problem:
+    problem = text_of(row, "problem", where).strip()
+    answer = text_of(row, "answer", where) if "answer" in row else last_boxed(str(row.get("solution")))
+    if not answer:
+        raise ValueError(rf"task.data: {where} has no column 'answer', and its 'solution' boxes nothing (\boxed{{…}})")
+    return Problem(digest(problem), f"{problem}\n\n{INSTRUCTION}\n", answer)

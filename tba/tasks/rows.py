@@ -1,0 +1,153 @@
+"""Where problems come from: a JSONL or Parquet file, a Hugging Face dataset, or a Python function that returns rows.
+
+Rows are mappings from column to value. Each comes with where it stands, so that an error can name it.
+"""
+
+import hashlib
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from tba.tasks.base import Problem
+
+HELDOUT_ONE_IN = 10  # share of the problems held out where a dataset comes without a test split
+FILES = (".jsonl", ".parquet")
+
+Rows = Iterable[tuple[str, Mapping]]
+
+
+def read_rows(data: str, columns: Sequence[str], config: str | None = None) -> tuple[Rows, Rows | None]:
+    """Training rows, and the held-out ones of a dataset that has a test (or validation) split.
+
+    Args: data: a .jsonl or .parquet file, `module:function`, or a Hugging Face dataset, loaded with its `config`.
+        columns: those that every row must have.
+    Raises: ValueError: it is not there or not to be read; when iterated: a row is broken, or has not all `columns`.
+    """
+    if data.endswith(FILES) or Path(data).is_file():
+        train, heldout = _read_file(Path(data), columns), None
+    elif ":" in data:
+        train, heldout = _call(data), None
+    else:
+        train, heldout = _read_hub(data, columns, config)
+    return _checked(train, columns), None if heldout is None else _checked(heldout, columns)
+
+
+def split(problems: Mapping[str, Problem], heldout: Mapping[str, Problem] | None, data: str) -> tuple[list, list]:
+    """Problems to train on and held-out ones, by prompt_id. None: one in `HELDOUT_ONE_IN` is held out, rounded up.
+
+    Those of the smallest prompt_ids are, which are hashes: the same whatever the order of the data.
+    Raises: ValueError: one of the two would be empty.
+    """
+    if heldout is None:
+        chosen = sorted(problems)[: math.ceil(len(problems) / HELDOUT_ONE_IN)]
+        heldout = {prompt_id: problems[prompt_id] for prompt_id in chosen}
+    train = [problem for prompt_id, problem in problems.items() if prompt_id not in heldout]
+    if not train or not heldout:
+        raise ValueError(
+            f"task.data: {data} gives {len(train)} problems to train on and {len(heldout)} to hold out; "
+            "each needs at least one, so give at least two different questions"
+        )
+    return train, list(heldout.values())
+
+
+def digest(text: str) -> str:
+    """A prompt_id: the same on every machine."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def text_of(row: Mapping, column: str, where: str) -> str:
+    """The row's value, which must be text. Raises: ValueError."""
+    if not isinstance(row[column], str):
+        raise ValueError(f"task.data: {where}: {column} is {row[column]!r}; it must be text")
+    return row[column]
+
+
+def _checked(rows: Rows, columns: Sequence[str]) -> Rows:
+    for where, row in rows:
+        for column in columns:
+            if column not in row:
+                raise ValueError(f"task.data: {where} has no column {column!r}, only {', '.join(row) or 'none at all'}")
+        yield where, row
+
+
+def _read_file(file: Path, columns: Sequence[str]) -> Rows:
+    if not file.is_file():
+        raise ValueError(f"task.data: there is no file {file}; give a JSONL file with {' and '.join(columns)}")
+    return _read_parquet(file) if file.suffix == ".parquet" else _read_jsonl(file)
+
+
+def _read_jsonl(file: Path) -> Rows:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{file}, line {number}"
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"task.data: {where} is not JSON ({error}); each line is one object") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"task.data: {where} is not an object, but {line[:40]!r}; each line is one object")
+            yield where, row
+
+
+def _read_parquet(file: Path) -> Rows:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(file).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"task.data: {file} is not a Parquet file ({error})") from error
+    return ((f"{file}, row {number}", row) for number, row in enumerate(rows))
+
+
+def _read_hub(dataset: str, columns: Sequence[str], config: str | None) -> tuple[Rows, Rows | None]:
+    try:
+        from datasets import load_dataset
+
+        splits = load_dataset(dataset, config)
+        train, heldout = splits["train"], splits.get("test", splits.get("validation"))
+    except Exception as error:  # datasets raises its own, the hub's and the network's kinds
+        raise ValueError(
+            f"task.data: the dataset {dataset!r} cannot be loaded here ({type(error).__name__}: {error}); give a local "
+            f"JSONL file with {' and '.join(columns)} instead"
+        ) from error
+
+    def located(name: str, rows: Iterable[Mapping]) -> Rows:
+        return ((f"{dataset}, {name} row {number}", row) for number, row in enumerate(rows))
+
+    return located("train", train), None if heldout is None else located("held-out", heldout)
+
+
+def _call(name: str) -> Rows:
+    """What a user's function returns: a list of rows, or a dataset."""
+    rows = load_function(name, "task.data")
+    try:
+        return [(f"{name}, row {number}", row) for number, row in enumerate(rows())]
+    except Exception as error:  # the function is the user's: it may raise anything
+        raise ValueError(f"task.data: {name} failed ({type(error).__name__}: {error})") from error
+
+
+def load_function(name: str, field: str):
+    """The function called `module:function`; the module is any that Python can import here.
+
+    Raises: ValueError: there is no such module or function; the message begins with `field`.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"{field}: got {name!r}; write module:function, such as my_rewards:brief, or task")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it: it lies beside where one works
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module's code is the user's: it may raise anything
+        raise ValueError(f"{field} {name}: cannot import {module_name} ({type(error).__name__}: {error})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise ValueError(
+            f"{field} {name}: {module_name} has no function {function_name!r}; it has {', '.join(own) or 'none'}"
+        )
+    return function

@@ -1,0 +1,84 @@
+"""TL;DR: summaries of Reddit posts (Völske et al. 2017; Stiennon et al. 2020, arXiv 2009.01325, CC BY 4.0; Hugging Face
+vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144).
+
+    query                SUBREDDIT: r/cooking
+                         TITLE: My bread does not rise
+                         POST: I have baked every week for a year now and …
+                         TL;DR:
+    reference_response   " Bread stopped rising after I moved; is it the water or the oven?"
+    prompt               {query}
+    response             " My bread has not risen since I moved. Why?"
+    reward               what `task.reward_model` says of query and response: any sequence classifier with one label
+
+A response without its end gets `task.missing_eos_reward` (published: -1). Without a reward model the reward is ROUGE-L
+against the reference summary, which needs no download and is a poor judge.
+"""
+
+from collections.abc import Mapping
+
+from tba.classifiers import ROUGE_L, SequenceClassifier, rouge_l
+from tba.tasks.base import Problem
+from tba.tasks.rows import Rows, digest, read_rows, split, text_of
+
+DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+COLUMNS = ("query", "reference_response")
+
+
+class TLDR:
+    name = "tldr"
+    stop = ()
+    max_response_tokens = 128
+
+    def __init__(self, *, data: str | None, reward_model: str | None) -> None:
+        """Raises: ValueError: the data is not there, or a row is broken or lacks a column."""
+        data = data or DATASET
+        train, heldout = read_rows(data, COLUMNS)
+        self.train, self.heldout = split(_problems(train), None if heldout is None else _problems(heldout), data)
+        self.version = f"tldr-{reward_model or ROUGE_L}"
+        self._judge = judge(reward_model, "task.reward_model")
+
+    def check(self) -> None:
+        """Raises: ValueError: the reward model cannot be loaded."""
+        self._judge.check()
+
+    def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
+        return self._judge.rewards(problems, responses)
+
+
+class Overlap:
+    """ROUGE-L against the reference summary."""
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
+        return [rouge_l(text, problem.answer) for problem, text in zip(problems, responses, strict=True)]
+
+
+class Preference:
+    """A reward model's judgement of prompt and response."""
+
+    def __init__(self, model: SequenceClassifier) -> None:
+        self.check, self._model = model.check, model
+
+    def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
+        return self._model.rewards([p.prompt + text for p, text in zip(problems, responses, strict=True)])
+
+
+def judge(name: str | None, field: str) -> Overlap | Preference:
+    """Of summaries: the reward model called so, or ROUGE-L where there is none."""
+    return Overlap() if name in (None, ROUGE_L) else Preference(SequenceClassifier(name, field))
+
+
+def _problems(rows: Rows) -> dict[str, Problem]:
+    """By prompt_id; of a post that comes twice, the last."""
+    found = {}
+    for where, row in rows:
+        problem = _problem(row, where)
+        found[problem.prompt_id] = problem
+    return found
+
+
+def _problem(row: Mapping, where: str) -> Problem:
+    query, reference = (text_of(row, column, where) for column in COLUMNS)
+    return Problem(digest(query), query, reference.removesuffix("<|endoftext|>"))

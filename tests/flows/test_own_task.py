@@ -1,0 +1,88 @@
+"""The README's task of one's own trains as it is printed there.
+
+- The file has at most 25 lines of code; the command's settings and the file's functions pass every check of a run.
+- Searched, committed, trained and evaluated by the flows' own steps, with a tiny model: rewards are stored by
+  component, the prompts are the chats that the model's template renders, and a reward's weight counts.
+
+python -m pytest tests/flows/test_own_task.py
+"""
+
+import os
+import re
+import shlex
+import string
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from prefect.logging import disable_run_logger
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import tba.engine
+from flows import cli
+from flows.checks import check_inputs
+from flows.learn import learn
+from flows.search import evaluate, search_round, start_searcher
+from storage.inspect import query
+from storage.store import RunStore
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A tiny Llama whose tokens are characters, with a chat template."""
+    folder = tmp_path / "model"
+    characters = {text: number for number, text in enumerate(["[UNK]", "</s>", *string.printable])}
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=TEMPLATE).save_pretrained(
+        folder
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(characters), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=None, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
+    name, code = re.search(r"With this `(\w+)\.py`\n\n```python\n(.+?)```", README, re.DOTALL).groups()
+    command = re.search(rf"^    (tba train {name} .+)$", README, re.MULTILINE)[1]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 25
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(tba.engine, "make_engine", tba.engine.TransformersEngine)
+    (tmp_path / "prefect.yaml").touch()
+    configs = []
+    monkeypatch.setattr(cli, "_train", lambda project, config, store: configs.append(config))
+    small = "--set search.samples_per_prompt=4 --set search.prompts_per_round=18 --set sampling.responses_per_prompt=4"
+    small += f" --set sampling.min_size=1 --model {model} --steps 2"
+    result = CliRunner().invoke(cli.app, shlex.split(f"{command} {small}")[1:])
+    assert result.exit_code == 0, result.output
+    (config,) = configs
+    check_inputs(config)
+    store = RunStore(config.store, config.run)
+    store.create_run(config.recorded())
+    with disable_run_logger():
+        searcher = start_searcher.fn(config, "s0", 0)
+        searcher.load(model, 0)
+        search_round.fn(store, searcher, 0)
+        learn(config.store, config.run, os.getppid())
+        evaluate.fn(store, searcher, 2, 0)
+    rows = query(store, "SELECT prompt, rewards, reward FROM trajectories").to_pylist()
+    assert len(rows) == 18 * 4
+    for row in rows:
+        assert re.fullmatch(r"<user>What is the capital of \w+\?<assistant>", row["prompt"])
+        components = dict(row["rewards"])
+        assert set(components) == {"named", "brief"} and components["brief"] >= -32 / 64
+        assert row["reward"] == pytest.approx(sum(components.values()))
+    assert query(store, "SELECT max(step) FROM training_steps").column(0).to_pylist() == [2]
+    assert query(store, "SELECT num_problems FROM evaluations").column(0).to_pylist() == [2]

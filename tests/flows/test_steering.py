@@ -1,0 +1,144 @@
+"""What somebody asks of a run while it trains: stop, more and fewer Searchers.
+
+Claims
+- the flow keeps as many Searchers as were asked for last, across its own lives; a new one has a name of its own
+- who is to leave is told so in the store and nobody takes its name; the first, which evaluates, stays
+- a store that is away changes nothing
+- `tba searchers` refuses what is no change, what would leave nobody to evaluate, and a finished run
+- `tba stop` waits until the Trainer says that it has stopped, and says so; refuses where nobody trains
+
+Run: pytest tests/flows/test_steering.py
+"""
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from flows import control, train
+from flows.cli import app
+from flows.config import RunConfig
+from flows.machine import this_process
+from storage import ledger
+from storage.errors import StoreUnreachable
+from storage.store import RunStore
+from tests.flows.prepared_run import heartbeat, prepare_run
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> RunStore:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TBA_STORE", raising=False)
+    return prepare_run((tmp_path / ".tba").as_uri())
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[dict]:
+    """The parameters of the flow runs that were started, in order; none of them falls."""
+    parameters = []
+
+    def run_deployment(name: str, **given) -> SimpleNamespace:
+        parameters.append(given["parameters"])
+        return SimpleNamespace(id=len(parameters))
+
+    monkeypatch.setattr(train, "run_deployment", run_deployment)
+    monkeypatch.setattr(train.Searchers, "_has_fallen", staticmethod(lambda run: False))
+    return parameters
+
+
+def new_flow(store: RunStore) -> train.Searchers:
+    return train.Searchers(RunConfig(run=store.run, store=store.url))
+
+
+def tba(*arguments: str):
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def names(started: list[dict]) -> list[str]:
+    return [parameters["name"] for parameters in started]
+
+
+def test_the_flow_keeps_as_many_searchers_as_are_wanted(store, started):
+    searchers = new_flow(store)
+    searchers.keep_up()
+    assert tba("searchers", "arithmetic", "+2").exit_code == 0
+    searchers.keep_up()
+    searchers.keep_up()
+    assert names(started) == ["s0", "s1", "s2"]
+    assert [parameters["evaluates"] for parameters in started] == [True, False, False]
+
+    answer = json.loads(tba("searchers", "arithmetic", "-1", "--json").stdout)
+    assert answer == {"run": "arithmetic", "before": 3, "wanted": 2, "alive": False}
+    searchers.keep_up()
+    assert [control.is_to_leave(store, name) for name in ("s0", "s1", "s2")] == [False, False, True]
+
+    tba("searchers", "arithmetic", "+1")
+    searchers.keep_up()
+    assert names(started)[3:] == ["s3"]  # s2 may be in its last round still
+
+    resumed = new_flow(store)
+    resumed.keep_up()
+    assert names(started)[4:] == ["s0", "s1", "s2"]
+    assert not control.is_to_leave(store, "s2")  # the new one
+
+
+def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
+    searchers = new_flow(store)
+    tba("searchers", "arithmetic", "+1")
+    searchers.keep_up()
+
+    def away(*_: object):
+        raise StoreUnreachable("away")
+
+    monkeypatch.setattr(train.control, "wanted_searchers", away)
+    searchers.keep_up()
+    assert names(started) == ["s0", "s1"]
+    assert not control.is_to_leave(store, "s1")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("-1", "it keeps at least 1: the last one measures the final policy"),
+        ("2", "change: got '2'; write how many more or fewer, such as +1 or -1"),
+        ("+0", "change: got '+0'"),
+        ("+many", "change: got '+many'"),
+    ],
+)
+def test_searchers_refuses(store, change, message):
+    result = tba("searchers", "arithmetic", change)
+    assert (result.exit_code, message in result.stderr) == (2, True)
+    assert control.wanted_searchers(store, 1) == 1
+
+
+def test_a_finished_run_needs_no_searchers(store):
+    prepare_run(store.url, "done", finished=True)
+    result = tba("searchers", "done", "+1")
+    assert (result.exit_code, result.stderr) == (2, "Run 'done' is finished.\n")
+
+
+def test_stop_refuses_where_nobody_trains(store):
+    result = tba("stop", "arithmetic")
+    assert (result.exit_code, "Nobody trains run 'arithmetic' now" in result.stderr) == (2, True)
+    assert not control.take_back_stop(store)
+
+
+def test_stop_waits_until_the_trainer_has_stopped(store):
+    ledger.start_attempt(store, resumed_from=0, owner=this_process())
+    ledger.heartbeat(store, heartbeat(41))
+
+    def obey() -> None:
+        while not control.take_back_stop(store):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        ledger.heartbeat(store, heartbeat(42, state="stopped"))
+
+    trainer = threading.Thread(target=obey)
+    trainer.start()
+    result = tba("stop", "arithmetic")
+    trainer.join()
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "Run 'arithmetic' stopped at step 42. The same `tba train` resumes it."

@@ -1,0 +1,170 @@
+"""Rewards: functions in TRL's signature, their weighted sum, and what is said of one that cannot be used.
+
+- A function gets prompts, completions, tokens and the dataset's columns as TRL's GRPOTrainer hands them over.
+- Three of TRL's own run unchanged, one of them made by a call.
+- The sum is weighted, components are kept before weights; None leaves a component out; a cut-off response is worth what
+  is set.
+- The version changes with weights and functions. Lambdas, names that are not there, arguments that are code: refused.
+
+python -m pytest tests/tba/test_rewards.py
+"""
+
+import importlib.util
+
+import pytest
+
+from tba.config import TaskSettings
+from tba.rewards import FunctionReward, RewardedTask, load_reward
+from tba.tasks.base import Problem
+
+CHAT = Problem(
+    "p1", "user: 1/2?", "0.5", ({"role": "user", "content": "1/2?"},), {"solution": r"$\frac{1}{2}$", "answer": "0.5"}
+)
+TEXT = Problem("p2", "1 + 1 =", "2", None, {"solution": "2"})
+needs_trl = pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed: extra bench")
+
+
+class Counting:
+    name, version, stop, max_response_tokens = "counting", "letters-1", (), 4
+    train = heldout = (TEXT,)
+
+    def rewards(self, problems, responses):
+        return [float(len(response)) for response in responses]
+
+
+def half(prompts, completions, **columns):
+    return [0.5] * len(completions)
+
+
+def only_long(completions, **columns):
+    return [1.0 if len(text) > 2 else None for text in completions]
+
+
+def score(rewards, responses, problems=None, missing_eos=None, reasons=None):
+    problems = problems or [TEXT] * len(responses)
+    tokens = [list(range(len(response))) for response in responses]
+    task = RewardedTask(Counting(), rewards, missing_eos)
+    return task.score(problems, responses, tokens, reasons or ["stop"] * len(responses))
+
+
+def test_a_function_gets_what_trl_hands_over():
+    seen = {}
+
+    def look(**columns):
+        seen.update(columns)
+        return [0, 1]
+
+    FunctionReward(look).values([CHAT, TEXT], ["a", "bc"], [[1], [2, 3]])
+    assert seen == {
+        "prompts": [[{"role": "user", "content": "1/2?"}], "1 + 1 ="],
+        "completions": [[{"role": "assistant", "content": "a"}], "bc"],
+        "completion_ids": [[1], [2, 3]],
+        "solution": [r"$\frac{1}{2}$", "2"],
+        "answer": ["0.5", "2"],
+        "prompt_id": ["p1", "p2"],
+    }
+
+
+def test_the_sum_is_weighted_and_components_are_not():
+    scores = score([(Counting(), 2.0), (FunctionReward(half), -1.0)], ["ab", ""])
+    assert scores.rewards == [2 * 2 - 0.5, 0 - 0.5]
+    assert scores.components == [{"counting": 2.0, "half": 0.5}, {"counting": 0.0, "half": 0.5}]
+
+
+def test_what_does_not_apply_is_left_out():
+    scores = score([(FunctionReward(half), 1.0), (FunctionReward(only_long), 1.0)], ["ab", "abc"])
+    assert scores.rewards == [0.5, 1.5]
+    assert scores.components == [{"half": 0.5}, {"half": 0.5, "only_long": 1.0}]
+    with pytest.raises(ValueError, match="none applies to p2"):
+        score([(FunctionReward(only_long), 1.0)], ["ab"])
+
+
+def test_a_response_cut_at_the_limit_is_worth_what_is_set():
+    scores = score([], ["abc", "abc"], missing_eos=-1.0, reasons=["length", "stop"])
+    assert scores.rewards == [-1.0, 3.0]
+    assert scores.components == [{"counting": 3.0, "missing_eos": -1.0}, {"counting": 3.0}]
+
+
+def test_the_version_tells_what_counts():
+    def version(*rewards, missing_eos=None):
+        return RewardedTask(Counting(), rewards, missing_eos).version
+
+    assert version() == "letters-1"
+    versions = [
+        version(missing_eos=-1.0), version((FunctionReward(half), 1.0)), version((FunctionReward(half), 0.5)),
+        version((FunctionReward(only_long, "half"), 1.0)), version((Counting(), 1.0), (FunctionReward(half), 1.0)),
+    ]  # fmt: skip
+    assert len({"letters-1", *versions}) == 6
+    assert version((FunctionReward(half), 1.0)) == versions[1]
+
+
+def test_two_rewards_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="half, half has a name twice"):
+        RewardedTask(Counting(), [(FunctionReward(half), 1.0), (FunctionReward(only_long, "half"), 1.0)])
+
+
+# TRL's own
+
+
+def values(name: str, texts: list[str], problem=CHAT, tokens=None) -> list:
+    return load_reward(name).values([problem] * len(texts), texts, tokens or [[0]] * len(texts))
+
+
+@needs_trl
+def test_trls_accuracy_reward_runs():
+    texts = [r"It is \boxed{\frac{1}{2}}.", r"\boxed{0.5}", r"\boxed{\frac{1}{3}}"]
+    assert values("trl.rewards:accuracy_reward", texts) == [1, 1, 0]
+
+
+@needs_trl
+def test_trls_think_format_reward_runs():
+    assert values("trl.rewards:think_format_reward", ["<think>two</think>2", "2"]) == [1, 0]
+
+
+@needs_trl
+def test_trls_length_penalty_is_made_by_a_call():
+    # From its source: no penalty to 20 - 8 tokens, then a line down to -1 at 20: 16 tokens are -(16 - 12) / 8.
+    name = "trl.rewards:get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)"
+    tokens = [[0] * 12, [0] * 16, [0] * 21]
+    assert values(name, ["", "", ""], tokens=tokens) == [0, -0.5, -1]
+    assert load_reward(name).name == "get_soft_overlong_punishment"
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("half", "write module:function"),
+        ("no_such_module:half", r"cannot import no_such_module \(ModuleNotFoundError"),
+        ("math:half", "math has no function 'half'"),
+        ("math:gcd(__import__('os'))", "cannot be called so .*malformed node"),
+        ("math:gcd(4, 6", "cannot be called so .*SyntaxError"),
+    ],
+)
+def test_a_name_that_gives_no_function_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward(name)
+
+
+def test_settings_take_names_and_python_objects():
+    settings = TaskSettings(rewards="task, a:f, b:g(x=1, y=2)", reward_weights="1,0.5,2")
+    assert settings.rewards == ("task", "a:f", "b:g(x=1, y=2)") and settings.reward_weights == (1.0, 0.5, 2.0)
+    assert TaskSettings(rewards=[half, "task"]).rewards == (f"{__name__}:half", "task")
+    assert TaskSettings.model_validate(settings.model_dump(mode="json")) == settings
+    with pytest.raises(ValueError, match="cannot be imported by other processes"):
+        TaskSettings(rewards=[lambda **columns: [0]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rewards": "a:f,b:g", "reward_weights": "1"}, "1 weights for 2 task.rewards"),
+        ({"name": "dataset"}, "has no reward of its own: name functions"),
+        ({"name": "dataset", "rewards": "task"}, "has no reward of its own: name functions"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TaskSettings(**settings)
