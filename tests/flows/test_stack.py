@@ -67,6 +67,13 @@ from prefect import flow
 def maintain(store: str, run: str) -> None:
     pass
 """
+STAND_IN_DIVERSITY = """
+from prefect import flow
+
+@flow(name="analyze")
+def analyze(store: str, runs: list[str]) -> None:
+    pass
+"""
 # The command without the input check, which needs a model.
 COMMAND = """
 import sys, types
@@ -81,6 +88,7 @@ def make_project(folder: Path) -> Path:
     (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)
     (folder / "flows" / "search.py").write_text(STAND_IN_SEARCH)
     (folder / "flows" / "maintain.py").write_text(STAND_IN_MAINTAIN)
+    (folder / "flows" / "diversity.py").write_text(STAND_IN_DIVERSITY)
     shutil.copy(REPOSITORY / "prefect.yaml", folder)
     return folder
 
