@@ -153,7 +153,7 @@ def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
     output, _ = command.communicate(timeout=120)
     assert command.returncode == 0, output
     assert f"Using the Prefect server at {url}" in output
-    assert "were another checkout's (first-" in output
+    assert "were another checkout's (first" in output
     assert "step 3/4" in output and "0.750" in output  # progress, then the summary
     assert processes_of(project) == []
     assert prefect_server.version(url)
