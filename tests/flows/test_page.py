@@ -256,3 +256,16 @@ def test_a_curve_has_few_points_whatever_the_length_and_keeps_both_ends():
     assert int(first[1]) > int(last[1]), "it rises, and an SVG's y falls"
     assert len(image_url(svg)) < 3000
     assert curves("One step", [7], {"trained on": [0.5]}).count("<polyline") == 1
+
+
+def test_a_rounds_shard_is_an_asset_that_comes_from_its_policy(tmp_path):
+    from flows.search import as_asset
+
+    store = RunStore((tmp_path / "with space").as_uri(), "some")
+    policy = policies.PolicyRef(4, "policies/step=00000004", "f" * 32, False, 1, "")
+    task = as_asset(store, "s0", 3, policy)(lambda: None)
+    (shard,), (cause,) = task.assets, task.asset_deps
+    root = f"{tmp_path.as_uri()}/with_20space/some"  # an asset's key has no percent sign
+    assert shard.key == f"{root}/trajectories/searcher=s0/round=00000003.parquet"
+    assert cause.key == f"{root}/policies/step=00000004"
+    assert task.task_run_name == "round 3" and task.retries == 2
