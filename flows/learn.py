@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 
+from flows import control
 from flows.config import RunConfig, load_run
 from flows.devices import trainer_of
 from flows.machine import cpu_threads, model_folder, this_process
@@ -96,7 +97,7 @@ class StoredExperience:
             "num_too_old": self.buffer.num_too_old(step),
             "searchers_silent_s": self._silent_s(),
         }
-        return Batch([_draw(of_prompt) for of_prompt in by_prompt.values()], facts, rows)
+        return Batch([make_draw(of_prompt) for of_prompt in by_prompt.values()], facts, rows)
 
 
 def searchers_alarm(silent_s: float) -> str:
@@ -110,7 +111,7 @@ def columns(rows: pa.Table, *names: str) -> list[list]:
     return [rows[name].to_pylist() for name in names]
 
 
-def _draw(rows: list[dict]) -> Draw:
+def make_draw(rows: list[dict]) -> Draw:
     """A trajectory that fills several slots is computed once."""
     distinct = list({row["trajectory_id"]: row for row in rows}.values())
     place = {row["trajectory_id"]: number for number, row in enumerate(distinct)}
@@ -119,6 +120,8 @@ def _draw(rows: list[dict]) -> Draw:
         slot=[place[row["trajectory_id"]] for row in rows],
         reference_logprob=[sum(row["reference_logprobs"]) for row in rows],
         reward=[row["reward"] for row in rows],
+        behavior_logprobs=[row["behavior_logprobs"] for row in distinct],
+        reference_logprobs=[row["reference_logprobs"] for row in distinct],
     )
 
 
@@ -215,6 +218,8 @@ class StoreOutbox:
                 os._exit(1)  # the flow was killed: nobody watches this process or would end the run
             try:
                 self._write_beat()
+                if control.take_back_stop(self._store):
+                    self.stop.set()
             except Superseded as error:
                 log.error(error)
                 os._exit(1)  # at once, whatever the other threads are in the middle of

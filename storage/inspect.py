@@ -29,6 +29,7 @@ VIEWS = (
     "syncs",
     "attempts",
     "rewards",
+    "diversity",
 )
 
 # Where each table's files are, and their columns.
@@ -40,6 +41,7 @@ STORED = {
     "evaluations": ("metrics/evaluations", schema.EVALUATION),
     "syncs": ("syncs", schema.SYNC),
     "rewards": ("rewards", schema.REWARD),
+    "diversity": ("diversity", schema.DIVERSITY),
 }
 
 # Without external access there are no files, network, extensions or Python variables as tables; without temp_directory

@@ -3,6 +3,7 @@
 Claims
 - `tba up` on a taken port takes another one; a second up starts nothing new
 - `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
+- it says that the deployments there were another checkout's, which its own replace
 - a flow that fails ends `tba train` with status 1, the reason and the worker's log
 - a server that runs another checkout's flows is not used: deploying there would redirect them
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
@@ -66,6 +67,13 @@ from prefect import flow
 def maintain(store: str, run: str) -> None:
     pass
 """
+STAND_IN_DIVERSITY = """
+from prefect import flow
+
+@flow(name="analyze")
+def analyze(store: str, runs: list[str]) -> None:
+    pass
+"""
 # The command without the input check, which needs a model.
 COMMAND = """
 import sys, types
@@ -80,6 +88,7 @@ def make_project(folder: Path) -> Path:
     (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)
     (folder / "flows" / "search.py").write_text(STAND_IN_SEARCH)
     (folder / "flows" / "maintain.py").write_text(STAND_IN_MAINTAIN)
+    (folder / "flows" / "diversity.py").write_text(STAND_IN_DIVERSITY)
     shutil.copy(REPOSITORY / "prefect.yaml", folder)
     return folder
 
@@ -144,6 +153,7 @@ def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
     output, _ = command.communicate(timeout=120)
     assert command.returncode == 0, output
     assert f"Using the Prefect server at {url}" in output
+    assert "were another checkout's (first-" in output
     assert "step 3/4" in output and "0.750" in output  # progress, then the summary
     assert processes_of(project) == []
     assert prefect_server.version(url)
