@@ -87,13 +87,6 @@ from prefect import flow
 def search(store: str, run: str, name: str, evaluates: bool) -> None:
     time.sleep(600)
 """
-MAINTAIN = """
-from prefect import flow
-
-@flow(name="maintain")
-def maintain(store: str, run: str) -> None:
-    pass
-"""
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +97,8 @@ def room(server, tmp_path_factory):
     (project / "trainer.py").write_text(TRAINER.format(steps=STEPS))
     (project / "flows" / "train.py").write_text(TRAIN.format(trainer=str(project / "trainer.py")))
     (project / "flows" / "search.py").write_text(SEARCH)
-    (project / "flows" / "maintain.py").write_text(MAINTAIN)
-    deployments = (project / "prefect.yaml").read_text()
-    assert deployments.count("enabled: false") == 1
-    (project / "prefect.yaml").write_text(deployments.replace("enabled: false", "enabled: true"))
+    before, audit, after = (project / "prefect.yaml").read_text().partition("audit the buffer of a finished run")
+    (project / "prefect.yaml").write_text(before + audit + after.replace("enabled: false", "enabled: true", 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFECT_API_URL", url)
         patch.setenv("PYTHONPATH", str(REPOSITORY))
