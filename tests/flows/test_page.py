@@ -87,13 +87,6 @@ from prefect import flow
 def search(store: str, run: str, name: str, evaluates: bool) -> None:
     time.sleep(600)
 """
-MAINTAIN = """
-from prefect import flow
-
-@flow(name="maintain")
-def maintain(store: str, run: str) -> None:
-    pass
-"""
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +97,8 @@ def room(server, tmp_path_factory):
     (project / "trainer.py").write_text(TRAINER.format(steps=STEPS))
     (project / "flows" / "train.py").write_text(TRAIN.format(trainer=str(project / "trainer.py")))
     (project / "flows" / "search.py").write_text(SEARCH)
-    (project / "flows" / "maintain.py").write_text(MAINTAIN)
-    deployments = (project / "prefect.yaml").read_text()
-    assert deployments.count("enabled: false") == 1
-    (project / "prefect.yaml").write_text(deployments.replace("enabled: false", "enabled: true"))
+    before, audit, after = (project / "prefect.yaml").read_text().partition("audit the buffer of a finished run")
+    (project / "prefect.yaml").write_text(before + audit + after.replace("enabled: false", "enabled: true", 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFECT_API_URL", url)
         patch.setenv("PYTHONPATH", str(REPOSITORY))
@@ -256,3 +247,16 @@ def test_a_curve_has_few_points_whatever_the_length_and_keeps_both_ends():
     assert int(first[1]) > int(last[1]), "it rises, and an SVG's y falls"
     assert len(image_url(svg)) < 3000
     assert curves("One step", [7], {"trained on": [0.5]}).count("<polyline") == 1
+
+
+def test_a_rounds_shard_is_an_asset_that_comes_from_its_policy(tmp_path):
+    from flows.search import as_asset
+
+    store = RunStore((tmp_path / "with space").as_uri(), "some")
+    policy = policies.PolicyRef(4, "policies/step=00000004", "f" * 32, False, 1, "")
+    task = as_asset(store, "s0", 3, policy)(lambda: None)
+    (shard,), (cause,) = task.assets, task.asset_deps
+    root = f"{tmp_path.as_uri()}/with_20space/some"  # an asset's key has no percent sign
+    assert shard.key == f"{root}/trajectories/searcher=s0/round=00000003.parquet"
+    assert cause.key == f"{root}/policies/step=00000004"
+    assert task.task_run_name == "round 3" and task.retries == 2
