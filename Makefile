@@ -16,7 +16,8 @@ endif
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint up down bench-buffer bench-trainer smoke compare-staleness compare-sync crash-matrix clean
+.PHONY: train test lint docs up down bench-buffer bench-report bench-trainer smoke compare-staleness compare-sync \
+	crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
@@ -28,6 +29,9 @@ lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+docs: $(STAMP)  ## What is generated of docs/: the reference of settings
+	$(BIN)/python -m flows.reference
+
 up: $(STAMP)  ## Prefect server, work pool, deployments, worker, until `make down`
 	$(BIN)/tba up
 
@@ -36,6 +40,9 @@ down: $(STAMP)
 
 bench-buffer: $(STAMP)  ## How the replay buffer scales
 	$(BIN)/python -m tests.benchmarks.bench_buffer
+
+bench-report: $(STAMP)  ## The report and the diversity of large runs
+	$(BIN)/python -m tests.benchmarks.bench_report
 
 bench-trainer: $(STAMP)  ## A training step beside TRL's, which it installs
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"

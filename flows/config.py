@@ -1,6 +1,7 @@
 """The configuration of a run: one pydantic model, from which Prefect validates parameters and builds its form."""
 
 import json
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,6 +26,9 @@ class RunConfig(Settings):
     reward_version: str | None = Field(
         None, description="Reward version that the warm-starting runs' trajectories count with; None: as sampled."
     )
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+        ("tensorboard",), description="Where metrics go as they come, beside the store: tensorboard, wandb, mlflow."
+    )
     synchronous: bool = Field(
         False,
         description="Search, then learn, in turns: for comparison. Searchers wait for policies, draws for rounds.",
@@ -41,6 +45,12 @@ class RunConfig(Settings):
     @classmethod
     def _run_is_a_plain_name(cls, run: str) -> str:
         return check_run_name(run)
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _trackers_as_one_word(cls, trackers):
+        """--set trackers=tensorboard,wandb; --set trackers= for none."""
+        return [name for name in trackers.split(",") if name] if isinstance(trackers, str) else trackers
 
     @field_validator("warm_start")
     @classmethod

@@ -264,6 +264,7 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Continues from what `save` wrote."""
         tensors = load_file(folder / CHECKPOINT)
+        self._reference = None
         self._restore(tensors, "reference")  # through the policy, of which the reference is a copy
         if any(name.startswith("reference.") for name in tensors):
             self._reset_reference()
