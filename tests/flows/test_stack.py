@@ -74,6 +74,13 @@ from prefect import flow
 def analyze(store: str, runs: list[str]) -> None:
     pass
 """
+STAND_IN_EVALUATE = """
+from prefect import flow
+
+@flow(name="evaluate")
+def evaluate_policy(store: str, run: str, num_problems: int | None = None, samples: int = 0) -> None:
+    pass
+"""
 # The command without the input check, which needs a model.
 COMMAND = """
 import sys, types
@@ -89,6 +96,7 @@ def make_project(folder: Path) -> Path:
     (folder / "flows" / "search.py").write_text(STAND_IN_SEARCH)
     (folder / "flows" / "maintain.py").write_text(STAND_IN_MAINTAIN)
     (folder / "flows" / "diversity.py").write_text(STAND_IN_DIVERSITY)
+    (folder / "flows" / "evaluate.py").write_text(STAND_IN_EVALUATE)
     shutil.copy(REPOSITORY / "prefect.yaml", folder)
     return folder
 
