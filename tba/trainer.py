@@ -314,7 +314,7 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
 def _checkpointing(settings: TrainSettings) -> str:
     if settings.gradient_checkpointing:
         return "layers"
-    # When a layer is computed again, ZeRO-3 gathers and frees weights at other places: "cheap" wants the same operations.
+    # When a layer is computed again, ZeRO-3 gathers and frees weights elsewhere: "cheap" wants the same operations.
     return "none" if settings.processes > 1 and settings.zero_stage == 3 else "cheap"
 
 
