@@ -147,6 +147,26 @@ EVALUATION = pa.schema(
     }
 )
 
+# One measure of how different the responses of a group of trajectories are.
+DIVERSITY = pa.schema(
+    {
+        "measured_at": _TIME,
+        "grouping": pa.string(),  # policy, searcher or run
+        "searcher": pa.string(),  # null unless by searcher
+        "first_policy_step": pa.int64(),
+        "last_policy_step": pa.int64(),
+        "metric": pa.string(),
+        "value": pa.float64(),  # mean over prompts
+        "standard_error": pa.float64(),  # 0: everything was measured; null: one prompt
+        "low": pa.float64(),  # of the 95 % interval
+        "high": pa.float64(),
+        "responses_per_prompt": pa.int64(),
+        "num_measured_prompts": pa.int64(),
+        "num_prompts": pa.int64(),
+        "num_trajectories": pa.int64(),
+    }
+)
+
 
 def to_table(rows: list[dict], schema: pa.Schema) -> pa.Table:
     """Rows as a table of `schema`. ValueError names missing and unknown columns: pyarrow would fill or drop them."""

@@ -82,8 +82,10 @@ class _Shards:
     speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
 
 
-def verify(store: RunStore, fingerprint: Callable[[Path], str]) -> Report:
+def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report:
     """fingerprint: the checksum of the weights in a policy's folder; any exception of it means that they do not load.
+
+    None: a quick look, at everything but the values in the shards (storage/quality.py) and the policies' weights.
 
     Raises: NotFound: there is no such run. StoreUnreachable.
     """
@@ -91,14 +93,14 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str]) -> Report:
     faults: list[Fault] = []
     entries = {folder: _read_entries(store, folder, columns, faults) for folder, columns in _LEDGER.items()}
     pointer = _read_pointer(store, faults)
-    shards = _check_shards(store, _vocab_size(store, pointer), faults)
+    shards = _check_shards(store, _vocab_size(store, pointer) if fingerprint else None, faults)
     published = policies.published_policies(store)
     faults += chain(
         _duplicates(shards),
         _unknown_trained(entries["batches"], shards),
         _unrecorded_steps(store, entries),
         _inconsistent_syncs(store, shards),
-        _bad_policies(store, published, fingerprint),
+        _bad_policies(store, published, fingerprint) if fingerprint else (),
         _bad_pointer(pointer, published, shards),
         _unpublished_speakers(shards, published),
         _bad_checkpoints(store),
@@ -115,7 +117,8 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str]) -> Report:
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 
-def _check_shards(store: RunStore, vocab_size: int, faults: list[Fault]) -> _Shards:
+def _check_shards(store: RunStore, vocab_size: int | None, faults: list[Fault]) -> _Shards:
+    """vocab_size: None: the values in the shards are not looked at."""
     found, rounds_of = _Shards(), defaultdict(set)
     paths = store.list("trajectories")
     files = files_named(paths)
@@ -153,7 +156,7 @@ def _changed_copy(store: RunStore, file: File) -> Fault | None:
 
 
 def _check_some_shards(
-    store: RunStore, searcher: str, rounds: list[int], vocab_size: int, found: _Shards, faults: list[Fault]
+    store: RunStore, searcher: str, rounds: list[int], vocab_size: int | None, found: _Shards, faults: list[Fault]
 ) -> None:
     tables = dict(zip(rounds, read_each(store, searcher, rounds), strict=True))
     faults += [
@@ -162,7 +165,7 @@ def _check_some_shards(
         if isinstance(error, TornShard)  # NotFound: it expired since it was listed
     ]
     tables = {number: table for number, table in tables.items() if isinstance(table, pa.Table)}
-    reasons = quality.validate_shards(list(tables.values()), vocab_size)
+    reasons = quality.validate_shards(list(tables.values()), vocab_size) if vocab_size else [[]] * len(tables)
     for (number, table), broken in zip(tables.items(), reasons, strict=True):
         path = shard_path(searcher, number)
         faults += [Fault("invalid shard", path, rule) for rule in broken]

@@ -1,0 +1,76 @@
+-- Some responses to some prompts of every group of a run: of policies near one another, of a Searcher, of the whole run.
+-- From each group the same number of prompts with at least $responses_per_prompt responses in it, and that many
+-- responses of each; about $num_responses in all. Which ones is a hash with $seed: the same stored rows, the same sample.
+WITH
+-- what choosing takes
+stored AS MATERIALIZED (
+    SELECT trajectory_id, prompt_id, policy_step, searcher FROM trajectories
+),
+span AS (
+    SELECT min(policy_step) AS first, max(policy_step) AS last FROM stored
+),
+-- each trajectory in each group that it is in
+members AS (
+    SELECT
+        'policy' AS grouping,
+        lpad(((policy_step - first) * $num_bins // (last - first + 1))::VARCHAR, 4, '0') AS part,
+        trajectory_id,
+        prompt_id,
+        policy_step
+    FROM stored, span
+    UNION ALL
+    SELECT 'searcher', searcher, trajectory_id, prompt_id, policy_step FROM stored
+    UNION ALL
+    SELECT 'run', '', trajectory_id, prompt_id, policy_step FROM stored
+),
+-- prompts with enough responses, in random order
+prompts AS (
+    SELECT
+        grouping,
+        part,
+        prompt_id,
+        count(*) AS num_responses,
+        row_number() OVER (PARTITION BY grouping, part ORDER BY hash(prompt_id, part, $seed), prompt_id) AS place
+    FROM members
+    GROUP BY grouping, part, prompt_id
+    HAVING count(*) >= $responses_per_prompt
+),
+-- how much there is in each group, and how many of its prompts are taken
+groups AS (
+    SELECT
+        grouping,
+        part,
+        count(*) AS num_prompts,
+        sum(num_responses)::BIGINT AS num_trajectories,
+        greatest(2, $num_responses // ($responses_per_prompt * count(*) OVER ())) AS num_chosen
+    FROM prompts
+    GROUP BY grouping, part
+),
+-- first and last policy of each group
+policies AS (
+    SELECT grouping, part, min(policy_step) AS first_policy_step, max(policy_step) AS last_policy_step
+    FROM members
+    GROUP BY grouping, part
+),
+-- responses of the chosen prompts, in random order, as many as are wanted of each
+chosen AS (
+    SELECT grouping, part, prompt_id, place, trajectory_id, groups.num_prompts, groups.num_trajectories
+    FROM members
+    JOIN prompts USING (grouping, part, prompt_id)
+    JOIN groups USING (grouping, part)
+    WHERE place <= num_chosen
+    QUALIFY row_number() OVER (
+        PARTITION BY grouping, part, prompt_id ORDER BY hash(trajectory_id, $seed), trajectory_id
+    ) <= $responses_per_prompt
+)
+SELECT
+    chosen.*,
+    first_policy_step,
+    last_policy_step,
+    response,
+    reward,
+    list_sum(behavior_logprobs) AS behavior_logprob
+FROM chosen
+JOIN policies USING (grouping, part)
+JOIN trajectories USING (trajectory_id)
+ORDER BY grouping, part, place, trajectory_id;

