@@ -95,6 +95,10 @@ def arguments(command: str) -> list[str]:
     return words[: min(ends, default=len(words))]
 
 
+def reading_commands() -> list[str]:
+    return [command for command in printed_commands() if arguments(command)[0] in READING]
+
+
 def test_there_are_commands():
     assert len(printed_commands()) >= 15
 
@@ -106,16 +110,23 @@ def test_every_printed_command_is_understood(command):
         get_command(app).commands[name].make_context(name, rest)
 
 
-@pytest.mark.parametrize("command", [c for c in printed_commands() if arguments(c)[0] in READING])
-def test_printed_commands_that_only_read_run(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A working folder whose store has every run that those commands name."""
+    folder = tmp_path_factory.mktemp("prepared")
+    named = {word for command in reading_commands() for word in arguments(command)[1:2] if not word.startswith("-")}
+    for run in {"arithmetic", *named}:
+        prepare_run((folder / ".tba").as_uri(), run, steps=42, finished=True)
+    return folder
+
+
+@pytest.mark.parametrize("command", reading_commands())
+def test_printed_commands_that_only_read_run(command, prepared, monkeypatch):
+    monkeypatch.chdir(prepared)
     monkeypatch.delenv("TBA_STORE", raising=False)
     given = arguments(command)
     if "--store" in given:  # a store of somebody's
         del given[given.index("--store") : given.index("--store") + 2]
-    runs = {word for word in given[1:2] if not word.startswith("-")} or {"arithmetic"}
-    for run in runs:
-        prepare_run((tmp_path / ".tba").as_uri(), run, steps=42, finished=given[0] == "watch")
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 0, (result.stderr, result.exception)
     assert result.stdout
