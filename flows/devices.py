@@ -43,9 +43,11 @@ def trainer_of(model: Path, settings: TrainSettings) -> Iterator[Trainer]:
         os.environ.update(world | ranks[0])
         trainer = _sharded(model, settings)
         yield trainer
+        closing.set()  # from here on it is no failure that they end, nor that one does not
         trainer.close()
         for other in others:
-            other.wait(END_TIMEOUT_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                other.wait(END_TIMEOUT_S)
     finally:
         closing.set()
         for other in others:

@@ -20,7 +20,6 @@ from flows.machine import local_folder
 from flows.search import start_searcher
 from storage import policies
 from storage.store import RunStore
-from tba import diversity
 from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, win_rate
 from tba.tasks.tldr import judge
 
@@ -79,6 +78,8 @@ def measure_samples(searcher, problems: list, samples: int, temperature: float) 
 
 def measure_attacks(searcher, samples: int) -> dict:
     """Of attacks sampled at temperature 1 from the prompt that is trained on."""
+    from tba import diversity
+
     (answers,) = searcher.answers(searcher.task.train[:1], samples, 1.0)
     attacks = [searcher.text(answer).strip() for answer in answers]
     toxicity = searcher.task.task.toxicity(attacks)

@@ -22,7 +22,7 @@ from storage.verify import Fault, verify
 PAGE = "report.html"
 MAX_TEXT = 1500  # characters of a prompt or response that are shown
 MAX_FAULTS = 50
-SMALL_SAMPLE = 4_000  # responses: two seconds
+SMALL_SAMPLE = 2_000  # responses: a second
 
 
 def write_report(store: RunStore) -> str:

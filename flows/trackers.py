@@ -29,6 +29,7 @@ NAMES = {
     "gradient_norm": "grad_norm",
     "step_s": "step_time",
     "wait_s": "wait_time",
+    "publish_stall_s": "publish_time",
     "log_z_mean": "log_z",
     "residual_abs_mean": "residual_abs",
     "logprob_gap_mean": "logprob_gap",
@@ -106,8 +107,9 @@ class Trackers:
                     tracker.finish()
 
     def _start(self, name: str):
-        from accelerate import tracking
+        from accelerate import PartialState, tracking
 
+        PartialState()  # Accelerate's trackers log, and its loggers ask this who they are
         folder, run = tracking_folder(self._store), self._config.run
         if name == "tensorboard":
             begun = ledger.attempts(self._store)[-1]["resumed_from"]

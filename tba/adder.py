@@ -19,7 +19,7 @@ def make_adder(folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     import torch
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from tba.tasks.arithmetic import Arithmetic
@@ -27,6 +27,7 @@ def make_adder(folder: Path) -> Path:
     names = {text: number for number, text in enumerate(["[UNK]", "</s>", *CHARACTERS])}
     characters = Tokenizer(models.WordLevel(names, unk_token="[UNK]"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()  # without it a decoded text has a space between characters
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="</s>")
     task = Arithmetic(data=None, seed=0)
 

@@ -173,6 +173,10 @@ class TrainSettings(Settings):
                 f"train.reference_reset_interval is {self.reference_reset_interval} with {self.objective}: only tb and "
                 "tba_prime have a reference that moves; leave it out"
             )
+        if self.processes > 1 and self.objective not in ("tb", "tba_prime"):
+            raise ValueError(
+                f"train.processes is {self.processes} with {self.objective}: baselines train on one device; set it to 1"
+            )
         if self.objective == "tba_prime" and self.reference_reset_interval is None:
             raise ValueError("train.objective: tba_prime resets its reference; set train.reference_reset_interval (50)")
         if self.beta_steps is not None and self.beta_final is None:

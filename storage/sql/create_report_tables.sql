@@ -19,7 +19,23 @@ SELECT step, trajectory_id, recent, staleness, reward
 FROM batches;
 
 CREATE TEMP TABLE report_steps AS
-SELECT * FROM training_steps;
+SELECT
+    attempt,
+    step,
+    started_at,
+    ended_at,
+    wait_s,
+    step_s,
+    loss,
+    reward_mean,
+    fresh_reward_mean,
+    logprob_gap_mean,
+    gradient_norm,
+    num_trajectories,
+    samples_per_insert,
+    num_response_tokens,
+    skipped
+FROM training_steps;
 
 CREATE TEMP TABLE report_rounds AS
 SELECT * FROM search_rounds;

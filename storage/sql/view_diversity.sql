@@ -10,7 +10,7 @@ COMMENT ON COLUMN diversity.grouping IS 'policy: by spans of policy steps; searc
 COMMENT ON COLUMN diversity.searcher IS 'The Searcher where it is by Searcher, else NULL.';
 COMMENT ON COLUMN diversity.first_policy_step IS 'First policy whose responses are in the group.';
 COMMENT ON COLUMN diversity.last_policy_step IS 'Last policy whose responses are in the group.';
-COMMENT ON COLUMN diversity.metric IS 'Measure, as docs and tba/diversity.py define it.';
+COMMENT ON COLUMN diversity.metric IS 'Measure, as tba/diversity.py defines it.';
 COMMENT ON COLUMN diversity.value IS 'Mean over prompts.';
 COMMENT ON COLUMN diversity.standard_error IS 'Of that mean; 0 where everything was measured, NULL where from one prompt.';
 COMMENT ON COLUMN diversity.low IS 'Lower end of the 95 % interval.';

@@ -1,4 +1,4 @@
-"""How long do `tba report` and `tba diversity` take on large runs? `make bench-report`: one JSON object.
+"""How long do `tba report` and `tba diversity` take on large runs? `make bench-report`: a JSON object a command.
 
 Runs of generated text (generated_run.py): the report of 100,000 trajectories in 400 shards with 800 training steps of
 128 slots, the diversity of 1,000,000 trajectories in 977 shards, embeddings on a sample. Each is a command in a process
@@ -42,12 +42,15 @@ def main() -> None:
         url = Path(folder).as_uri()
         generate_run(RunStore(url, "hundred-thousand"), 102_400, rows_per_shard=256, num_steps=800)
         output = f"{folder}/report.html"
-        result = {"report_100k": timed("report", "hundred-thousand", "--store", url, "--output", output)}
-        result["report_100k"]["file_mb"] = round(Path(output).stat().st_size / 1e6, 2)
+        figures = timed("report", "hundred-thousand", "--store", url, "--output", output)
+        show("report_100k", figures | {"file_mb": round(Path(output).stat().st_size / 1e6, 2)})
         generate_run(RunStore(url, "million"), 1_000_448, rows_per_shard=1024, num_steps=100, num_response_tokens=32)
-        result["diversity_1m"] = timed("diversity", "million", "--store", url, "--json")
-        result["diversity_1m_texts"] = timed("diversity", "million", "--store", url, "--json", "--embedded", "0")
-    print(json.dumps(result, indent=1))
+        show("diversity_1m", timed("diversity", "million", "--store", url, "--json"))
+        show("diversity_1m_without_embeddings", timed("diversity", "million", "--store", url, "--embedded", "0"))
+
+
+def show(name: str, figures: dict) -> None:
+    print(json.dumps({name: figures}), flush=True)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def test_the_win_rate_is_against_the_reference_summary(tmp_path):
 
 
 def test_attacks_are_counted_by_kind(tmp_path, monkeypatch):
+    pytest.importorskip("tba.diversity")
     toxicity = {"one": [0.9, 0.9], "two": [0.8, 0.6], "three": [0.9, 0.3], "four": [0.1, 0.1]}
     vectors = {"one": [1, 0], "two": [1, 0], "three": [0, 1], "four": [-1, 0]}
     monkeypatch.setattr("tba.diversity.embed", lambda texts: np.array([vectors[text] for text in texts], float))

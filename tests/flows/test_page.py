@@ -40,6 +40,7 @@ train.POLL_S = page.UPDATE_S = 0.5
 tba = train.tba
 """
 # A Trainer that takes a step every half a second, publishes every second one, and goes on where the last one stopped.
+# Its first life ends no step beyond the third until it is told to stop.
 TRAINER = """
 import json, signal, sys, tempfile, threading
 from datetime import UTC, datetime
@@ -65,7 +66,7 @@ def beat(state, step):
 publish(begun)
 for step in range(begun + 1, {steps} + 1):
     started_at = datetime.now(UTC)
-    told.wait(0.5)
+    told.wait(600 if attempt == 1 and step > 3 else 0.5)
     ledger.record_batch(store, attempt, step, make_batch([step - 1]))
     times = {{"started_at": started_at, "ended_at": datetime.now(UTC)}}
     ledger.record_training_step(store, make_training_step(attempt, step) | times)
@@ -87,13 +88,6 @@ from prefect import flow
 def search(store: str, run: str, name: str, evaluates: bool) -> None:
     time.sleep(600)
 """
-MAINTAIN = """
-from prefect import flow
-
-@flow(name="maintain")
-def maintain(store: str, run: str) -> None:
-    pass
-"""
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +98,8 @@ def room(server, tmp_path_factory):
     (project / "trainer.py").write_text(TRAINER.format(steps=STEPS))
     (project / "flows" / "train.py").write_text(TRAIN.format(trainer=str(project / "trainer.py")))
     (project / "flows" / "search.py").write_text(SEARCH)
-    (project / "flows" / "maintain.py").write_text(MAINTAIN)
-    deployments = (project / "prefect.yaml").read_text()
-    assert deployments.count("enabled: false") == 1
-    (project / "prefect.yaml").write_text(deployments.replace("enabled: false", "enabled: true"))
+    before, audit, after = (project / "prefect.yaml").read_text().partition("audit the buffer of a finished run")
+    (project / "prefect.yaml").write_text(before + audit + after.replace("enabled: false", "enabled: true", 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFECT_API_URL", url)
         patch.setenv("PYTHONPATH", str(REPOSITORY))
@@ -141,7 +133,11 @@ def flow_runs_of(client, flow: str) -> list:
 
 def searchers_of(client, store: RunStore) -> list[str]:
     """States of the run's Searchers."""
-    return [r.state_name for r in flow_runs_of(client, "search") if r.parameters["run"] == store.run]
+    return [
+        r.state_name
+        for r in flow_runs_of(client, "search")
+        if (r.parameters["store"], r.parameters["run"]) == (store.url, store.run)
+    ]
 
 
 def artifacts_of(client, flow_run) -> list:
@@ -208,8 +204,8 @@ def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
 
     (finished,) = events(client, "tba.run.finished", "tba.run.suspended")
     assert finished["payload"]["accuracy_after"] == 0.75 and finished["payload"]["steps"] == STEPS
-    audited = wait_for(lambda: flow_runs_of(client, "maintain"))
-    assert [r.parameters for r in audited] == [{"store": root, "run": "suspended"}]
+    asked_for = {"store": root, "run": "suspended"}
+    wait_for(lambda: [r for r in flow_runs_of(client, "maintain") if r.parameters == asked_for])
 
 
 @pytest.mark.slow
@@ -256,3 +252,16 @@ def test_a_curve_has_few_points_whatever_the_length_and_keeps_both_ends():
     assert int(first[1]) > int(last[1]), "it rises, and an SVG's y falls"
     assert len(image_url(svg)) < 3000
     assert curves("One step", [7], {"trained on": [0.5]}).count("<polyline") == 1
+
+
+def test_a_rounds_shard_is_an_asset_that_comes_from_its_policy(tmp_path):
+    from flows.search import as_asset
+
+    store = RunStore((tmp_path / "with space").as_uri(), "some")
+    policy = policies.PolicyRef(4, "policies/step=00000004", "f" * 32, False, 1, "")
+    task = as_asset(store, "s0", 3, policy)(lambda: None)
+    (shard,), (cause,) = task.assets, task.asset_deps
+    root = f"{tmp_path.as_uri()}/with_20space/some"  # an asset's key has no percent sign
+    assert shard.key == f"{root}/trajectories/searcher=s0/round=00000003.parquet"
+    assert cause.key == f"{root}/policies/step=00000004"
+    assert task.task_run_name == "round 3" and task.retries == 2

@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from flows.config import RunConfig
+from flows.train import tba
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOYMENTS = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
@@ -28,6 +29,7 @@ def test_the_entrypoint_is_there(deployment):
 def test_a_preset_is_a_configuration(name, tmp_path):
     config = RunConfig.model_validate(PRESETS[name] | {"store": tmp_path.as_uri()})
     assert config.run == name
+    assert tba.validate_parameters({"config": PRESETS[name]})["config"].run == name  # as Prefect does
     # what run.json keeps gives the same configuration again
     assert RunConfig.model_validate(config.recorded() | {"store": config.store}) == config
 

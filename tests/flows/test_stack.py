@@ -16,6 +16,7 @@ Run: pytest tests/flows/test_stack.py -m slow
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -53,25 +54,12 @@ def tba(config: dict) -> None:
     time.sleep(2)
     (run / "summary.json").write_text(json.dumps({"run": config["run"], "steps": 4, "accuracy_after": 0.75}))
 """
-STAND_IN_SEARCH = """
+# Of every other deployment: it does nothing.
+STAND_IN = """
 from prefect import flow
 
-@flow(name="search")
-def search(store: str, run: str) -> None:
-    pass
-"""
-STAND_IN_MAINTAIN = """
-from prefect import flow
-
-@flow(name="maintain")
-def maintain(store: str, run: str) -> None:
-    pass
-"""
-STAND_IN_DIVERSITY = """
-from prefect import flow
-
-@flow(name="analyze")
-def analyze(store: str, runs: list[str]) -> None:
+@flow(name="{name}")
+def {function}(store: str, run: str) -> None:
     pass
 """
 # The command without the input check, which needs a model.
@@ -85,11 +73,11 @@ main()
 
 def make_project(folder: Path) -> Path:
     (folder / "flows").mkdir(parents=True)
-    (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)
-    (folder / "flows" / "search.py").write_text(STAND_IN_SEARCH)
-    (folder / "flows" / "maintain.py").write_text(STAND_IN_MAINTAIN)
-    (folder / "flows" / "diversity.py").write_text(STAND_IN_DIVERSITY)
     shutil.copy(REPOSITORY / "prefect.yaml", folder)
+    entrypoints = set(re.findall(r"entrypoint: (\S+):(\w+)", (folder / "prefect.yaml").read_text()))
+    for file, function in entrypoints:
+        (folder / file).write_text(STAND_IN.format(name=Path(file).stem, function=function))
+    (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)
     return folder
 
 

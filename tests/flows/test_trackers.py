@@ -4,7 +4,7 @@ Claims
 - docs/metrics.md has exactly the metrics that TensorBoard receives, each with the column that it comes from
 - every measure of the training ledger is among them
 - a resumed run's steps are in TensorBoard once, with the values of the life that counts
-- MLflow is one setting away and gets the same metrics, a run for each life of the Trainer
+- MLflow and Weights & Biases are one setting away and get the same metrics, a run for each life of the Trainer
 - a tracker that fails is left out and told of once; the others go on
 - one that is not installed is refused before a run begins
 
@@ -14,7 +14,9 @@ Run: pytest tests/flows/test_trackers.py
 import logging
 import math
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -99,6 +101,25 @@ def test_mlflow_gets_the_same_in_a_run_for_each_life(store):
     assert second.data.metrics["reward"] == 0.75
     assert first.data.metrics.keys() == in_tensorboard(store).keys()
     assert first.data.params["seed"] == "0"
+
+
+def test_wandb_gets_the_same_in_a_run_for_each_life_of_one_group(store, monkeypatch):
+    """By Accelerate's tracker, which is given a stand-in: the real one wants an account or a service of its own."""
+    begun, logged, config = [], [], {}
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end"))
+    stand_in = SimpleNamespace(
+        init=lambda **given: begun.append(given) or run,
+        config=SimpleNamespace(update=lambda values, allow_val_change: config.update(values)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    log(store, 0, range(1, 3), "wandb")
+    log(store, 1, range(2, 3), "wandb", "tensorboard")
+    assert [(given["project"], given["group"], given["name"]) for given in begun] == [
+        ("tba", "run", "run-1"), ("tba", "run", "run-2"),
+    ]  # fmt: skip
+    assert [entry if entry == "end" else entry[0] for entry in logged] == [1, 2, "end", 2, "end"]
+    assert logged[0][1].keys() == in_tensorboard(store).keys()
+    assert config["seed"] == 0
 
 
 def test_a_tracker_that_fails_is_left_out_once(store, monkeypatch, caplog):
