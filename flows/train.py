@@ -13,7 +13,7 @@ import httpx
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import Pause
 from prefect.runtime import flow_run
@@ -169,7 +169,8 @@ class Searchers:
             control.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
         for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
-            self._replacements += 1
+            # one that gave up on a Trainer that was long in coming back has no fault that a new one would share
+            self._replacements += not self._state(self._runs[name]).is_completed()
             if self._replacements > MAX_REPLACEMENTS:
                 raise RuntimeError(
                     f"searchers fell {self._replacements} times, last {name}; its flow run's log in Prefect says why"
@@ -201,11 +202,19 @@ class Searchers:
             timeout=0,
         )
 
-    @staticmethod
-    def _has_fallen(run: FlowRun) -> bool:
-        with get_client(sync_client=True) as client:
-            state = client.read_flow_run(run.id).state
+    def _has_fallen(self, run: FlowRun) -> bool:
+        """Whether it has ended, and not because the run has its final policy."""
+        state = self._state(run)
+        if state.is_completed():
+            with contextlib.suppress(StoreError):  # away: later
+                policy = policies.latest_policy(self._store)
+                return policy is None or not policy.final
         return state.is_failed() or state.is_crashed() or state.is_cancelled()
+
+    @staticmethod
+    def _state(run: FlowRun) -> State:
+        with get_client(sync_client=True) as client:
+            return client.read_flow_run(run.id).state
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

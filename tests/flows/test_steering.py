@@ -2,6 +2,7 @@
 
 Claims
 - the flow keeps as many Searchers as were asked for last, across its own lives; a new one has a name of its own
+- a Searcher that gave up on a silent Trainer is started again, as often as that takes; at the final policy none is
 - who is to leave is told so in the store and nobody takes its name; the first, which evaluates, stays
 - a Searcher that is to leave finishes its round and begins no other
 - the Trainer's process hears within a heartbeat that it is to stop, once
@@ -21,6 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prefect.logging import disable_run_logger
+from prefect.states import Completed
 from typer.testing import CliRunner
 
 from flows import control, learn, search, train
@@ -104,6 +107,22 @@ def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
     searchers.keep_up()
     assert names(started) == ["s0", "s1"]
     assert not control.is_to_leave(store, "s1")
+
+
+def test_who_gave_up_on_a_silent_trainer_is_started_again(store, monkeypatch):
+    parameters = []
+    monkeypatch.setattr(train, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
+    monkeypatch.setattr(train.Searchers, "_state", staticmethod(lambda run: Completed()))
+    latest = SimpleNamespace(final=False)
+    monkeypatch.setattr(train.policies, "latest_policy", lambda store: latest)
+    searchers = new_flow(store)
+    with disable_run_logger():
+        for _ in range(2 * train.MAX_REPLACEMENTS):
+            searchers.keep_up()
+        assert names(parameters) == ["s0"] * (1 + 2 * train.MAX_REPLACEMENTS)
+        latest.final = True
+        searchers.keep_up()
+    assert len(parameters) == 1 + 2 * train.MAX_REPLACEMENTS
 
 
 def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
