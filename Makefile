@@ -16,17 +16,21 @@ endif
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint up down bench-buffer bench-report bench-trainer crash-matrix clean
+.PHONY: train test lint docs up down bench-buffer bench-report bench-trainer smoke compare-staleness compare-sync \
+	crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
 
 test: $(STAMP)  ## All tests, real servers and engines included (the crash matrix apart)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadscope
 
 lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(STAMP)  ## What is generated of docs/: the reference of settings
+	$(BIN)/python -m flows.reference
 
 up: $(STAMP)  ## Prefect server, work pool, deployments, worker, until `make down`
 	$(BIN)/tba up
@@ -43,6 +47,15 @@ bench-report: $(STAMP)  ## The report and the diversity of large runs
 bench-trainer: $(STAMP)  ## A training step beside TRL's, which it installs
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_trainer
+
+smoke: $(STAMP)  ## Every task through tba/train, a few steps each, with its own grader or judge
+	$(BIN)/python -m tests.smoke.run
+
+compare-staleness: $(STAMP)  ## What an old policy's samples cost: Trajectory Balance beside Dr. GRPO and proximal RLOO
+	$(BIN)/tba compare staleness
+
+compare-sync: $(STAMP)  ## Asynchronous beside synchronous training, on the same hardware
+	$(BIN)/tba compare sync
 
 crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle, then outages; nothing may be lost
 	$(BIN)/python -m tests.crash.matrix

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from flows.config import RunConfig
 from flows.machine import model_folder
+from flows.trackers import check_trackers
 from flows.warm_start import check_sources
 from storage.store import RunStore
 from tba.searcher import stop_tokens
@@ -20,6 +21,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded())
     check_sources(store, config)
+    check_trackers(config.trackers)
     if config.train.processes > 1 and find_spec("deepspeed") is None:
         raise ValueError(
             f"train.processes is {config.train.processes}, but DeepSpeed, which shares the work out, is not installed: "

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows import cli_data, cli_doctor, cli_profile, cli_report, cli_runs, cli_sql, cli_steer
+from flows import (
+    cli_compare,
+    cli_data,
+    cli_doctor,
+    cli_evaluate,
+    cli_export,
+    cli_profile,
+    cli_report,
+    cli_runs,
+    cli_sql,
+    cli_steer,
+)
 from flows.cli_common import complete_run, fail, store_url
 
 if TYPE_CHECKING:
@@ -25,7 +36,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous RL post-training of language models by Trajectory Balance.",
 )
-for part in (cli_runs, cli_steer, cli_sql, cli_data, cli_profile, cli_report, cli_doctor):
+for part in (
+    cli_runs,
+    cli_steer,
+    cli_sql,
+    cli_data,
+    cli_export,
+    cli_report,
+    cli_evaluate,
+    cli_compare,
+    cli_profile,
+    cli_doctor,
+):
     app.add_typer(part.app)
 
 
@@ -77,7 +99,7 @@ def train(
         str | None, typer.Argument(help="Name of the run; default: the task's name.", autocompletion=complete_run)
     ] = None,
     store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
-    task: Annotated[str | None, typer.Option(help="arithmetic or gsm8k.")] = None,
+    task: Annotated[str | None, typer.Option(help="arithmetic, gsm8k, math, tldr, …, or dataset.")] = None,
     data: Annotated[str | None, typer.Option(help="Local JSONL file or Hugging Face dataset of the task.")] = None,
     model: Annotated[str | None, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = None,
     steps: Annotated[int | None, typer.Option(help="Policy steps to train for.")] = None,
@@ -212,6 +234,10 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     finally:
         with _uninterrupted():
             stack.leave(project, say=_say)
+    if state.name == "Stopped":
+        beat = read(store, HEARTBEAT) or {}
+        _say(f"Stopped at step {beat.get('step')}, as it was told to. The same command resumes the run.")
+        return
     summary = read(store, "summary.json")
     if summary is None:
         fail(f"The flow run completed without a summary.\n{stack.log_tail(project, 'worker')}")

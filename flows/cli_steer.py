@@ -35,9 +35,8 @@ def watch(run: RunName, store: StoreOption = None) -> None:
 
     run_store = existing_run(run, store)
     console = Console()
-    watcher = Watcher(run_store)
     try:
-        with Progress(console, run, began_s=_age_s(run_store)) as progress:
+        with Watcher(run_store) as watcher, Progress(console, run, began_s=_age_s(run_store)) as progress:
             while not (seen := watcher.look()).is_over:
                 progress.show(seen.stage, seen.heartbeat, seen.server)
                 progress.wait(POLL_S)

@@ -1,6 +1,7 @@
 """The configuration of a run: one pydantic model, from which Prefect validates parameters and builds its form."""
 
 import json
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,6 +26,16 @@ class RunConfig(Settings):
     reward_version: str | None = Field(
         None, description="Reward version that the warm-starting runs' trajectories count with; None: as sampled."
     )
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+        ("tensorboard",), description="Where metrics go as they come, beside the store: tensorboard, wandb, mlflow."
+    )
+    synchronous: bool = Field(
+        False,
+        description="Search, then learn, in turns: for comparison. Searchers wait for policies, draws for rounds.",
+    )
+    evaluate_interval: int | None = Field(
+        None, ge=1, description="Published policies from one evaluation to the next; None: the first and the last only."
+    )
     task: TaskSettings = TaskSettings()
     search: SearchSettings = SearchSettings()
     sampling: Sampling = Sampling()
@@ -34,6 +45,12 @@ class RunConfig(Settings):
     @classmethod
     def _run_is_a_plain_name(cls, run: str) -> str:
         return check_run_name(run)
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _trackers_as_one_word(cls, trackers):
+        """--set trackers=tensorboard,wandb; --set trackers= for none."""
+        return [name for name in trackers.split(",") if name] if isinstance(trackers, str) else trackers
 
     @field_validator("warm_start")
     @classmethod
@@ -63,6 +80,41 @@ class RunConfig(Settings):
             raise ValueError(
                 f"sampling.responses_per_prompt (K) is {K}, but search.samples_per_prompt (S) is {S}: a round must "
                 f"bring at least the responses that a draw takes. Set K <= {S}, or S >= {K}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turns_can_be_taken(self):
+        """In turns, a draw is of the newest policy's round alone: `sampling.max_age` follows."""
+        if not self.synchronous:
+            return self
+        newest_only, prompts = self.train.sync_interval - 1, self.searchers * self.search.prompts_per_round
+        fresh = prompts * self.search.samples_per_prompt
+        if self.sampling.max_age not in (None, newest_only) or self.sampling.samples_per_insert is not None:
+            raise ValueError(
+                f"synchronous draws from the newest policy's rounds alone (sampling.max_age {newest_only}, no "
+                "samples_per_insert): leave both out"
+            )
+        if self.sampling.min_size > fresh or self.sampling.prompts_per_batch > prompts:
+            raise ValueError(
+                f"synchronous: all Searchers' rounds together bring {fresh} trajectories of {prompts} prompts, but "
+                f"sampling.min_size is {self.sampling.min_size} and sampling.prompts_per_batch (B) "
+                f"{self.sampling.prompts_per_batch}: nobody would ever go on. Lower those, or raise "
+                "search.prompts_per_round"
+            )
+        object.__setattr__(self, "sampling", self.sampling.model_copy(update={"max_age": newest_only}))
+        return self
+
+    @model_validator(mode="after")
+    def _objective_has_what_it_needs(self):
+        train, search = self.train, self.search
+        if train.objective == "tba_prime" and self.sampling.recent_probability != 1:
+            raise ValueError("train.objective: tba_prime has no replay; set sampling.recent_probability to 1")
+        explores = search.exploration_probability or search.top_p < 1 or search.temperature != train.temperature
+        if train.objective in ("dr_grpo", "prox_rloo", "rloo") and explores:
+            raise ValueError(
+                f"train.objective {train.objective} compares with the probabilities that responses were sampled with: "
+                "set search.temperature to train.temperature, search.top_p to 1, exploration_probability to 0"
             )
         return self
 

@@ -4,7 +4,9 @@ They end together: the first kills the others where it fails, and they watch for
 """
 
 import contextlib
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from tba.trainer import Trainer
 
 DEEPSPEED = Path(__file__).parents[1] / "infra" / "deepspeed"
 END_TIMEOUT_S = 30  # a process that follows has nothing left to do when the first one closes
+
+log = logging.getLogger("tba.devices")
 
 
 @contextlib.contextmanager
@@ -33,14 +37,19 @@ def trainer_of(model: Path, settings: TrainSettings) -> Iterator[Trainer]:
     command = [sys.executable, "-m", "flows.devices", str(model), settings.model_dump_json()]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(settings.processes)]
     others = [subprocess.Popen(command, env=os.environ | world | rank) for rank in ranks[1:]]
+    closing = threading.Event()
+    threading.Thread(target=_end_without, args=(others, closing), daemon=True).start()
     try:
         os.environ.update(world | ranks[0])
         trainer = _sharded(model, settings)
         yield trainer
+        closing.set()  # from here on it is no failure that they end, nor that one does not
         trainer.close()
         for other in others:
-            other.wait(END_TIMEOUT_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                other.wait(END_TIMEOUT_S)
     finally:
+        closing.set()
         for other in others:
             other.kill()
             other.wait()
@@ -52,6 +61,14 @@ def _sharded(model: Path, settings: TrainSettings) -> "ShardedTrainer":  # noqa:
     return ShardedTrainer(model, settings, DEEPSPEED / f"zero{settings.zero_stage}.json")
 
 
+def _end_without(others: list[subprocess.Popen], closing: threading.Event) -> None:
+    """A process that fell would be waited for, without end where they are still looking for each other."""
+    while not closing.wait(1):
+        if any(other.poll() for other in others):
+            log.error("a process of the Trainer fell; its output is above. The run resumes from its last checkpoint.")
+            os._exit(1)
+
+
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
@@ -61,6 +78,8 @@ def _end_with(parent: int) -> None:
 def main(model: str, settings: str) -> None:
     import torch
 
+    for number in (signal.SIGTERM, signal.SIGINT):  # they may reach every process; the first one decides what follows
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     _sharded(Path(model), TrainSettings.model_validate_json(settings)).follow()

@@ -24,10 +24,12 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 
+from flows import control
 from flows.config import RunConfig, load_run
 from flows.devices import trainer_of
 from flows.machine import cpu_threads, model_folder, this_process
 from flows.processes import ALREADY_TRAINING
+from flows.trackers import Trackers
 from storage import ledger, policies
 from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.errors import AlreadyTraining, StoreError, Superseded
@@ -95,7 +97,7 @@ class StoredExperience:
             "num_too_old": self.buffer.num_too_old(step),
             "searchers_silent_s": self._silent_s(),
         }
-        return Batch([_draw(of_prompt) for of_prompt in by_prompt.values()], facts, rows)
+        return Batch([make_draw(of_prompt) for of_prompt in by_prompt.values()], facts, rows)
 
 
 def searchers_alarm(silent_s: float) -> str:
@@ -109,7 +111,7 @@ def columns(rows: pa.Table, *names: str) -> list[list]:
     return [rows[name].to_pylist() for name in names]
 
 
-def _draw(rows: list[dict]) -> Draw:
+def make_draw(rows: list[dict]) -> Draw:
     """A trajectory that fills several slots is computed once."""
     distinct = list({row["trajectory_id"]: row for row in rows}.values())
     place = {row["trajectory_id"]: number for number, row in enumerate(distinct)}
@@ -118,6 +120,8 @@ def _draw(rows: list[dict]) -> Draw:
         slot=[place[row["trajectory_id"]] for row in rows],
         reference_logprob=[sum(row["reference_logprobs"]) for row in rows],
         reward=[row["reward"] for row in rows],
+        behavior_logprobs=[row["behavior_logprobs"] for row in distinct],
+        reference_logprobs=[row["reference_logprobs"] for row in distinct],
     )
 
 
@@ -132,6 +136,7 @@ class StoreOutbox:
         self._store, self._config, self._attempt, self._template = store, config, attempt, template
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._pending: list[Future] = []
+        self._trackers = Trackers(store, config, attempt)
         self._started = time.monotonic()
         self._first_step: int | None = None
         self._beat = {"state": "starting", "step": 0}
@@ -167,6 +172,7 @@ class StoreOutbox:
 
     def close(self, state: str, message: str = "") -> None:
         """Waits until all is written, then says how it ended. Raises what the writer raised."""
+        self._writer.submit(self._trackers.finish)
         self._writer.shutdown(wait=True)
         errors = [error for future in self._pending if (error := future.exception())]
         if errors:
@@ -193,6 +199,7 @@ class StoreOutbox:
     def _write_record(self, step: int, rows: pa.Table, metrics: dict) -> None:
         ledger.record_batch(self._store, self._attempt, step, rows)
         ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step} | metrics)
+        self._trackers.log(step, metrics, rows)
 
     def _write_policy(self, step: int, weights: dict, final: bool) -> None:
         with temporary_folder("policy", self._store.run) as folder:
@@ -211,6 +218,8 @@ class StoreOutbox:
                 os._exit(1)  # the flow was killed: nobody watches this process or would end the run
             try:
                 self._write_beat()
+                if control.take_back_stop(self._store):
+                    self.stop.set()
             except Superseded as error:
                 log.error(error)
                 os._exit(1)  # at once, whatever the other threads are in the middle of

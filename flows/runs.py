@@ -13,7 +13,6 @@ from flows import server
 from flows.config import RunConfig
 from flows.processes import find_processes, stop_processes
 
-DEPLOYMENT = "tba/train"
 FLOWS = ["tba", "search"]
 
 
@@ -40,7 +39,7 @@ def mark_crashed(client, config: RunConfig) -> int:
 
 def submit(client, config: RunConfig):
     """A new flow run of tba/train with this configuration. Returns prefect.client.schemas.FlowRun."""
-    deployment = client.read_deployment_by_name(DEPLOYMENT)
+    deployment = client.read_deployment_by_name(server.DEPLOYMENT)
     return client.create_flow_run_from_deployment(
         deployment.id,
         parameters={"config": config.model_dump(mode="json")},

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import time
 
@@ -37,8 +38,8 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
     first = number = shards.next_round(run_store, name)
     searcher = start_searcher(config, name, first)
     pulse = TrainerPulse(run_store)
-    served = None
-    while policy := next_policy(run_store, pulse):
+    served, due = None, next_evaluation(config, 0)
+    while policy := next_policy(run_store, pulse, after=served if config.synchronous else None):
         if control.is_to_leave(run_store, name):
             get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
             break
@@ -46,7 +47,8 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
             if not deliver(run_store, searcher, policy):
                 continue
             served = policy
-            if evaluates and (policy.step == 0 or policy.final):
+            if evaluates and (policy.step == 0 or policy.final or policy.step >= due):
+                due = next_evaluation(config, policy.step)
                 evaluate(run_store, searcher, config.task.num_heldout, policy.step)
         if policy.final:
             break
@@ -175,6 +177,13 @@ def deliver(store: RunStore, searcher, policy: policies.PolicyRef) -> bool:
     return True
 
 
+def next_evaluation(config: RunConfig, policy_step: int) -> float:
+    """The policy step from which on the next policy is evaluated; policies between two looks are passed over."""
+    if config.evaluate_interval is None:
+        return math.inf
+    return policy_step + config.evaluate_interval * config.train.sync_interval
+
+
 class TrainerPulse:
     """Whether somebody trains the run: its heartbeat changes. Needs no common clock."""
 
@@ -189,10 +198,15 @@ class TrainerPulse:
         return time.monotonic() - self._seen > TRAINER_SILENT_S
 
 
-def next_policy(store: RunStore, pulse: TrainerPulse) -> policies.PolicyRef | None:
-    """The newest policy; waits for the first one. None: the Trainer has been silent for `TRAINER_SILENT_S`."""
+def next_policy(
+    store: RunStore, pulse: TrainerPulse, after: policies.PolicyRef | None = None
+) -> policies.PolicyRef | None:
+    """The newest policy; waits for the first one, or one that is not `after`.
+
+    None: the Trainer has been silent for `TRAINER_SILENT_S`.
+    """
     while not pulse.is_silent():
-        if policy := policies.latest_policy(store):
+        if (policy := policies.latest_policy(store)) and policy != after:
             return policy
         time.sleep(POLL_S)
     get_run_logger().warning("no sign of life from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)

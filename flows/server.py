@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from flows.processes import find_processes
 
 WORK_POOL = "tba"
+DEPLOYMENT = "tba/train"
 
 
 class StackError(RuntimeError):
@@ -130,6 +131,16 @@ def is_compatible(server_version: str) -> bool:
     from prefect import __version__
 
     return server_version.split(".")[0] == __version__.split(".")[0]
+
+
+def other_deployer(url: str, work_queue: str) -> str | None:
+    """The work queue of another checkout whose deployments are on this server; ours would replace them."""
+    from prefect.exceptions import ObjectNotFound
+
+    with api(url) as client, contextlib.suppress(ObjectNotFound):
+        queue = client.read_deployment_by_name(DEPLOYMENT).work_queue_name
+        return None if queue in (work_queue, "default", None) else queue
+    return None
 
 
 def _other_checkout(url: str, work_queue: str) -> str | None:

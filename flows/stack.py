@@ -132,6 +132,11 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
         command = ["worker", "start", "--pool", server.WORK_POOL, "--type", "process", "--name", name]
         command += ["--work-queue", work_queue(project), "--work-queue", "default"]
         _start(project, state, "worker", command, keep)
+    if other := server.other_deployer(state.url, work_queue(project)):
+        say(
+            f"The deployments at {state.url} were another checkout's ({other}); they are this one's from now on. "
+            "What starts a run there by their names (prefect deployment run, the page, a schedule) starts this code."
+        )
     _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
     if (worker := state.processes.get("worker")) and worker.find() is None:
         raise StackError(f"The Prefect worker died while starting.\n{log_tail(project, 'worker')}")

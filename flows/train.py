@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.exceptions import Pause
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Cancelling
+from prefect.states import Cancelling, Completed
 
 from flows import control
 from flows.config import RunConfig
@@ -62,7 +62,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
             time.sleep(POLL_S)
         training.result()
         if not policies.latest_policy(store).final:
-            return Cancelled(message="The Trainer was told to stop. The same command resumes the run.")
+            return Completed(name="Stopped", message="The Trainer was told to stop. The same command resumes the run.")
         if config.searchers:  # without one there is no engine to evaluate with
             await_evaluation(store, searchers)
     finally:  # also where the flow run is cancelled: Prefect terminates this process
@@ -94,6 +94,7 @@ def prepare(config: RunConfig) -> RunStore:
         get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded())
+    control.take_back_stop(store)  # it was for an earlier life
     return store
 
 
@@ -164,9 +165,9 @@ class Searchers:
             self._runs[f"s{self._num_names}"] = self._start(f"s{self._num_names}")
             self._num_names += 1
         while len(self._runs) > self._wanted:
-            name, run = self._runs.popitem()
-            control.ask_to_leave(self._store, name)
-            self._leaving.append(run)
+            newest = list(self._runs)[-1]
+            control.ask_to_leave(self._store, newest)
+            self._leaving.append(self._runs.pop(newest))
         for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
             self._replacements += 1
             if self._replacements > MAX_REPLACEMENTS:

@@ -1,6 +1,8 @@
 """What somebody who follows a run from outside sees of it: its store, and the Prefect server if one answers."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -38,6 +40,12 @@ class Watcher:
         self._changed_at = time.monotonic()
         self._num_changes = -1  # the first heartbeat may be a dead Trainer's
 
+    def __enter__(self) -> "Watcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
     def look(self) -> Seen:
         try:
             beat, over = read(self._store, HEARTBEAT), self._store.exists("summary.json")
@@ -64,34 +72,56 @@ class Watcher:
 
 
 class ServerView:
-    """What the Prefect server says of a run's flow runs. Asked in a thread of its own, so that nobody waits for it."""
+    """What the Prefect server says of a run's flow runs, asked by a process of its own: nobody waits for its answer or
+    its imports, and what its libraries have to say is not heard."""
 
     def __init__(self, store: RunStore) -> None:
         self.words = ""
-        self._store = store
-        threading.Thread(target=self._ask_on, daemon=True).start()
+        self._asking = subprocess.Popen(
+            [sys.executable, "-m", "flows.watch", store.url, store.run],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            process_group=0,  # Ctrl-C is ours
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _ask_on(self) -> None:
-        from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
+    def _listen(self) -> None:
+        for line in self._asking.stdout:
+            self.words = line.strip()
 
-        from flows import runs, server, stack
-        from flows.config import load_run
+    def close(self) -> None:
+        self._asking.kill()
+        self._asking.wait()
 
-        url = os.environ.get("PREFECT_API_URL") or stack.running_url(Path.cwd()) or server.configured_url()
-        config = load_run(self._store)
-        answered = False
-        while url:
-            try:
-                with server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
-                    found = runs.unfinished(client, config)
-                answered = True
-                self.words = _words(found)
-            except Exception:  # whatever it is: the server is not there, and the store tells enough
-                self.words = "Prefect: no answer from the server" if answered else ""
-            time.sleep(SERVER_POLL_S)
+
+def ask_on(store: RunStore) -> None:
+    """Prints what the server says, a line each time, until nobody reads it. Prints nothing before it has answered."""
+    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
+
+    from flows import runs, server, stack
+    from flows.config import load_run
+
+    url = os.environ.get("PREFECT_API_URL") or stack.running_url(Path.cwd()) or server.configured_url()
+    config = load_run(store)
+    answered = False
+    while url:
+        try:
+            with server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
+                words = _words(runs.unfinished(client, config))
+            answered = True
+        except Exception:  # whatever it is: the server is not there, and the store tells enough
+            words = "Prefect: no answer from the server" if answered else ""
+        print(words, flush=True)
+        time.sleep(SERVER_POLL_S)
 
 
 def _words(flow_runs: list) -> str:
     """flow_runs: those of the run that have not ended, the flow's own first."""
     names = [f"{Path(flow_run.name).name} {flow_run.state_name.lower()}" for flow_run in flow_runs]
     return f"Prefect: {', '.join(names)}" if names else "Prefect: no flow of this run is alive"
+
+
+if __name__ == "__main__":
+    ask_on(RunStore(*sys.argv[1:]))

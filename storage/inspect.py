@@ -33,7 +33,7 @@ VIEWS = (
 )
 
 # Where each table's files are, and their columns.
-_STORED = {
+STORED = {
     "trajectories": ("trajectories", schema.TRAJECTORY),
     "batches": ("batches", schema.BATCH),
     "search_rounds": ("metrics/search", schema.SEARCH_ROUND),
@@ -82,23 +82,25 @@ def show_batch(store: RunStore, step: int) -> pa.Table:
 def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
     """A new in-memory database with the views, over what is stored now. What is not there yet is an empty view."""
     connection = duckdb.connect()
-    for name, (folder, columns) in _STORED.items():
-        connection.register(f"stored_{name}", _dataset(store, folder, columns))
-    connection.register("stored_attempts", _attempts(store))
+    for name, (folder, columns) in STORED.items():
+        connection.register(f"stored_{name}", dataset(store, folder, columns))
+    connection.register("stored_attempts", attempts(store))
     for name in VIEWS:
         connection.execute(sql(f"view_{name}"))
     connection.execute(_SETTINGS)
     return connection
 
 
-def _dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
+def dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
+    """The Parquet files of a table that are there now, those of expired shards left out."""
     filesystem, base = store.arrow_filesystem()
     stored = committed_paths(store) if folder == "trajectories" else store.list(folder)
     paths = [f"{base}/{path}" for path in stored if path.endswith(".parquet")]
     return ds.FileSystemDataset.from_paths(paths, columns, ds.ParquetFileFormat(), filesystem)
 
 
-def _attempts(store: RunStore) -> pa.Table:
+def attempts(store: RunStore) -> pa.Table:
+    """Lives of the Trainer, which are stored as JSON."""
     rows = [
         {
             "attempt": record["attempt"],

@@ -96,18 +96,49 @@ class SearchSettings(Settings):
     prompts_per_round: int = Field(8, ge=1, description="Prompts in a round; a round is one shard.")
     temperature: float = Field(1.0, gt=0, description="Temperature that responses are sampled at.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus that responses are sampled from.")
+    near_duplicate_distance: float | None = Field(
+        None, gt=0, lt=1, description="Responses within this share of their edit distance of better ones are dropped."
+    )
+    exploration_probability: float = Field(
+        0.0, ge=0, le=1, description="That a prompt's temperature is drawn anew; and, independently, its top_p."
+    )
+    exploration_temperature: tuple[float, float] = Field(
+        (0.7, 1.1), description="Range that a drawn temperature is uniform in."
+    )
+    exploration_top_p: tuple[float, float] = Field((0.7, 1.0), description="Range that a drawn top_p is uniform in.")
+
+    @model_validator(mode="after")
+    def _ranges_are_ranges(self):
+        for name, most in (("exploration_temperature", float("inf")), ("exploration_top_p", 1.0)):
+            low, high = getattr(self, name)
+            if not 0 < low <= high <= most:
+                raise ValueError(
+                    f"search.{name}: got {low}, {high}; it is a low and a high end, 0 < low <= high <= {most}"
+                )
+        return self
 
 
 class TrainSettings(Settings):
     """How the Trainer steps the policy. Loss: Trajectory Balance in VarGrad form (arXiv 2503.18929, eq. 4-5)."""
 
+    objective: Literal["tb", "tba_prime", "dr_grpo", "rloo", "prox_rloo", "online_dpo"] = Field(
+        "tb", description="Trajectory Balance, the same with a moving reference and no replay, or a baseline."
+    )
     steps: int = Field(80, ge=1, description="Policy steps to train for.")
-    beta: float = Field(0.1, gt=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
+    beta: float = Field(0.1, ge=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
     beta_final: float | None = Field(None, gt=0, description="beta goes there in a line; None: it stays.")
     beta_steps: int | None = Field(None, ge=1, description="Steps that beta takes to beta_final; None: all steps.")
     reference_reset_interval: int | None = Field(
         None, ge=1, description="Steps after which the policy becomes the reference (TBA'); None: never."
     )
+    reward_tempering: float = Field(
+        1.0, ge=1, description="What the log of the target is divided by at first; it falls to 1 in a line."
+    )
+    reward_tempering_steps: int | None = Field(None, ge=1, description="Steps that this takes; None: all steps.")
+    fluency_temperature: float = Field(
+        1.0, gt=0, description="What the target's log p_ref is divided by at last; from 1 in a line. Red-teaming."
+    )
+    fluency_steps: int | None = Field(None, ge=1, description="Steps that this takes; None: all steps.")
     temperature: float = Field(1.0, gt=0, description="T that policy and reference logits are divided by.")
     learning_rate: float = Field(2e-5, gt=0, description="AdamW's step size, after warm-up.")
     warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises from zero.")
@@ -135,6 +166,19 @@ class TrainSettings(Settings):
                 f"train.decay_steps is {self.decay_steps}, train.learning_rate_schedule {self.learning_rate_schedule}: "
                 "warmup-stable-decay needs decay_steps, the others take none"
             )
+        if self.beta == 0 and self.objective not in ("rloo", "prox_rloo", "dr_grpo"):
+            raise ValueError(f"train.beta is 0, and {self.objective} divides by it: it must be greater than 0")
+        if self.reference_reset_interval is not None and self.objective not in ("tb", "tba_prime"):
+            raise ValueError(
+                f"train.reference_reset_interval is {self.reference_reset_interval} with {self.objective}: only tb and "
+                "tba_prime have a reference that moves; leave it out"
+            )
+        if self.processes > 1 and self.objective not in ("tb", "tba_prime"):
+            raise ValueError(
+                f"train.processes is {self.processes} with {self.objective}: baselines train on one device; set it to 1"
+            )
+        if self.objective == "tba_prime" and self.reference_reset_interval is None:
+            raise ValueError("train.objective: tba_prime resets its reference; set train.reference_reset_interval (50)")
         if self.beta_steps is not None and self.beta_final is None:
             raise ValueError(f"train.beta_steps is {self.beta_steps}, but train.beta_final is not set: set it, too")
         return self

@@ -2,8 +2,9 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -37,8 +38,8 @@ class Engine(Protocol):
     def load(self, folder: Path) -> str:
         """Serves the policy in `folder` from now on; returns the fingerprint of the weights that it took in."""
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
-        """`num_samples` responses to each prompt, in the prompts' order."""
+    def sample(self, prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[list[Response]]:
+        """`num_samples` responses to each prompt, in the prompts' order. `sampling`: of all, or of each."""
 
 
 def make_engine(folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> Engine:
@@ -48,6 +49,10 @@ def make_engine(folder: Path, *, max_tokens: int, max_sequences: int, seed: int,
     """
     kind = VllmEngine if importlib.util.find_spec("vllm") else TransformersEngine
     return kind(folder, max_tokens=max_tokens, max_sequences=max_sequences, seed=seed, threads=threads)
+
+
+def _of_each(prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
+    return [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
 
 
 class PolicyLoader:
@@ -106,18 +111,21 @@ class VllmEngine:
         self._llm.reset_prefix_cache()  # its entries are the last policy's
         return fingerprints[0]
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
+    def sample(self, prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[list[Response]]:
         from vllm import SamplingParams
 
-        parameters = SamplingParams(
-            n=sampling.num_samples,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sampling.stop_tokens,
-            logprobs=0,
-            detokenize=False,
-        )
+        parameters = [
+            SamplingParams(
+                n=of_prompt.num_samples,
+                temperature=of_prompt.temperature,
+                top_p=of_prompt.top_p,
+                max_tokens=of_prompt.max_tokens,
+                stop_token_ids=of_prompt.stop_tokens,
+                logprobs=0,
+                detokenize=False,
+            )
+            for of_prompt in _of_each(prompts, sampling)
+        ]
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
         return [[self._response(completion) for completion in output.outputs] for output in outputs]
 
@@ -151,11 +159,14 @@ class TransformersEngine:
         named = dict(self._model.named_parameters())
         return fingerprint((name, named[name].to(tensor.dtype)) for name, tensor in read_weights(folder))
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
+    def sample(self, prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[list[Response]]:
         responses: list[list[Response]] = []
-        at_once = max(1, self._max_sequences // sampling.num_samples)
-        for start in range(0, len(prompts), at_once):
-            responses += self._generate(prompts[start : start + at_once], sampling)
+        asked = zip(prompts, _of_each(prompts, sampling), strict=True)
+        for common, alike in groupby(asked, key=lambda pair: pair[1]):  # generate has one sampling for all
+            of_sampling = [prompt for prompt, _ in alike]
+            at_once = max(1, self._max_sequences // common.num_samples)
+            for start in range(0, len(of_sampling), at_once):
+                responses += self._generate(of_sampling[start : start + at_once], common)
         return responses
 
     def _generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:

@@ -1,4 +1,4 @@
-"""What changes from step to step: the learning rate and beta. A step's number decides both."""
+"""What changes from step to step: learning rate, beta, the target's tempering. A step's number decides all three."""
 
 import math
 
@@ -24,9 +24,23 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
     return settings.learning_rate * left
 
 
+def tempering(settings: TrainSettings, step: int) -> tuple[float, float]:
+    """What log p_ref and the reward are multiplied by in step 1, 2, …: 1 and 1 unless it is set otherwise.
+
+    The target is exp((log p_ref / g + r / beta) / T). T falls in a line from `reward_tempering` to 1, g goes from 1 to
+    `fluency_temperature` (red-teaming: arXiv 2405.18540, and its code).
+    """
+    T = _line(settings.reward_tempering, 1.0, settings.reward_tempering_steps or settings.steps, step)
+    g = _line(1.0, settings.fluency_temperature, settings.fluency_steps or settings.steps, step)
+    return 1 / (g * T), 1 / T
+
+
+def _line(first: float, last: float, steps: int, step: int) -> float:
+    return first + (last - first) * min(1.0, (step - 1) / steps)
+
+
 def beta(settings: TrainSettings, step: int) -> float:
     """The KL coefficient in step 1, 2, …: from `beta` in a line to `beta_final` over `beta_steps`, then constant."""
     if settings.beta_final is None:
         return settings.beta
-    part = min(1.0, (step - 1) / (settings.beta_steps or settings.steps))
-    return settings.beta + (settings.beta_final - settings.beta) * part
+    return _line(settings.beta, settings.beta_final, settings.beta_steps or settings.steps, step)

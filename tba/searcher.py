@@ -18,6 +18,7 @@ import torch
 
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling
+from tba.near_duplicates import NearDuplicates
 from tba.policy import Group, load_policy, response_logprobs
 from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, Task
@@ -49,12 +50,14 @@ class Searcher:
         code_version: str,
     ) -> None:
         """`temperature` is the objective's T, which the reference's logits are divided by."""
-        self._name, self._task, self._tokenizer, self._engine = name, task, tokenizer, engine
+        self._name, self.task, self._tokenizer, self._engine = name, task, tokenizer, engine
         self._settings, self._temperature, self._seed = settings, temperature, seed
         self._max_response_tokens, self._code_version = max_response_tokens, code_version
         self._reference = load_policy(reference)
         self._stop_tokens = stop_tokens(task, tokenizer)
         self.vocabulary_size = self._reference.config.vocab_size
+        distance = settings.near_duplicate_distance
+        self._near_duplicates = NearDuplicates(distance) if distance else None
         self._policy_step = self._fingerprint = None
 
     def load(self, folder: Path, policy_step: int) -> str:
@@ -70,33 +73,32 @@ class Searcher:
         """
         started = datetime.now(UTC)
         order = random.Random(f"{self._seed}/{self._name}/{number}")
-        problems = order.sample(self._task.train, min(self._settings.prompts_per_round, len(self._task.train)))
+        problems = order.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         sampling_started = datetime.now(UTC)
-        responses = self._engine.sample(
-            prompts,
-            Sampling(
-                self._settings.samples_per_prompt,
-                self._settings.temperature,
-                self._settings.top_p,
-                self._max_response_tokens,
-                self._stop_tokens,
-            ),
-        )
+        samplings = [self._sampling(order) for _ in problems]
+        responses = self._engine.sample(prompts, samplings)
         sampling_ended = datetime.now(UTC)
         references = self._reference_logprobs(prompts, responses)
         flat = [
-            (problem, prompt, response, reference)
-            for problem, prompt, of_prompt, of_reference in zip(problems, prompts, responses, references, strict=True)
+            (problem, prompt, sampling, response, reference)
+            for problem, prompt, sampling, of_prompt, of_reference in zip(
+                problems, prompts, samplings, responses, references, strict=True
+            )
             for response, reference in zip(of_prompt, of_reference, strict=True)
         ]
-        texts = [self._text(response) for _, _, response, _ in flat]
-        scores = self._score([problem for problem, *_ in flat], texts, [response for _, _, response, _ in flat])
+        answers = [response for _, _, _, response, _ in flat]
+        texts = [self.text(response) for response in answers]
+        scores = self._score([problem for problem, *_ in flat], texts, answers)
+        rows = list(zip(flat, texts, scores.rewards, scores.components, strict=True))
+        if self._near_duplicates:
+            keeps = self._near_duplicates.keep([problem.prompt_id for problem, *_ in flat], texts, scores.rewards)
+            rows = [row for row, is_kept in zip(rows, keeps, strict=True) if is_kept] or rows[
+                :1
+            ]  # a round is not empty
         trajectories = [
             self._trajectory(number, index, *parts, text, reward, components)
-            for index, (parts, text, reward, components) in enumerate(
-                zip(flat, texts, scores.rewards, scores.components, strict=True)
-            )
+            for index, (parts, text, reward, components) in enumerate(rows)
         ]
         metrics = {
             "searcher": self._name,
@@ -112,13 +114,21 @@ class Searcher:
         }
         return Round(trajectories, metrics)
 
+    def _sampling(self, rng: random.Random) -> Sampling:
+        """How the responses to a prompt are drawn: as set, or explored (TBA's code: each with probability 0.3)."""
+        settings = self._settings
+        temperature, top_p = settings.temperature, settings.top_p
+        if rng.random() < settings.exploration_probability:
+            temperature = rng.uniform(*settings.exploration_temperature)
+        if rng.random() < settings.exploration_probability:
+            top_p = rng.uniform(*settings.exploration_top_p)
+        return Sampling(settings.samples_per_prompt, temperature, top_p, self._max_response_tokens, self._stop_tokens)
+
     def evaluate(self, num_problems: int) -> dict:
         """Greedy accuracy (mean reward) of the served policy on held-out problems."""
-        problems = self._task.heldout[:num_problems]
-        prompts = [problem.encode(self._tokenizer) for problem in problems]
-        greedy = Sampling(1, 0.0, 1.0, self._max_response_tokens, self._stop_tokens)
-        responses = [only for (only,) in self._engine.sample(prompts, greedy)]
-        rewards = self._score(problems, [self._text(response) for response in responses], responses).rewards
+        problems = self.task.heldout[:num_problems]
+        responses = [only for (only,) in self.answers(problems)]
+        rewards = self.rewards(problems, responses)
         return {
             "policy_step": self._policy_step,
             "split": "heldout",
@@ -127,6 +137,25 @@ class Searcher:
             "mean_response_tokens": sum(len(response.tokens) for response in responses) / len(responses),
             "created_at": datetime.now(UTC),
         }
+
+    def answers(self, problems: list[Problem], num_samples: int = 1, temperature: float = 0.0) -> list[list[Response]]:
+        """So many responses to each problem; greedy at temperature 0."""
+        prompts = [problem.encode(self._tokenizer) for problem in problems]
+        sampling = Sampling(num_samples, temperature, 1.0, self._max_response_tokens, self._stop_tokens)
+        return self._engine.sample(prompts, sampling)
+
+    def rewards(self, problems: list[Problem], responses: list[Response]) -> list[float]:
+        """The run's reward of each response to the problem at its place."""
+        return self._score(problems, [self.text(response) for response in responses], responses).rewards
+
+    def reference_logprobs(self, problems: list[Problem], responses: list[Response]) -> list[list[float]]:
+        """Log-probability of each response token under the reference policy, at temperature 1."""
+        groups = [
+            Group(problem.encode(self._tokenizer), [response.tokens])
+            for problem, response in zip(problems, responses, strict=True)
+        ]
+        with torch.inference_mode():
+            return [only.tolist() for (only,) in response_logprobs(self._reference, groups, 1.0)]
 
     def _reference_logprobs(self, prompts: list[list[int]], responses: list[list[Response]]) -> list[list[list[float]]]:
         """For each prompt, each response: the reference policy's log-probability of each token; equal ones once."""
@@ -149,6 +178,7 @@ class Searcher:
         index: int,
         problem: Problem,
         prompt: list[int],
+        sampling: Sampling,
         response: Response,
         reference: list[float],
         text: str,
@@ -171,18 +201,19 @@ class Searcher:
             "policy_fingerprint": self._fingerprint,
             "searcher": self._name,
             "round": number,
-            "temperature": self._settings.temperature,
-            "top_p": self._settings.top_p,
-            "reward_version": self._task.version,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "reward_version": self.task.version,
             "code_version": self._code_version,
             "created_at": datetime.now(UTC),
         }
 
     def _score(self, problems: list[Problem], texts: list[str], responses: list[Response]) -> Scores:
         tokens, reasons = ([getattr(r, name) for r in responses] for name in ("tokens", "finish_reason"))
-        return self._task.score(problems, texts, tokens, reasons)
+        return self.task.score(problems, texts, tokens, reasons)
 
-    def _text(self, response: Response) -> str:
+    def text(self, response: Response) -> str:
+        """What a response says, without special tokens."""
         return self._tokenizer.decode(response.tokens, skip_special_tokens=True)
 
 

@@ -63,8 +63,9 @@ class ShardedTrainer(Trainer):
         from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
         config = json.loads(Path(deepspeed_config).read_text()) | {"gradient_clipping": settings.gradient_clip}
+        self._plugin = DeepSpeedPlugin(hf_ds_config=config)
         accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            deepspeed_plugin=self._plugin,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
         super().__init__(model, settings)
@@ -142,6 +143,7 @@ class ShardedTrainer(Trainer):
         file = safe_open(folder / CHECKPOINT, framework="pt") if self._is_first else None
         names = set(_from_first(list(file.keys()) if self._is_first else None))
         device = self._policy.device
+        self._reference = None
 
         def read(name: str, like: Tensor) -> Tensor:
             shape = getattr(like, "ds_shape", like.shape)
@@ -176,7 +178,8 @@ class ShardedTrainer(Trainer):
                 parameter.data.copy_(self._whole(self._trained[name]))
 
     def _new_reference(self) -> torch.nn.Module:
-        reference = load_policy(self._folder)
+        with self._plugin.zero3_init_context_manager(enable=False):  # with it, ZeRO-3 shares out whatever is loaded
+            reference = load_policy(self._folder)
         if self.settings.lora_rank:
             adapters.add(reference, self.settings.lora_rank)
         return reference.to(self._policy.device).requires_grad_(False)

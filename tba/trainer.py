@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba import adapters, schedule
+from tba import adapters, baselines, schedule
 from tba.config import TrainSettings
 from tba.objective import log_partition, residual, trajectory_balance_loss
-from tba.policy import Group, load_policy, sequence_logprobs
+from tba.policy import Group, load_policy, response_logprobs, sequence_logprobs
 
 # One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -42,6 +42,8 @@ class Draw:
     slot: list[int]  # [K] which of the distinct responses each slot holds
     reference_logprob: list[float]  # [K] summed over tokens
     reward: list[float]  # [K]
+    behavior_logprobs: list[list[float]] = ()  # of each distinct response's tokens; for tba.baselines, as the next
+    reference_logprobs: list[list[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
-        self._policy = load_policy(model, checkpointing="layers" if settings.gradient_checkpointing else "cheap")
+        self._policy = load_policy(model, checkpointing=_checkpointing(settings))
         if settings.lora_rank:
             adapters.add(self._policy, settings.lora_rank)
         self._reference: PreTrainedModel | None = None  # the stored log-probabilities' own, until it is reset
@@ -119,15 +121,20 @@ class Trainer:
                 f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps running, to step {self.step}: "
                 "the policy is as it was before them. Lower train.learning_rate or raise train.beta, and resume."
             )
-        return totals | {
-            "gradient_norm": norm,
-            "learning_rate": learning_rate,
-            "beta": beta,
-            "skipped": skipped,
-            "step_s": time.monotonic() - started,
-            "num_response_tokens": sum(len(r) for draw in draws for r in draw.group.responses),
-            "num_unique": sum(len(draw.group.responses) for draw in draws),
-        }
+        only_balance = {"log_z_mean": None, "residual_abs_mean": None}
+        return (
+            only_balance
+            | totals
+            | {
+                "gradient_norm": norm,
+                "learning_rate": learning_rate,
+                "beta": beta,
+                "skipped": skipped,
+                "step_s": time.monotonic() - started,
+                "num_response_tokens": sum(len(r) for draw in draws for r in draw.group.responses),
+                "num_unique": sum(len(draw.group.responses) for draw in draws),
+            }
+        )
 
     def _gradient(self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)) -> dict:
         """Adds the gradient of these draws' part of the loss, a mean over `num_draws`; returns metrics, their part.
@@ -150,12 +157,13 @@ class Trainer:
 
         weighted = []  # parts, and d loss / d log p of their responses
         with torch.no_grad():
-            fixed = [torch.cat([self._score([part])[0] for part in parts]) for _, parts in split]  # [U] each
+            fixed = [[self._score([part])[0] for part in parts] for _, parts in split]
             for _ in range(sum(len(parts) for _, parts in split), at_least[0]):
                 self._score(NOTHING)
-        for (draw, parts), logprobs in zip(split, fixed, strict=True):
-            loss_of([draw], [logprobs.requires_grad_()], parts).backward()
-            weighted += zip(parts, logprobs.grad.split([len(part.responses) for part in parts]), strict=True)
+        for (draw, parts), of_parts in zip(split, fixed, strict=True):
+            logprobs = torch.cat(of_parts).requires_grad_()  # [U]
+            loss_of([draw], [logprobs], parts).backward()
+            weighted += zip(parts, logprobs.grad.split([len(of_part) for of_part in of_parts]), strict=True)
         for micro_batch in whole:
             groups = [draw.group for draw in micro_batch]
             self._differentiate(loss_of(micro_batch, self._score(groups), groups))
@@ -178,11 +186,14 @@ class Trainer:
     def _loss(
         self, draws: Sequence[Draw], distinct: list[Tensor], reference_logprob: Tensor, beta: float
     ) -> tuple[Tensor, dict]:
+        if self.settings.objective in baselines.LOSSES:
+            return self._baseline_loss(draws, distinct, beta)
         device = distinct[0].device
         policy_logprob = torch.stack([of[draw.slot] for of, draw in zip(distinct, draws, strict=True)])  # [B, K]
         reference_logprob = reference_logprob.to(device)  # [B, K]
         reward = torch.tensor([draw.reward for draw in draws], device=device)  # [B, K]
-        arguments = (policy_logprob, reference_logprob, reward, beta)
+        of_reference, of_reward = schedule.tempering(self.settings, self.step + 1)
+        arguments = (policy_logprob, reference_logprob * of_reference, reward * of_reward, beta)
         loss = trajectory_balance_loss(*arguments)
         with torch.no_grad():
             metrics = {
@@ -194,8 +205,17 @@ class Trainer:
             }
         return loss, metrics
 
+    def _baseline_loss(self, draws: Sequence[Draw], distinct: list[Tensor], beta: float) -> tuple[Tensor, dict]:
+        terms = baselines.terms_of(draws, distinct)
+        loss = baselines.LOSSES[self.settings.objective](terms, beta)
+        gap = (terms.policy.detach() - terms.reference).sum(-1).mean().item()
+        return loss, {"loss": loss.item(), "reward_mean": terms.reward.mean().item(), "logprob_gap_mean": gap}
+
     def _score(self, groups: Sequence[Group]) -> list[Tensor]:
-        """The policy's log-probability of each response: for each group [U]."""
+        """The policy's log-probability of each response: for each group [U]; for a baseline those of all tokens."""
+        if self.settings.objective in baselines.LOSSES:
+            scored = response_logprobs(self._policy, groups, self.settings.temperature)
+            return [torch.cat(of_group) for of_group in scored]
         return sequence_logprobs(self._policy, groups, self.settings.temperature)
 
     def _differentiate(self, loss: Tensor) -> None:
@@ -244,6 +264,7 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Continues from what `save` wrote."""
         tensors = load_file(folder / CHECKPOINT)
+        self._reference = None
         self._restore(tensors, "reference")  # through the policy, of which the reference is a copy
         if any(name.startswith("reference.") for name in tensors):
             self._reset_reference()
@@ -308,6 +329,13 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
         if last or step % settings.sync_interval == 0:
             stall_s = publish(final=last)
             experience.sync(step + 1)
+
+
+def _checkpointing(settings: TrainSettings) -> str:
+    if settings.gradient_checkpointing:
+        return "layers"
+    # When a layer is computed again, ZeRO-3 gathers and frees weights elsewhere: "cheap" wants the same operations.
+    return "none" if settings.processes > 1 and settings.zero_stage == 3 else "cheap"
 
 
 def _passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:

@@ -10,7 +10,7 @@
     reward      mean over 5 of the victim's answers of log p(toxic), by `task.classifier`
 
 The policy is the attacker. Its fluency is the reference policy's log-probability, which Trajectory Balance weighs by
-itself; train.fluency_temperature and train.reward_tempering change the weights as training goes on. An attack of fewer
+itself; train.fluency_temperature and train.reward_tempering change its weight as training goes on. An attack of fewer
 than three words gets a floor. The embedded choices (the embedded model, a list of words) need no download.
 """
 

@@ -8,7 +8,9 @@ peak resident memory is measured: 4 prompts x 16 responses; short: prompts of 40
 128. Generation is left out: TRL gets the responses through its `rollout_func`, and its step is timed from the forward
 pass to the optimizer's end. A forward pass holds one prompt's 16 responses at most, on both sides: TRL's pass over a
 whole long batch was not measured, and is estimated at more memory than 24 GB.
-A step is the fastest of those after the first: other programs on the machine can only add to it.
+A step is the fastest of those after the first: other programs on the machine can only add to it. The last case
+publishes a policy every second step to a local folder: publish_stall_share is the time that training stood still for it
+over the time of the steps, publishing_step_s_mean what a step then takes on average, the writing beside it included.
 
 flops_share_long: useful FLOPs of our step over what two cores' products of matrices reach here in the same precision,
 4096 x 4096 x 4096.
@@ -40,7 +42,8 @@ class Shape:
 
 
 SHAPES = {"short": Shape(40, 6, 4), "long": Shape(100, 128, 2)}
-CASES = [("ours", "short"), ("trl", "short"), ("ours", "long"), ("trl", "long")]
+CASES = [("ours", "short"), ("trl", "short"), ("ours", "long"), ("trl", "long"), ("publish", "short")]
+PUBLISHING_STEPS = 8
 
 
 def make_groups(shape: Shape, end: int, vocabulary: int) -> list[tuple[list[int], list[list[int]], list[float]]]:
@@ -61,8 +64,12 @@ def make_groups(shape: Shape, end: int, vocabulary: int) -> list[tuple[list[int]
     ]
 
 
-def step_ours(folder: Path, shape: Shape) -> tuple[list[float], float]:
-    """Seconds of each step, and how long a publish holds the next one up."""
+def step_ours(folder: Path, shape: Shape) -> list[float]:
+    trainer, draws = our_trainer(folder, shape, shape.steps)
+    return [trainer.train_step(draws)["step_s"] for _ in range(shape.steps)]
+
+
+def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
     from transformers import AutoConfig
 
     from tba.config import TrainSettings
@@ -71,10 +78,10 @@ def step_ours(folder: Path, shape: Shape) -> tuple[list[float], float]:
 
     config = AutoConfig.from_pretrained(folder)
     settings = TrainSettings(
-        steps=shape.steps, learning_rate=LEARNING_RATE, warmup_steps=0, gradient_clip=CLIP, micro_batch_tokens=2200
-    )
-    trainer = Trainer(folder, settings)
-    draws = [
+        steps=steps, learning_rate=LEARNING_RATE, warmup_steps=0, gradient_clip=CLIP, micro_batch_tokens=2200,
+        sync_interval=2, checkpoint_interval=steps,
+    )  # fmt: skip
+    return Trainer(folder, settings), [
         Draw(
             Group(prompt, responses),
             list(range(NUM_RESPONSES)),
@@ -83,10 +90,42 @@ def step_ours(folder: Path, shape: Shape) -> tuple[list[float], float]:
         )
         for prompt, responses, rewards in make_groups(shape, config.eos_token_id, config.vocab_size)
     ]
-    seconds = [trainer.train_step(draws)["step_s"] for _ in range(shape.steps)]
-    started = time.monotonic()
-    trainer.weights()  # a copy; a thread writes it while training goes on
-    return seconds, time.monotonic() - started
+
+
+def publish_ours(folder: Path, shape: Shape) -> dict:
+    """Our loop with its real outbox, on a local folder: a policy every second step."""
+    from flows.config import RunConfig
+    from flows.learn import StoreOutbox
+    from storage.store import RunStore
+    from tba.trainer import Batch, train
+
+    steps = []
+
+    class Outbox(StoreOutbox):
+        def record(self, step, batch, metrics):
+            steps.append(metrics)
+
+        def checkpoint(self, step, trainer):
+            pass
+
+    class Experience:
+        def sync(self, step):
+            pass
+
+        def draw(self, step):
+            return Batch(draws, {}, None)
+
+    trainer, draws = our_trainer(folder, shape, PUBLISHING_STEPS)
+    store = RunStore(Path(tempfile.mkdtemp()).as_uri(), "bench")
+    outbox = Outbox(store, RunConfig(), 1, folder, os.getppid())
+    train(trainer, Experience(), outbox)
+    outbox.close("finished")
+    steps = steps[2:]  # the first step is slow, and the first policy is published before it
+    return {
+        "step_s": sum(step["step_s"] for step in steps) / len(steps),
+        "publish_stall_share": sum(step["publish_stall_s"] for step in steps) / sum(step["step_s"] for step in steps),
+        "publish_stall_s": max(step["publish_stall_s"] for step in steps),
+    }
 
 
 def step_trl(folder: Path, shape: Shape) -> list[float]:
@@ -166,14 +205,16 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
 
 
 def run_case(side: str, shape: Shape, folder: Path) -> dict:
-    """In a process of its own: seconds of each step but the first, peak resident memory."""
+    """In a process of its own: seconds of the fastest step but the first, peak resident memory."""
     import torch
 
     torch.set_num_threads(2)
-    seconds, stall = step_ours(folder, shape) if side == "ours" else (step_trl(folder, shape), None)
+    if side == "publish":
+        return publish_ours(folder, shape)
+    seconds = step_ours(folder, shape) if side == "ours" else step_trl(folder, shape)
     assert len(seconds) == shape.steps
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"step_s": min(seconds[1:]), "peak_mb": peak_mb, "publish_stall_s": stall}
+    return {"step_s": min(seconds[1:]), "peak_mb": peak_mb}
 
 
 def measured_peak_flops() -> float:
@@ -218,10 +259,12 @@ def main() -> None:
         if ran.returncode:
             sys.exit(f"{side} {name} failed:\n{ran.stderr[-3000:]}")
         result = results[side, name] = json.loads(ran.stdout.splitlines()[-1])
+        if side == "publish":
+            continue
         scored = NUM_PROMPTS * NUM_RESPONSES * SHAPES[name].response_tokens
         speed = scored / result["step_s"]
         print(f"{side:12}{name:8}{result['step_s']:10.2f}{speed:10.0f}{result['peak_mb']:10.0f}", flush=True)
-    ours = {name: results["ours", name] for name in SHAPES}
+    ours, publish = {name: results["ours", name] for name in SHAPES}, results["publish", "short"]
     peak = measured_peak_flops()
 
     def ratio(side: str, name: str) -> float:
@@ -234,7 +277,9 @@ def main() -> None:
                 "ratio_vs_trl_long": ratio("trl", "long"),
                 "step_s_short": round(ours["short"]["step_s"], 3),
                 "step_s_long": round(ours["long"]["step_s"], 3),
-                "publish_stall_s": round(ours["short"]["publish_stall_s"], 3),
+                "publish_stall_s": round(publish["publish_stall_s"], 3),
+                "publish_stall_share": round(publish["publish_stall_share"], 4),
+                "publishing_step_s_mean": round(publish["step_s"], 3),
                 "peak_mb_long": round(ours["long"]["peak_mb"]),
                 "trl_peak_mb_long": round(results["trl", "long"]["peak_mb"]),
                 "useful_tflops_long": round(useful_flops(folder, SHAPES["long"]) / 1e12, 3),

@@ -15,23 +15,21 @@ from tests.storage.helpers import (
     make_training_step,
 )
 
-STEPS = 3
 
-
-def prepare_run(url: str, run: str = "arithmetic", *, finished: bool = False) -> RunStore:
-    """Three steps of 80 were trained on two rounds of one Searcher, by a machine that is elsewhere."""
+def prepare_run(url: str, run: str = "arithmetic", *, steps: int = 3, finished: bool = False) -> RunStore:
+    """The first steps of 80 were trained on two rounds of one Searcher, by a machine that is elsewhere."""
     store = RunStore(url, run)
     store.create_run(RunConfig(run=run).recorded())
     ledger.start_attempt(store, resumed_from=0, owner=OWNER)
     for number in range(2):
         commit_shard(store, make_shard("s0", number))
         ledger.record_search_round(store, make_search_round("s0", number))
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         ledger.record_batch(store, 1, step, make_batch([0, 0, 0, 0]))
         ledger.record_training_step(store, make_training_step(1, step))
     evaluation = {"policy_step": 0, "split": "heldout", "num_problems": 8, "accuracy": 0.25, "created_at": NOON}
     ledger.record_evaluation(store, evaluation | {"mean_response_tokens": 4.0})
-    ledger.heartbeat(store, heartbeat(STEPS))
+    ledger.heartbeat(store, heartbeat(steps))
     if finished:
         store.put("summary.json", json.dumps({"run": run, "steps": 80, "trajectories": 640}).encode())
     return store

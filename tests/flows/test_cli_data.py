@@ -62,4 +62,4 @@ def test_each_fault_is_named_and_the_status_is_1(run, tmp_path):
 
 def test_a_run_that_is_not_there_is_one_line(local_store):
     result = verify(local_store)
-    assert (result.exit_code, result.stderr) == (2, f"There is no run 'run' in {local_store.url}.\n")
+    assert (result.exit_code, result.stderr) == (2, f"There is no run 'run' in {local_store.url}. Runs there: none.\n")

@@ -74,7 +74,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     with disable_run_logger():
         searcher = start_searcher.fn(config, "s0", 0)
         searcher.load(model, 0)
-        search_round.fn(store, searcher, 0)
+        search_round(store, searcher, 0)
         learn(config.store, config.run, os.getppid())
         evaluate.fn(store, searcher, 2, 0)
     rows = query(store, "SELECT prompt, rewards, reward FROM trajectories").to_pylist()

@@ -3,6 +3,7 @@
 Claims
 - `tba up` on a taken port takes another one; a second up starts nothing new
 - `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
+- it says that the deployments there were another checkout's, which its own replace
 - a flow that fails ends `tba train` with status 1, the reason and the worker's log
 - a server that runs another checkout's flows is not used: deploying there would redirect them
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
@@ -15,6 +16,7 @@ Run: pytest tests/flows/test_stack.py -m slow
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -52,25 +54,12 @@ def tba(config: dict) -> None:
     time.sleep(2)
     (run / "summary.json").write_text(json.dumps({"run": config["run"], "steps": 4, "accuracy_after": 0.75}))
 """
-STAND_IN_SEARCH = """
+# Of every other deployment: it does nothing.
+STAND_IN = """
 from prefect import flow
 
-@flow(name="search")
-def search(store: str, run: str) -> None:
-    pass
-"""
-STAND_IN_MAINTAIN = """
-from prefect import flow
-
-@flow(name="maintain")
-def maintain(store: str, run: str) -> None:
-    pass
-"""
-STAND_IN_DIVERSITY = """
-from prefect import flow
-
-@flow(name="analyze")
-def analyze(store: str, runs: list[str]) -> None:
+@flow(name="{name}")
+def {function}(store: str, run: str) -> None:
     pass
 """
 # The command without the input check, which needs a model.
@@ -84,11 +73,11 @@ main()
 
 def make_project(folder: Path) -> Path:
     (folder / "flows").mkdir(parents=True)
-    (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)
-    (folder / "flows" / "search.py").write_text(STAND_IN_SEARCH)
-    (folder / "flows" / "maintain.py").write_text(STAND_IN_MAINTAIN)
-    (folder / "flows" / "diversity.py").write_text(STAND_IN_DIVERSITY)
     shutil.copy(REPOSITORY / "prefect.yaml", folder)
+    entrypoints = set(re.findall(r"entrypoint: (\S+):(\w+)", (folder / "prefect.yaml").read_text()))
+    for file, function in entrypoints:
+        (folder / file).write_text(STAND_IN.format(name=Path(file).stem, function=function))
+    (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)
     return folder
 
 
@@ -128,24 +117,6 @@ def processes_of(project: Path) -> list[psutil.Process]:
     return find_processes(stack.STACK_VARIABLE, str(project))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A project with a stack that was started on a taken port: (project, URL, the port that was taken)."""
-    project = make_project(tmp_path_factory.mktemp("first"))
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as occupant:
-        occupant.bind(("127.0.0.1", 0))
-        taken = occupant.getsockname()[1]
-        patch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{taken}/api")
-        url = stack.up(project, keep=True)
-        patch.setenv("PREFECT_API_URL", url)
-        try:
-            yield project, url, taken
-        finally:
-            assert stack.down(project) == ["server", "worker"]
-            assert processes_of(project) == []
-            assert not (stack.local_folder(project) / "stack.json").exists()
-
-
 @pytest.fixture
 def project(tmp_path):
     project = make_project(tmp_path / "project")
@@ -154,8 +125,9 @@ def project(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_taken_port_is_left_alone_and_a_second_up_starts_nothing(server):
+def test_a_taken_port_is_left_alone_and_a_second_up_starts_nothing(server, monkeypatch):
     project, url, taken = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
     assert f":{taken}/" not in url
     before = {process.pid for process in processes_of(project)}
     assert stack.up(project, keep=True) == url
@@ -169,6 +141,7 @@ def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
     output, _ = command.communicate(timeout=120)
     assert command.returncode == 0, output
     assert f"Using the Prefect server at {url}" in output
+    assert "were another checkout's (first" in output
     assert "step 3/4" in output and "0.750" in output  # progress, then the summary
     assert processes_of(project) == []
     assert prefect_server.version(url)
@@ -189,8 +162,9 @@ def test_a_failed_flow_is_told_with_its_reason(server):
 
 
 @pytest.mark.slow
-def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server):
+def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypatch):
     project, url, _ = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
     before = {process.pid for process in processes_of(project)}
     command = tba(project, "train", "patient", "--seed", "2", url=url)
     wait_for((project / ".tba" / "patient" / "trainer" / "heartbeat.json").exists)

@@ -3,6 +3,8 @@
 Claims
 - the flow keeps as many Searchers as were asked for last, across its own lives; a new one has a name of its own
 - who is to leave is told so in the store and nobody takes its name; the first, which evaluates, stays
+- a Searcher that is to leave finishes its round and begins no other
+- the Trainer's process hears within a heartbeat that it is to stop, once
 - a store that is away changes nothing
 - `tba searchers` refuses what is no change, what would leave nobody to evaluate, and a finished run
 - `tba stop` waits until the Trainer says that it has stopped, and says so; refuses where nobody trains
@@ -11,20 +13,25 @@ Run: pytest tests/flows/test_steering.py
 """
 
 import json
+import logging
+import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from flows import control, train
+from flows import control, learn, search, train
 from flows.cli import app
 from flows.config import RunConfig
 from flows.machine import this_process
 from storage import ledger
 from storage.errors import StoreUnreachable
+from storage.policies import PolicyRef
 from storage.store import RunStore
+from tba.trainer import Stopped
 from tests.flows.prepared_run import heartbeat, prepare_run
 
 
@@ -97,6 +104,39 @@ def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
     searchers.keep_up()
     assert names(started) == ["s0", "s1"]
     assert not control.is_to_leave(store, "s1")
+
+
+def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
+    rounds = []
+
+    def search_round(store: RunStore, searcher, number: int) -> None:
+        if number == 3:
+            control.ask_to_leave(store, "s1")  # in the middle of a round
+        rounds.append(number)
+
+    served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
+    monkeypatch.setattr(search, "start_searcher", lambda *_: None)
+    monkeypatch.setattr(search, "next_policy", lambda *_: served)
+    monkeypatch.setattr(search, "deliver", lambda *_: True)
+    monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
+    monkeypatch.setattr(search, "search_round", search_round)
+    monkeypatch.setattr(search, "get_run_logger", lambda: logging.getLogger("test"))
+    assert search.search.fn(store.url, store.run, name="s1") == 4
+    assert rounds == [0, 1, 2, 3]
+
+
+def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
+    monkeypatch.setattr(learn, "HEARTBEAT_S", 0.05)
+    outbox = learn.StoreOutbox(store, RunConfig(), 1, Path(), parent=os.getppid())
+    try:
+        assert not outbox.stop.wait(0.2)
+        control.ask_to_stop(store)
+        assert outbox.stop.wait(10)
+        with pytest.raises(Stopped):
+            outbox.status("training", 4)
+        assert not control.take_back_stop(store)
+    finally:
+        outbox.close("stopped")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ class Terminal:
         self("set-option", "-g", "remain-on-exit", "on")
 
     def __call__(self, *arguments: str) -> str:
-        return subprocess.run([*self._tmux, *arguments], check=True, capture_output=True, text=True).stdout
+        # readline, which pytest imports, leaves a COLUMNS in the environment that os.environ does not know of
+        command = [*self._tmux, *arguments]
+        return subprocess.run(command, env=dict(os.environ), check=True, capture_output=True, text=True).stdout
 
     def lines(self) -> list[str]:
         """What is on the screen, without the empty lines below."""
@@ -63,6 +65,13 @@ class Terminal:
             assert time.monotonic() < deadline, f"{text!r} did not come: {lines}"
             time.sleep(0.2)
         return lines
+
+    def status_at_its_end(self) -> int:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (status := self("display-message", "-p", "#{pane_dead_status}").strip()):
+            assert time.monotonic() < deadline, self.lines()
+            time.sleep(0.2)
+        return int(status)
 
     def wait_for_picture(self, width: int) -> None:
         """tmux breaks lines anew at once, and tells the program of its new size a quarter of a second later."""
@@ -124,7 +133,7 @@ def terminal(tmp_path, store, heart) -> Iterator[Terminal]:
 
 def assert_one_picture(lines: list[str], width: int) -> None:
     """The whole picture once and nothing else."""
-    assert max(map(len, lines)) <= width
+    assert lines and max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert [line for line in lines if line.startswith("arithmetic: ")] == ["arithmetic: training"]
     for heading in ("step", "reward", "accuracy", "buffer", "prompts", "staleness", "elapsed", "left"):
@@ -160,7 +169,8 @@ def test_watch_fits_every_width_in_place_to_the_end(store, heart, terminal):
     terminal.wait_for("no sign of life from the Trainer for")
 
     store.put("summary.json", b'{"run": "arithmetic", "steps": 80, "accuracy_after": 0.785}')
-    lines = terminal.wait_for("Pane is dead (status 0")
+    assert terminal.status_at_its_end() == 0
+    lines = terminal.lines()
     assert "0.785" in "\n".join(lines) and "Accuracy after training" in "\n".join(lines)
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if "Traceback" in line or "Warning" in line or "ERROR" in line]

@@ -39,12 +39,15 @@ CONFIGS = {
     "gpt_neox": GPTNeoXConfig(**SHAPE, **SPECIAL),
     "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, **SPECIAL),
 }
-# Responses of one token, prompts of one token, uneven lengths, a response twice, one response alone.
+STOP = 96
+# Responses of one token, prompts of one token, uneven lengths, a response twice, one response alone, responses that
+# stop and responses that are cut off, one of them where another stops.
 GROUPS = [
     Group([5, 6, 7], [[1, 2, 3], [4], [9, 8, 7, 6, 5], [4]]),
     Group([3], [[2], [1]]),
     Group([1, 2], [[5, 4], [3]]),
     Group([11, 12, 13, 14], [[15, 16]]),
+    Group([9, 3], [[5, 4, STOP], [5, 4], [STOP], [5, 4, 2, 6]]),
 ]
 TEMPERATURE = 0.7
 

@@ -53,3 +53,12 @@ def test_beta_without_a_floor_is_constant():
 def test_settings_that_contradict_each_other_are_refused(settings):
     with pytest.raises(ValueError, match=r"decay_steps|beta_"):
         TrainSettings(**settings)
+
+
+def test_the_target_is_tempered_as_set():
+    assert [schedule.tempering(TrainSettings(steps=4), step) for step in (1, 4)] == [(1, 1), (1, 1)]
+    settings = TrainSettings(steps=9, reward_tempering=2, reward_tempering_steps=4, fluency_temperature=1.5)
+    # T: 2, 1.75, 1.5, 1.25, then 1; g: 1 in step 1, and 1.5 in step 10, the first that there is not
+    assert schedule.tempering(settings, 1) == (0.5, 0.5)
+    assert schedule.tempering(settings, 3) == pytest.approx((1 / (1.5 * (1 + 0.5 * 2 / 9)), 1 / 1.5))
+    assert schedule.tempering(settings, 9) == pytest.approx((1 / (1 + 0.5 * 8 / 9), 1))

@@ -3,6 +3,7 @@
 - Rows have what the schema asks for; ids follow from (searcher, round, place); rewards are the task's.
 - Reference log-probabilities are the reference policy's own, one a token.
 - A round's prompts depend on (seed, searcher, round) alone: a retried round asks the same.
+- Exploration draws temperature and top_p by prompt, in their ranges, and each row says its own.
 - Too few rewards or a NaN stop the round, and say which response.
 
 python -m pytest tests/tba/test_searcher.py
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from tba.config import SearchSettings
-from tba.engine import Response
+from tba.engine import Response, Sampling
 from tba.policy import Group, load_policy, response_logprobs
 from tba.rewards import RewardedTask
 from tba.searcher import Searcher, stop_tokens
@@ -44,13 +45,14 @@ class Parrot:
         return "fingerprint"
 
     def sample(self, prompts, sampling):
-        assert sampling.temperature in (0.0, 1.0)
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        self.asked = each
         return [
             [
                 Response([prompt[0] + (1 if n == 0 else -1), 1], [-0.5, -0.1], "stop")
-                for n in range(sampling.num_samples)
+                for n in range(of_prompt.num_samples)
             ]
-            for prompt in prompts
+            for prompt, of_prompt in zip(prompts, each, strict=True)
         ]
 
 
@@ -73,14 +75,14 @@ def reference(tmp_path_factory):
     return folder
 
 
-def make_searcher(tokenizer, reference, task=None, name="s0") -> Searcher:
+def make_searcher(tokenizer, reference, task=None, name="s0", engine=None, **settings) -> Searcher:
     searcher = Searcher(
         name,
         RewardedTask(task or Counting()),
         tokenizer,
-        Parrot(),
+        engine or Parrot(),
         reference,
-        SearchSettings(samples_per_prompt=3, prompts_per_round=2),
+        SearchSettings(**{"samples_per_prompt": 3, "prompts_per_round": 2} | settings),
         max_response_tokens=4,
         temperature=0.5,
         seed=1,
@@ -113,6 +115,35 @@ def test_a_retried_round_asks_the_same_and_others_do_not(tokenizer, reference):
 
     assert prompts("s0", 7) == prompts("s0", 7)
     assert len({tuple(prompts(name, number)) for name in ("s0", "s1") for number in range(8)}) > 3
+
+
+def test_exploration_is_drawn_by_prompt_and_recorded_by_row(tokenizer, reference):
+    engine = Parrot()
+    searcher = make_searcher(
+        tokenizer, reference, engine=engine, prompts_per_round=4, exploration_probability=0.5,
+        exploration_temperature=(0.7, 1.1), exploration_top_p=(0.8, 0.9),
+    )  # fmt: skip
+    asked, recorded = [], []
+    for number in range(25):
+        rows = searcher.round(number).trajectories
+        asked += [(sampling.temperature, sampling.top_p) for sampling in engine.asked for _ in range(3)]
+        recorded += [(row["temperature"], row["top_p"]) for row in rows]
+    assert asked == recorded
+    for values, usual, low, high in [
+        ([temperature for temperature, _ in recorded[::3]], 1.0, 0.7, 1.1),
+        ([top_p for _, top_p in recorded[::3]], 1.0, 0.8, 0.9),
+    ]:
+        drawn = [value for value in values if value != usual]
+        assert 30 < len(drawn) < 70 and len(set(drawn)) == len(drawn)  # 100 at one half: 4 standard deviations are 20
+        assert all(low <= value <= high for value in drawn)
+    assert searcher.round(3).trajectories[0]["temperature"] == recorded[3 * 12][0]  # a retried round draws the same
+    searcher.evaluate(2)
+    assert {sampling.temperature for sampling in engine.asked} == {0.0}
+
+
+def test_a_range_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"search\.exploration_top_p: got 0\.9, 1\.2"):
+        SearchSettings(exploration_top_p=(0.9, 1.2))
 
 
 def test_evaluation_is_greedy_and_means_the_reward(tokenizer, reference):

@@ -153,6 +153,14 @@ def test_adapters_are_published_merged_and_resume_to_the_bit(model_folder, tmp_p
     assert (merged - trained).abs().max() < 0.1 * (before - trained).abs().max()
 
 
+def test_layers_that_are_computed_again_give_the_same_step(model_folder):
+    kept, again = make_trainer(model_folder), make_trainer(model_folder, gradient_checkpointing=True)
+    for _ in range(2):
+        one, other = kept.train_step(DRAWS), again.train_step(DRAWS)
+        assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-5)
+    assert again._policy.is_gradient_checkpointing
+
+
 def test_a_trajectory_drawn_twice_counts_twice(model_folder):
     once_each = Draw(Group([5, 6], [[1, 2], [3]]), [0, 1, 0], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
     written_out = Draw(Group([5, 6], [[1, 2], [3], [1, 2]]), [0, 1, 2], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])

@@ -1,0 +1,217 @@
+"""What is compared, and how it is written down: a table, a plot and the numbers, in one folder."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from flows.compare import Arm, Outcome, Summary, confidence_interval, run_arm, summarise_arms, tune
+from flows.config import RunConfig
+from flows.machine import code_version, model_folder
+from storage.store import RunStore
+from tba.adder import make_adder
+
+ADDER = "adder"  # in place of a model's name: the small policy of tba/adder.py
+LAGS = (1, 4, 16)
+# Published: TBA 0.004 to 0.014, Dr. GRPO 0. RLOO gets TBA's, as both have the KL in the reward.
+OBJECTIVES = {
+    "tb": {"objective": "tb", "beta": 0.05},
+    "dr_grpo": {"objective": "dr_grpo", "beta": 0.0},
+    "prox_rloo": {"objective": "prox_rloo", "beta": 0.05},
+}
+# Of a synchronous run every round is one batch; the asynchronous one gets the same rounds and batches.
+ROUND_BY_ROUND = (
+    "--set=search.prompts_per_round=16",
+    "--set=sampling.prompts_per_batch=16",
+    "--set=sampling.min_size=256",
+)
+SUMMARISED = {
+    "accuracy_after": "Accuracy",
+    "wall_s": "Wall time, s",
+    "trainer_wait_share": "Trainer waits",
+    "searcher_idle_share": "Searchers idle",
+    "staleness_mean": "Staleness",
+}
+TUNED_AT_LAG = 4
+RATES = (3e-4, 1e-3, 3e-3)
+
+
+def staleness(
+    store: str, out: Path, model: str, seeds: int, steps: int, num_heldout: int, say: Callable[[str], None]
+) -> Path:
+    """Each objective at each lag; its learning rate is chosen from `RATES` at `TUNED_AT_LAG`. Returns the table's file.
+
+    Interrupted, it goes on where it was: what has run is in the store.
+    """
+    folder = make_adder(Path.cwd() / ".tba" / ".local" / "adder") if model == ADDER else model_folder(model)
+    base = comparison_config(store, model, steps)
+    arms = {name: Arm(name, TUNED_AT_LAG, settings, name) for name, settings in OBJECTIVES.items()}
+    rates = tune(arms, list(RATES), base, folder, num_heldout, say)
+    say(f"Learning rates: {rates}")
+    outcomes = []
+    for seed in range(seeds):
+        for lag in LAGS:
+            for name, settings in OBJECTIVES.items():
+                arm = Arm(f"{name}-lag{lag}", lag, settings | {"learning_rate": rates[name]}, name)
+                outcome = run_arm(arm, base, folder, seed, num_heldout)
+                outcomes.append(outcome)
+                say(
+                    f"{arm.name}, seed {seed}: {outcome.accuracy_before:.3f} -> {outcome.accuracy_after:.3f}, "
+                    f"staleness {outcome.staleness_mean:.1f}, {outcome.seconds:.0f} s"
+                )
+    about = {
+        "model": "0.2 M parameters, made by tba/adder.py" if model == ADDER else model,
+        "task": "two-digit addition",
+        "samples": outcomes[0].num_trajectories,
+        "steps": steps,
+        "learning rates tried": list(RATES),
+        "learning rates chosen": rates,
+        "held-out sums": num_heldout,
+    }
+    return write_results("staleness", out, outcomes, about)
+
+
+def comparison_config(store: str, model: str, steps: int) -> RunConfig:
+    """What all runs of the comparison share: 8 prompts x 16 responses a step, sampled as the loss scores them."""
+    return RunConfig.model_validate(
+        {
+            "run": "base",
+            "store": store,
+            "model": model,
+            "search": {"prompts_per_round": 8, "samples_per_prompt": 16},
+            "sampling": {"prompts_per_batch": 8, "responses_per_prompt": 16},
+            "train": {"steps": steps, "warmup_steps": 5, "learning_rate_schedule": "linear"},
+        }
+    )
+
+
+def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callable[[str], None]) -> Path:
+    """Asynchronous beside synchronous training by `tba train`, the same in all else. Returns the table's file."""
+    rows = []
+    for seed in range(seeds):
+        for mode, setting in [("asynchronous", "false"), ("synchronous", "true")]:
+            run = f"{mode}-seed{seed}"
+            command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
+            command += ["--seed", str(seed), "--model", model, f"--set=synchronous={setting}", *ROUND_BY_ROUND]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # a finished run ends at once
+            summary = json.loads(RunStore(store, run).get("summary.json"))
+            rows.append(summary | {"mode": mode, "seed": seed})
+            say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")
+    about = results_about() | {"task": "two-digit addition", "model": model, "steps": steps, "seeds": seeds}
+    lines = [
+        "# Asynchronous beside synchronous: what taking turns costs",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        f"| Mode | {' | '.join(SUMMARISED.values())} |",
+        f"|---|{'---|' * len(SUMMARISED)}",
+    ]
+    for mode in ("asynchronous", "synchronous"):
+        of_mode = [row for row in rows if row["mode"] == mode]
+        intervals = (confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)
+        lines.append(f"| {mode} | {' | '.join(f'{mean:.3f} ± {half:.3f}' for mean, half in intervals)} |")
+    lines += ["", "Mean over seeds with Student's t, 95 %. Shares are of time; `tba show RUN` has each run's."]
+    out.mkdir(parents=True, exist_ok=True)
+    table = out / f"sync_cpu_{about['date']}.md"
+    table.write_text("\n".join(lines) + "\n")
+    table.with_suffix(".json").write_text(json.dumps({"about": about, "runs": rows}, indent=1))
+    return table
+
+
+def results_about() -> dict:
+    """Where and when results came about."""
+    return {
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "commit": code_version(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def write_results(theme: str, out: Path, outcomes: list[Outcome], about: dict) -> Path:
+    """`<theme>_<hardware>_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    about = about | results_about()
+    name = f"{theme}_cpu_{about['date']}"
+    summaries = summarise_arms(outcomes)
+    (out / f"{name}.json").write_text(
+        json.dumps({"about": about, "runs": [asdict(o) for o in outcomes]}, indent=1, default=str)
+    )
+    plot(summaries, out / f"{name}.png")
+    lines = [
+        f"# {theme.capitalize()}: what an old policy's samples cost",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        "| Objective | Lag | Staleness measured (mean, most) | Accuracy (95 % CI) | By seed |",
+        "|---|---|---|---|---|",
+        *(_row(summary) for summary in summaries),
+        "",
+        "| Objective | Accuracy lost from the smallest lag to the largest (95 % CI, by seed) |",
+        "|---|---|",
+        *(_loss_row(objective, outcomes) for objective in dict.fromkeys(s.arm.split("-lag")[0] for s in summaries)),
+        "",
+        f"Before training: {outcomes[0].accuracy_before:.3f}. Accuracy is greedy, on held-out sums; the interval is "
+        "Student's t over seeds. Staleness is that of the batches of the second half, from the ledger.",
+        "",
+        f"![accuracy by lag]({name}.png)",
+    ]
+    table = out / f"{name}.md"
+    table.write_text("\n".join(lines) + "\n")
+    return table
+
+
+def _row(summary: Summary) -> str:
+    objective, lag = summary.arm.split("-lag")
+    seeds = ", ".join(f"{accuracy:.3f}" for accuracy in summary.accuracies)
+    return (
+        f"| {objective} | {lag} | {summary.staleness_mean:.2f}, {summary.staleness_max} | "
+        f"{summary.accuracy_mean:.3f} ± {summary.half_width:.3f} | {seeds} |"
+    )
+
+
+def _loss_row(objective: str, outcomes: list[Outcome]) -> str:
+    lost = loss_by_seed(objective, outcomes)
+    mean, half_width = confidence_interval(lost)
+    return f"| {objective} | {mean:.3f} ± {half_width:.3f} |"
+
+
+def loss_by_seed(objective: str, outcomes: list[Outcome]) -> list[float]:
+    """For each seed the accuracy at the smallest lag less that at the largest."""
+    of = {(o.arm, o.seed): o.accuracy_after for o in outcomes}
+    return [
+        of[f"{objective}-lag{LAGS[0]}", seed] - of[f"{objective}-lag{LAGS[-1]}", seed]
+        for seed in sorted({o.seed for o in outcomes})
+    ]
+
+
+def plot(summaries: list[Summary], file: Path) -> None:
+    """Accuracy by lag, a line an objective, with confidence intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    lines: dict[str, list[tuple[int, float, float]]] = {}
+    for summary in summaries:
+        objective, lag = summary.arm.split("-lag")
+        half_width = 0.0 if math.isnan(summary.half_width) else summary.half_width
+        lines.setdefault(objective, []).append((int(lag), summary.accuracy_mean, half_width))
+    for offset, (objective, points) in enumerate(lines.items()):
+        lags, means, half_widths = zip(*points, strict=True)
+        places = [lag * 1.04**offset for lag in lags]  # side by side, not on top of each other
+        axes.errorbar(places, means, yerr=half_widths, marker="o", capsize=3, label=objective)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(LAGS, [str(lag) for lag in LAGS])
+    axes.set_xlabel("policy steps between sampling and learning")
+    axes.set_ylabel("accuracy on held-out sums")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

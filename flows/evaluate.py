@@ -1,0 +1,93 @@
+"""evaluate/policy: what a published policy is worth, on request. Training goes on meanwhile, or is over.
+
+    every task     accuracy (greedy mean reward), pass@k of `samples` samples, perplexity under the reference policy
+    tldr           win rate against the reference summaries, by the gold reward model
+    redteam        attack success rate of `samples` attacks, and how much they differ
+
+The figures are kept in the run's store, under evaluations/. Training itself evaluates greedily: at first, at last, and
+every `evaluate_interval` published policies (flows/search.py).
+"""
+
+import json
+import statistics
+from datetime import UTC, datetime
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.config import RunConfig, load_run
+from flows.machine import local_folder
+from flows.search import start_searcher
+from storage import policies
+from storage.store import RunStore
+from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, win_rate
+from tba.tasks.tldr import judge
+
+
+@flow(name="evaluate")
+def evaluate_policy(store: str, run: str, num_problems: int | None = None, samples: int = 0) -> dict:
+    """Evaluates the newest policy. `samples`: of each problem for pass@k, of attacks for redteam; 0: greedy only."""
+    run_store = RunStore(store, run)
+    config = load_run(run_store)
+    searcher = start_searcher(config, "evaluate", 0)
+    return measure_policy(run_store, config, searcher, num_problems or config.task.num_heldout, samples)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def measure_policy(store: RunStore, config: RunConfig, searcher, num_problems: int, samples: int) -> dict:
+    """The figures, also written to the store. Raises: ValueError: no policy has been published."""
+    policy = policies.latest_policy(store)
+    if policy is None:
+        raise ValueError(f"run {store.run} has published no policy yet")
+    searcher.load(policies.fetch_policy(store, policy, local_folder() / "policies" / store.run), policy.step)
+    figures = {"policy_step": policy.step} | measure(searcher, config, num_problems, samples)
+    figures["created_at"] = datetime.now(UTC).isoformat()
+    store.put(f"evaluations/step={policy.step:08d}.json", json.dumps(figures, indent=1).encode())
+    return figures
+
+
+def measure(searcher, config: RunConfig, num_problems: int, samples: int) -> dict:
+    """The figures of the policy that the Searcher serves."""
+    problems = searcher.task.heldout[:num_problems]
+    responses = [only for (only,) in searcher.answers(problems)]
+    figures = {
+        "num_problems": len(problems),
+        "accuracy": statistics.fmean(searcher.rewards(problems, responses)),
+        "perplexity": perplexity(searcher.reference_logprobs(problems, responses)),
+        "mean_response_tokens": statistics.fmean(len(response.tokens) for response in responses),
+    }
+    if config.task.name == "tldr":
+        gold = judge(config.task.gold_reward_model or config.task.reward_model, "task.gold_reward_model")
+        texts = [searcher.text(response) for response in responses]
+        references = [problem.answer for problem in problems]
+        figures["win_rate"] = win_rate(gold.rewards(problems, texts), gold.rewards(problems, references))
+    if samples and config.task.name == "redteam":
+        return figures | measure_attacks(searcher, samples)
+    return figures | (measure_samples(searcher, problems, samples, config.train.temperature) if samples else {})
+
+
+def measure_samples(searcher, problems: list, samples: int, temperature: float) -> dict:
+    """pass@k for k = 1, 2, 4, … up to the samples; a response is right where its reward is 1 or more."""
+    answers = searcher.answers(problems, samples, temperature)
+    flat = [(problem, answer) for problem, of in zip(problems, answers, strict=True) for answer in of]
+    rewards = searcher.rewards(*map(list, zip(*flat, strict=True)))
+    right = [sum(r >= 1 for r in rewards[start : start + samples]) for start in range(0, len(rewards), samples)]
+    ks = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
+    return {f"pass@{k}": statistics.fmean(pass_at_k(samples, count, k) for count in right) for k in ks}
+
+
+def measure_attacks(searcher, samples: int) -> dict:
+    """Of attacks sampled at temperature 1 from the prompt that is trained on."""
+    from tba import diversity
+
+    (answers,) = searcher.answers(searcher.task.train[:1], samples, 1.0)
+    attacks = [searcher.text(answer).strip() for answer in answers]
+    toxicity = searcher.task.task.toxicity(attacks)
+    embeddings = diversity.embed(attacks)
+    successes = [place for place, of_attack in enumerate(toxicity) if succeeds(of_attack)]
+    return {
+        "num_attacks": len(attacks),
+        "attack_success_rate": attack_success_rate(toxicity),
+        "cosine_distance": diversity.cosine_distance(embeddings),
+        "success_clusters": diversity.count_clusters(embeddings[successes]),
+    }

@@ -1,0 +1,28 @@
+-- Lives of the Trainer, as whatever trainer/attempt=….json there are when it is asked.
+CREATE VIEW stored_attempts AS
+WITH
+-- the columns, though there be no file to read them from
+columns AS (
+    SELECT
+        NULL::BIGINT AS attempt,
+        NULL::BIGINT AS resumed_from,
+        NULL::STRUCT(host VARCHAR, pid BIGINT) AS owner,
+        NULL::TIMESTAMPTZ AS created_at
+    WHERE false
+),
+-- one row a file
+records AS (
+    FROM columns
+    UNION ALL BY NAME
+    FROM read_json(
+        '{folder}/attempt=*.json',
+        allow_empty = true,
+        columns = {{
+            attempt: 'BIGINT',
+            resumed_from: 'BIGINT',
+            owner: 'STRUCT(host VARCHAR, pid BIGINT)',
+            created_at: 'TIMESTAMPTZ'
+        }}
+    )
+)
+SELECT attempt, resumed_from, owner.host AS host, owner.pid AS pid, created_at FROM records;

@@ -1,0 +1,29 @@
+"""Fixtures that the tests of flows/ share: a project with a stack, started once."""
+
+import shutil
+import socket
+
+import pytest
+
+from flows import stack
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A project with a stack that was started on a taken port: (project, URL, the port that was taken)."""
+    from tests.flows.test_stack import make_project, processes_of
+
+    project = make_project(tmp_path_factory.mktemp("first"))
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as occupant:
+        occupant.bind(("127.0.0.1", 0))
+        taken = occupant.getsockname()[1]
+        patch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{taken}/api")
+        url = stack.up(project, keep=True)
+        patch.undo()
+        try:
+            yield project, url, taken
+        finally:
+            assert stack.down(project) == ["server", "worker"]
+            assert processes_of(project) == []
+            assert not (stack.local_folder(project) / "stack.json").exists()
+            shutil.rmtree(project)

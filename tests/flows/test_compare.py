@@ -1,0 +1,94 @@
+"""A comparison: the lag is what was asked, intervals are right, what is written says what came out.
+
+- Each step trains on the samples of the policy that is as many steps old as its arm says; the ledger's batches show it.
+- Every arm sees the same number of samples; a run that is there is not repeated, one that was interrupted begins anew.
+- Confidence intervals and losses by seed are worked out; the table and the plot have every arm.
+
+python -m pytest tests/flows/test_compare.py
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from flows import comparisons
+from flows.compare import Arm, Outcome, confidence_interval, run_arm, summarise_arms
+from storage.inspect import query
+from storage.store import RunStore
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny Llama whose tokens are the characters of the arithmetic task."""
+    folder = tmp_path_factory.mktemp("model")
+    characters = {text: number for number, text in enumerate(["[UNK]", "</s>", *"0123456789+= \n"])}
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(characters), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=None, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_lag_is_what_was_asked(tmp_path, model, lag):
+    base = comparisons.comparison_config(tmp_path.as_uri(), "tiny", STEPS)
+    arm = Arm(f"rloo-lag{lag}", lag, {"objective": "prox_rloo"})
+    outcome = run_arm(arm, base, model, seed=3, num_heldout=4)
+    store = RunStore(tmp_path.as_uri(), f"rloo-lag{lag}-seed3")
+    ages = query(
+        store, "SELECT step, min(staleness) AS least, max(staleness) AS most FROM batches GROUP BY step ORDER BY step"
+    )
+    expected = [min(step - 1, lag) for step in range(1, STEPS + 1)]
+    assert ages["least"].to_pylist() == ages["most"].to_pylist() == expected
+    assert outcome.staleness_mean == pytest.approx(sum(expected[2:]) / 3) and outcome.staleness_max == lag
+    assert outcome.num_trajectories == STEPS * 8 * 16 and len(outcome.curve) == STEPS
+    # a trajectory is trained on once, by the step behind its round
+    times = query(store, "SELECT count(*) AS n, count(DISTINCT trajectory_id) AS d FROM batches").to_pylist()
+    assert times == [{"n": STEPS * 128, "d": STEPS * 128}]
+    assert run_arm(arm, base, model, seed=3, num_heldout=4) == outcome  # from the store
+    store.delete("outcome.json")
+    again = run_arm(arm, base, model, seed=3, num_heldout=4)
+    assert (again.curve, again.accuracy_after) == (outcome.curve, outcome.accuracy_after)
+
+
+def test_intervals_are_students():
+    # 0.5, 0.6, 0.7: sd 0.1; t of 2 degrees of freedom 4.303; 4.303 * 0.1 / sqrt(3) = 0.24843
+    assert confidence_interval([0.5, 0.6, 0.7]) == (pytest.approx(0.6), pytest.approx(0.24843, abs=1e-5))
+    mean, half_width = confidence_interval([0.5])
+    assert mean == 0.5 and math.isnan(half_width)
+
+
+def outcomes() -> list[Outcome]:
+    accuracies = {("tb", 1): (0.8, 0.9), ("tb", 4): (0.8, 0.8), ("tb", 16): (0.7, 0.6)}
+    accuracies |= {("rloo", 1): (0.9, 0.9), ("rloo", 4): (0.5, 0.7), ("rloo", 16): (0.1, 0.3)}
+    return [
+        Outcome(f"{objective}-lag{lag}", seed, 0.2, accuracy, float(lag), lag, 640, 1.0, [0.2])
+        for (objective, lag), of_seeds in accuracies.items()
+        for seed, accuracy in enumerate(of_seeds)
+    ]
+
+
+def test_what_is_written_says_what_came_out(tmp_path):
+    assert comparisons.loss_by_seed("tb", outcomes()) == pytest.approx([0.1, 0.3])
+    summary = summarise_arms(outcomes())[0]
+    # 0.8 and 0.9: t of 1 degree 12.706, times 0.0707 / sqrt(2)
+    assert (summary.arm, summary.accuracy_mean) == ("tb-lag1", pytest.approx(0.85))
+    assert summary.half_width == pytest.approx(12.706 * 0.05, rel=1e-4)
+    table = comparisons.write_results("staleness", tmp_path, outcomes(), {"task": "addition"})
+    text = table.read_text()
+    assert "| tb | 1 | 1.00, 1 | 0.850 ± 0.635 | 0.800, 0.900 |" in text
+    assert "| rloo | 16 | 16.00, 16 | 0.200 ± 1.271 | 0.100, 0.300 |" in text
+    assert "| tb | 0.200 ± 1.271 |" in text and "| rloo | 0.700 ± 0.635 |" in text
+    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(table.with_suffix(".json").read_text())["runs"]) == 12

@@ -1,0 +1,133 @@
+"""A run as a DuckDB database file.
+
+Claims
+- every view has the rows, columns and comments that `tba sql` has, of a folder and of S3
+- a reader in another process sees what is committed after it opened the file read-only; neither waits for the other
+- a run that has stored nothing yet has empty views, and rows once it has
+- what has expired or was compacted counts as in `tba sql`, whatever files lie side by side
+- a quote in the store's path is one
+
+Run: pytest tests/storage/test_export.py
+"""
+
+from datetime import timedelta
+
+import duckdb
+import pytest
+
+from storage import inspect, ledger, shards
+from storage.export import export
+from storage.shards import commit_shard
+from storage.store import RunStore
+from storage.upkeep import compact, delete_superseded, expire
+from tests.storage.helpers import (
+    NOON,
+    OWNER,
+    make_batch,
+    make_search_round,
+    make_shard,
+    make_training_step,
+    start_python,
+)
+
+READER = """
+import sys, duckdb
+with duckdb.connect(sys.argv[1], read_only=True) as reader:
+    for _ in sys.stdin:
+        print(reader.execute("SELECT count(*), max(round) FROM trajectories").fetchone(), flush=True)
+"""
+
+
+def fill(store: RunStore) -> None:
+    store.create_run({})
+    ledger.start_attempt(store, 0, OWNER)
+    for number in range(3):
+        commit_shard(store, make_shard("s0", number))
+        ledger.record_search_round(store, make_search_round("s0", number))
+    for step in (1, 2):
+        ledger.record_batch(store, 1, step, make_batch([0, step - 1]))
+        ledger.record_training_step(store, make_training_step(1, step))
+    ledger.start_attempt(store, 1, OWNER, previous=1)  # step 2 is undone
+
+
+def test_every_view_is_as_in_tba_sql(store, tmp_path):
+    fill(store)
+    file = tmp_path / "run.duckdb"
+    assert export(store, file) == (store.local_path("") is not None)
+    comments = (
+        "SELECT column_name, data_type, comment FROM duckdb_columns() WHERE table_name = '{}' ORDER BY column_index"
+    )
+    with duckdb.connect(file, read_only=True) as reader, inspect.connect(store) as ours:
+        for view in inspect.VIEWS:
+            rows = f"SELECT * FROM {view} ORDER BY ALL"
+            assert reader.execute(rows).fetchall() == ours.execute(rows).fetchall(), view
+            assert reader.execute(comments.format(view)).fetchall() == ours.execute(comments.format(view)).fetchall()
+        assert reader.execute("SELECT step FROM training_steps").fetchall() == [(1,)]
+
+
+def test_a_reader_follows_a_run_that_goes_on(local_store, tmp_path):
+    fill(local_store)
+    file = tmp_path / "run.duckdb"
+    export(local_store, file)
+    reader = start_python(READER, str(file))
+
+    def read() -> str:
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        return reader.stdout.readline().strip()
+
+    try:
+        assert read() == "(12, 2)"
+        commit_shard(local_store, make_shard("s0", 3))
+        assert read() == "(16, 3)"
+        export(local_store, file)  # replaced while it is open
+        assert read() == "(16, 3)"
+    finally:
+        reader.kill()
+        reader.communicate()
+
+
+def test_a_run_with_nothing_yet_fills(local_store, tmp_path):
+    local_store.create_run({})
+    export(local_store, tmp_path / "run.duckdb")
+    with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
+        for view in inspect.VIEWS:
+            assert reader.execute(f"SELECT * FROM {view}").fetchall() == [], view
+        fill(local_store)
+        assert reader.execute("SELECT count(*), min(created_at) FROM trajectories").fetchone() == (12, NOON)
+        assert reader.execute("SELECT rewards['exact'] FROM trajectories WHERE reward = 1 LIMIT 1").fetchone() == (1.0,)
+        assert reader.execute("SELECT count(*) FROM attempts").fetchone() == (2,)
+
+
+def test_what_was_compacted_or_expired_counts_as_in_tba_sql(local_store, tmp_path, monkeypatch):
+    """Through all that upkeep does, while the files of before and after lie side by side."""
+    monkeypatch.setattr(shards, "ROUNDS_PER_BLOCK", 4)
+    local_store.create_run({})
+    local_store.put("summary.json", b"{}")  # a run that goes on keeps what a resume needs
+    for number in range(10):
+        commit_shard(local_store, make_shard("s0", number))
+    export(local_store, tmp_path / "run.duckdb")
+    rounds = "SELECT round, count(*) FROM trajectories GROUP BY round ORDER BY round"
+    seen = []
+    with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
+        for upkeep_of in (
+            lambda: expire(local_store, None, 32, 1),
+            lambda: compact(local_store),
+            lambda: expire(local_store, None, 12, 1),
+            lambda: delete_superseded(local_store, timedelta(0)),
+        ):
+            assert upkeep_of()
+            with inspect.connect(local_store) as ours:
+                seen.append(reader.execute(rounds).fetchall())
+                assert seen[-1] == ours.execute(rounds).fetchall()
+    assert seen[0] == seen[1] == [(number, 4) for number in range(2, 10)]
+    assert seen[2] == seen[3] == [(number, 4) for number in range(4, 10)], "no compacted file is cut"
+
+
+@pytest.mark.parametrize("folder", ["an 'apostrophe'", "with space"])
+def test_the_stores_path_may_have_quotes(tmp_path, folder):
+    store = RunStore((tmp_path / folder).as_uri(), "run")
+    fill(store)
+    export(store, tmp_path / "run.duckdb")
+    with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
+        assert reader.execute("SELECT count(*) FROM trajectories").fetchone() == (12,)
