@@ -67,8 +67,10 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
             await_evaluation(store, searchers)
     finally:  # also where the flow run is cancelled: Prefect terminates this process
         over.set()
-        training.wait()
-        searchers.stop()
+        try:
+            training.wait()
+        finally:  # of a suspended flow run even waiting raises: its tasks end with Prefect's signal
+            searchers.stop()
     summary = summarise(store)
     page.finish(summary)
     return summary
