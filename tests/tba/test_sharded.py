@@ -82,7 +82,7 @@ def assert_same_curve(steps: list[dict], expected: list[dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [2, 3])
 def test_two_processes_train_as_one_does_and_resume_each_others_checkpoints(model, alone, zero_stage, tmp_path):
     half = tmp_path / "half"
     together = on_two(model, zero_stage, save=half, load=alone["half"])
