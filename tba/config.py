@@ -149,7 +149,10 @@ class TrainSettings(Settings):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens a forward pass holds; larger batches are split.")
-    gradient_checkpointing: bool = Field(False, description="Less memory for a third more work.")
+    gradient_checkpointing: Literal["none", "cheap", "layers"] = Field(
+        "none",
+        description="What is computed again and not kept: all but matrix products and attention, or whole layers.",
+    )
     lora_rank: int | None = Field(None, ge=1, description="Train low-rank adapters of this rank; None: all weights.")
     processes: int = Field(1, ge=1, description="Trainer processes, a device each. May change from resume to resume.")
     zero_stage: Literal[1, 2, 3] = Field(
@@ -172,6 +175,11 @@ class TrainSettings(Settings):
             raise ValueError(
                 f"train.reference_reset_interval is {self.reference_reset_interval} with {self.objective}: only tb and "
                 "tba_prime have a reference that moves; leave it out"
+            )
+        if self.processes > 1 and self.zero_stage == 3 and self.gradient_checkpointing == "cheap":
+            raise ValueError(
+                "train.gradient_checkpointing is cheap with train.zero_stage 3, which gathers weights elsewhere when a "
+                "layer is computed again; use none or layers"
             )
         if self.processes > 1 and self.objective not in ("tb", "tba_prime"):
             raise ValueError(

@@ -101,7 +101,7 @@ def load_policy(
     """The model of a Hugging Face folder or id, ready for `response_logprobs`; dropout is off.
 
     `checkpointing`: what is computed again in the backward pass and not kept for it. "cheap": all but `PRODUCTS`, a
-    third of the memory for a little more work; "layers": all but each layer's input, for a third more work.
+    third of the memory; "layers": all but each layer's input, for a third more work.
     Raises: ValueError: its attention or its logits are of a kind that is not computed here.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)

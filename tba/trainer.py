@@ -87,7 +87,7 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
-        self._policy = load_policy(model, checkpointing=_checkpointing(settings))
+        self._policy = load_policy(model, checkpointing=settings.gradient_checkpointing)
         if settings.lora_rank:
             adapters.add(self._policy, settings.lora_rank)
         self._reference: PreTrainedModel | None = None  # the stored log-probabilities' own, until it is reset
@@ -329,13 +329,6 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
         if last or step % settings.sync_interval == 0:
             stall_s = publish(final=last)
             experience.sync(step + 1)
-
-
-def _checkpointing(settings: TrainSettings) -> str:
-    if settings.gradient_checkpointing:
-        return "layers"
-    # When a layer is computed again, ZeRO-3 gathers and frees weights elsewhere: "cheap" wants the same operations.
-    return "none" if settings.processes > 1 and settings.zero_stage == 3 else "cheap"
 
 
 def _passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:
