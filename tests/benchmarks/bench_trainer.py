@@ -2,8 +2,9 @@
 
 Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
 the response, rewards 0 or 1), float32 weights, matrix products in bfloat16 where the CPU has instructions for it and in
-float32 elsewhere, the same fused AdamW, clipping and number of steps. Neither checkpoints gradients. Each shape and side
-has a process of its own, where its peak resident memory is measured: 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and
+float32 elsewhere, the same fused AdamW, clipping and number of steps. Neither checkpoints gradients. Each shape and
+side has a process of its own, where its peak resident memory is measured: 4 prompts x 16 responses; short: prompts of
+40 tokens, responses of 6; long: 100 and
 128. Generation is left out: TRL gets the responses through its `rollout_func`, and its step is timed from the forward
 pass to the optimizer's end. A forward pass holds one prompt's 16 responses at most, on both sides: TRL's pass over a
 whole long batch was not measured, and is estimated at more memory than 24 GB.
