@@ -53,16 +53,15 @@ class Group:
 class _GroupLayout:
     """Where a group lies in the packed row, and what attends to what behind the common beginning."""
 
-    prompt: slice  # the S tokens of the prompt behind the common beginning
     prompt_may_attend: Tensor  # [S, C + S]
-    rows: Tensor | None  # [K', R] packed positions of the tokens of responses that bring new ones; None: none does
+    rows: Tensor | None  # [K', R] which of the group's tokens responses that bring new ones have; None: none does
     is_new: Tensor | None  # [K', R] False where an earlier response has the token, and where `rows` is padding
     may_attend: Tensor | None  # [R, C + S + R]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    num_common: int  # C
+    sizes: list[int]  # of what lies in the packed row: common beginning; of each group prompt, tokens of responses
     num_positions: int  # of the longest prompt with its longest response
     groups: list[_GroupLayout]
 
@@ -186,9 +185,9 @@ def _pack(groups: Sequence[Group], device: torch.device) -> _Packed:
             raise ValueError(f"group {number}: prompt and responses need at least one token each")
     C = _num_common([group.prompt for group in groups])
     input_ids, position_ids = list(groups[0].prompt[:C]), list(range(C))
-    target_rows, target_ids, layouts = [], [], []
+    target_rows, target_ids, layouts, sizes = [], [], [], [C]
     for group in groups:
-        P, start = len(group.prompt), len(input_ids)
+        P = len(group.prompt)
         input_ids.extend(group.prompt[C:])
         position_ids.extend(range(C, P))
         last_of_prompt = len(input_ids) - 1
@@ -205,11 +204,12 @@ def _pack(groups: Sequence[Group], device: torch.device) -> _Packed:
             target_rows.extend(path)
             target_ids.extend(response)
             paths.append(path[1:])
-        layouts.append(_group_layout(C, slice(start, last_of_prompt + 1), paths, device))
+        sizes += [P - C, len(input_ids) - last_of_prompt - 1]
+        layouts.append(_group_layout(C, P - C, [[row - last_of_prompt - 1 for row in path] for path in paths], device))
     return _Packed(
         input_ids=torch.tensor([input_ids], device=device),
         position_ids=torch.tensor([position_ids], device=device),
-        layout=_Layout(C, max(position_ids) + 1, layouts),
+        layout=_Layout(sizes, max(position_ids) + 1, layouts),
         target_rows=torch.tensor(target_rows, device=device),
         target_ids=torch.tensor(target_ids, device=device),
     )
@@ -223,23 +223,22 @@ def _num_common(prompts: list[Sequence[int]]) -> int:
     return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
 
 
-def _group_layout(C: int, prompt: slice, paths: list[list[int]], device: torch.device) -> _GroupLayout:
-    """paths: of each response, the packed positions of its tokens; new ones come in the packed row's order."""
-    S = prompt.stop - prompt.start
+def _group_layout(C: int, S: int, paths: list[list[int]], device: torch.device) -> _GroupLayout:
+    """paths: of each response, which of the group's tokens it has; new ones come in order, from 0."""
     prompt_may_attend = _causal_behind(C, S, device)
-    newest, bringing, is_new = prompt.stop - 1, [], []
+    newest, bringing, is_new = -1, [], []
     for path in paths:
         if path and path[-1] > newest:
             bringing.append(path)
             is_new.append([position > newest for position in path])
             newest = path[-1]
     if not bringing:
-        return _GroupLayout(prompt, prompt_may_attend, None, None, None)
+        return _GroupLayout(prompt_may_attend, None, None, None)
     R = max(map(len, bringing))
     # Padding lies behind a response's tokens, so causal attention keeps it from them.
     rows = torch.tensor([path + path[:1] * (R - len(path)) for path in bringing], device=device)
     new = torch.tensor([flags + [False] * (R - len(flags)) for flags in is_new], device=device)
-    return _GroupLayout(prompt, prompt_may_attend, rows, new, _causal_behind(C + S, R, device))
+    return _GroupLayout(prompt_may_attend, rows, new, _causal_behind(C + S, R, device))
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
@@ -276,19 +275,20 @@ def _shared_prefix_attention(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking).transpose(1, 2)
 
+    # Split once: a slice of its own for each piece would cost a gradient of the whole row for each.
+    common, *pieces = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
+    common_query, common_key, common_value = common  # [C, H, D] each
     outputs = []  # in the packed row's order: the common beginning, then each prompt before its responses
-    C = tba_layout.num_common
-    common_key, common_value = key[:C], value[:C]  # [C, H, D]
-    if C:
-        outputs.append(attend(query[None, :C], common_key[None], common_value[None], is_causal=True)[0])
-    for group in tba_layout.groups:
-        k, v = torch.cat([common_key, key[group.prompt]]), torch.cat([common_value, value[group.prompt]])  # [P, H, D]
-        outputs.append(attend(query[None, group.prompt], k[None], v[None], attn_mask=group.prompt_may_attend)[0])
+    if len(common_query):
+        outputs.append(attend(common_query[None], common_key[None], common_value[None], is_causal=True)[0])
+    for group, prompt, response in zip(tba_layout.groups, pieces[::2], pieces[1::2], strict=True):
+        q, k, v = prompt[0], torch.cat([common_key, prompt[1]]), torch.cat([common_value, prompt[2]])  # k, v: [P, H, D]
+        outputs.append(attend(q[None], k[None], v[None], attn_mask=group.prompt_may_attend)[0])
         if group.rows is not None:
-            num_responses = len(group.rows)
-            k = torch.cat([k.expand(num_responses, -1, -1, -1), key[group.rows]], dim=1)  # [K', P + R, H, D]
-            v = torch.cat([v.expand(num_responses, -1, -1, -1), value[group.rows]], dim=1)
-            outputs.append(attend(query[group.rows], k, v, attn_mask=group.may_attend)[group.is_new])
+            q, of_key, of_value = (x[group.rows] for x in response)  # [K', R, H, D] each
+            k = torch.cat([k.expand(len(q), -1, -1, -1), of_key], dim=1)  # [K', P + R, H, D]
+            v = torch.cat([v.expand(len(q), -1, -1, -1), of_value], dim=1)
+            outputs.append(attend(q, k, v, attn_mask=group.may_attend)[group.is_new])
     return torch.cat(outputs).unsqueeze(0), None
 
 
