@@ -23,7 +23,7 @@ train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the 
 	$(BIN)/tba train
 
 test: $(STAMP)  ## All tests, real servers and engines included (the crash matrix apart)
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 15
 
 lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .

@@ -1,12 +1,12 @@
 """Claims about crashes, by the harness of `make crash-matrix` (tests/crash/matrix.py), whose subset this is.
 
 - Searcher, Trainer and S3 gateway of a real run on radosgw are killed, each at another point of the checkpoint cycle;
-  the same command resumes, every acknowledged trajectory is there once, and `tba verify` finds no fault (slow)
+  the same command resumes, every acknowledged trajectory is there once, and `tba verify` finds no fault (-m crash)
 - a gateway that answers 503 for 30 s, a disk that is full for 30 s: the run waits and goes on, with the same outcome
-  (minutes: -m crash)
+  (-m crash)
 - the harness reports a shard that was dropped on purpose, one that is there twice, and one with fewer rows
 
-python -m pytest tests/crash
+python -m pytest tests/crash -m "crash or not crash"
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SUBSET = [
 OUTAGE_S = 30.0
 
 
-@pytest.mark.slow
+@pytest.mark.crash
 @pytest.mark.s3
 def test_killed_the_run_goes_on_and_every_acknowledged_trajectory_is_there_once(tmp_path, local_s3, radosgw_url):
     gateway, _ = local_s3
