@@ -62,11 +62,11 @@ def tba(*arguments: str):
         (["../elsewhere"], "run: got '../elsewhere'"),
         (["a/b"], "run: got 'a/b'"),
         (["--steps", "0"], "train.steps: got 0; Input should be greater than or equal to 1"),
-        (["--set", "train.beta=0"], "train.beta: got '0'; Input should be greater than 0"),
+        (["--set", "train.beta=0"], "train.beta is 0, and tb divides by it: it must be greater than 0"),
         (["--set", "train.beta=much"], "train.beta: got 'much'; Input should be a valid number"),
         (["--set", "sampling.recent_probability=1.5"], "sampling.recent_probability: got '1.5'"),
         (["--set", "sampling.responses_per_prompt=30"], "sampling.responses_per_prompt (K) is 30"),
-        (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: steps, beta"),
+        (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: objective, steps, beta"),
         (["--set", "betta=1"], "betta: there is no such setting; known here: run, store"),
         (["--set", "train.beta"], "--set train.beta: got no '='"),
         (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is one setting"),
@@ -82,7 +82,7 @@ def test_bad_input_is_one_line_before_any_work(project, checked, arguments, mess
 
 
 def test_every_mistake_is_told_at_once(project, checked):
-    result = tba("train", "--steps", "0", "--set", "train.beta=0")
+    result = tba("train", "--steps", "0", "--set", "train.beta=-1")
     assert len(result.stderr.splitlines()) == 2
 
 

@@ -82,6 +82,7 @@ SCHEMAS = {
     "search_rounds": schema.SEARCH_ROUND,
     "training_steps": schema.TRAINING_STEP,
     "evaluations": schema.EVALUATION,
+    "diversity": schema.DIVERSITY,
     "syncs": schema.SYNC,
     "attempts": schema.ATTEMPT,
     "rewards": schema.REWARD,
