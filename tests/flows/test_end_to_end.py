@@ -87,7 +87,7 @@ def sql(project: Path, run: str, query: str) -> list[dict]:
 
 
 def wait_for_step(run_folder: Path, step: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(FileNotFoundError):
             if json.loads((run_folder / "trainer" / "heartbeat.json").read_text())["step"] >= step:

@@ -8,7 +8,7 @@ Claims
 - tba.run.finished sets off the automation of prefect.yaml, with the run's name and store
 - curves have few points whatever the run's length, and no value is left out at the ends
 
-Run: pytest tests/flows/test_page.py -m slow
+Run: pytest tests/flows/test_page.py -m "unproven or not unproven"
 """
 
 import json
@@ -161,7 +161,7 @@ def events(client, prefix: str, resource: str) -> list[dict]:
     return client._client.post("/events/filter", json=body).json()["events"]
 
 
-@pytest.mark.slow
+@pytest.mark.unproven
 def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
     from prefect.states import Suspended
 
@@ -208,7 +208,7 @@ def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
     wait_for(lambda: [r for r in flow_runs_of(client, "maintain") if r.parameters == asked_for])
 
 
-@pytest.mark.slow
+@pytest.mark.unproven
 def test_cancel_ends_all_and_the_run_can_be_resumed(room):
     from prefect.states import Cancelling
 

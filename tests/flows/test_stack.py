@@ -104,7 +104,7 @@ def unused_url() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}/api"
 
 
-def wait_for(condition, timeout_s: float = 90):
+def wait_for(condition, timeout_s: float = 240):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if found := condition():
@@ -138,7 +138,7 @@ def test_a_taken_port_is_left_alone_and_a_second_up_starts_nothing(server, monke
 def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
     _, url, _ = server
     command = tba(project, "train", "quick", url=url)
-    output, _ = command.communicate(timeout=120)
+    output, _ = command.communicate(timeout=240)
     assert command.returncode == 0, output
     assert f"Using the Prefect server at {url}" in output
     assert "were another checkout's (first" in output
@@ -147,7 +147,7 @@ def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
     assert prefect_server.version(url)
 
     again = tba(project, "train", "quick", url=url)
-    output, _ = again.communicate(timeout=60)
+    output, _ = again.communicate(timeout=240)
     assert again.returncode == 0 and "finished" in output and "0.750" in output
 
 
@@ -155,7 +155,7 @@ def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
 def test_a_failed_flow_is_told_with_its_reason(server):
     project, url, _ = server
     command = tba(project, "train", "broken", "--seed", "1", url=url)
-    output, _ = command.communicate(timeout=120)
+    output, _ = command.communicate(timeout=240)
     assert command.returncode == 1
     assert "the stand-in was told to fail" in output
     assert "worker.log" in output
@@ -170,7 +170,7 @@ def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypa
     wait_for((project / ".tba" / "patient" / "trainer" / "heartbeat.json").exists)
     assert prefect_server.find("another-checkout", None, print) is None
     command.send_signal(signal.SIGINT)
-    output, _ = command.communicate(timeout=60)
+    output, _ = command.communicate(timeout=240)
     assert command.returncode == 130
     assert prefect_server.find("another-checkout", None, print) == url
     assert "tba train patient --seed 2" in output
