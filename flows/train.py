@@ -51,13 +51,18 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         return summary
     take_over(store, config)
     searchers, page, began, over = Searchers(config), Page(store, config), threading.Event(), threading.Event()
-    training = train_policy.submit(config, began, over)
+    training, silent = train_policy.submit(config, began, over), False
     try:
         while not training.state.is_final():
-            with contextlib.suppress(httpx.HTTPError):  # training goes on while the Prefect server is away
+            try:
                 end_if_suspended()
                 if began.is_set():  # the run is ours: what our Searchers commit is not beside another flow's
                     searchers.keep_up()
+                silent = False
+            except httpx.HTTPError as error:  # training goes on while the Prefect server is away
+                if not silent:
+                    get_run_logger().warning("nobody looks after the Searchers for now: %r", error)
+                silent = True
             page.update()
             time.sleep(POLL_S)
         training.result()

@@ -41,6 +41,7 @@ from storage.shards import by_block, new_shards, read_each, shard_path, trajecto
 from storage.store import RunStore
 from storage.verify import verify
 from tba.weights import fingerprint, read_weights
+from tests.character_model import save_character_model
 
 REPOSITORY = Path(__file__).parents[2]
 INTERVAL = 4  # steps between checkpoints
@@ -187,22 +188,9 @@ class CrashTest:
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama with random weights whose tokens are the characters of the arithmetic task. A checkpoint is 170 MB."""
-    import torch
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
-
-    characters = {text: number for number, text in enumerate(["[UNK]", "</s>", *"0123456789+= \n"])}
-    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(characters), hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=6,
-        num_key_value_heads=6, bos_token_id=None, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return folder
+    """A Llama with random weights. A checkpoint is 170 MB: large enough to be killed in the middle of."""
+    shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
+    return save_character_model(folder, dtype="bfloat16", num_key_value_heads=6, **shape)
 
 
 def restart(gateway: LocalS3) -> None:

@@ -11,33 +11,19 @@ import json
 import math
 
 import pytest
-import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from flows import comparisons
 from flows.compare import Arm, Outcome, confidence_interval, run_arm, summarise_arms
 from storage.inspect import query
 from storage.store import RunStore
+from tests.character_model import save_character_model
 
 STEPS = 5
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny Llama whose tokens are the characters of the arithmetic task."""
-    folder = tmp_path_factory.mktemp("model")
-    characters = {text: number for number, text in enumerate(["[UNK]", "</s>", *"0123456789+= \n"])}
-    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(characters), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=None, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return save_character_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("lag", [0, 2])

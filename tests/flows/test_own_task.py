@@ -15,10 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from prefect.logging import disable_run_logger
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import tba.engine
@@ -28,6 +25,7 @@ from flows.learn import learn
 from flows.search import evaluate, search_round, start_searcher
 from storage.inspect import query
 from storage.store import RunStore
+from tests.character_model import save_character_model
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -35,21 +33,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A tiny Llama whose tokens are characters, with a chat template."""
-    folder = tmp_path / "model"
-    characters = {text: number for number, text in enumerate(["[UNK]", "</s>", *string.printable])}
-    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=TEMPLATE).save_pretrained(
-        folder
-    )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(characters), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=None, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return save_character_model(tmp_path / "model", string.printable, chat_template=TEMPLATE)
 
 
 def test_the_readmes_task_trains(model, tmp_path, monkeypatch):

@@ -18,11 +18,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from prefect.logging import disable_run_logger
 from pydantic import ValidationError
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from flows import warm_start
 from flows.checks import check_inputs
@@ -38,6 +36,7 @@ from storage.store import RunStore
 from tba.config import TaskSettings
 from tba.policy import Group, load_policy, response_logprobs
 from tba.tasks import load_task
+from tests.character_model import save_character_model
 from tests.storage.helpers import make_shard
 
 K = 4
@@ -46,19 +45,7 @@ TASK = load_task(TaskSettings(), seed=0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A tiny Llama whose tokens are the characters of the arithmetic task."""
-    folder = tmp_path_factory.mktemp("model")
-    characters = {text: number for number, text in enumerate(["[UNK]", "</s>", *"0123456789+= \n"])}
-    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(characters), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=None, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return save_character_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
