@@ -41,13 +41,17 @@ class Terminal:
         self._tmux = ["tmux", "-u", "-S", str(folder / "tmux"), "-f", "/dev/null"]
         environment = {"PYTHONPATH": str(REPOSITORY), "PREFECT_API_URL": "http://127.0.0.1:9/api", "LANG": "C.UTF-8"}
         settings = [part for name, value in environment.items() for part in ("-e", f"{name}={value}")]
+        # the shell keeps the status: below pytest-xdist tmux was seen not to learn of it
+        self._status = folder / "status"
+        command = ["sh", "-c", '"$@"; echo $? > status', "sh", *command]
         self("new-session", "-d", "-x", str(width), "-y", "24", "-c", str(folder), *settings, *command)
         self("set-option", "-g", "remain-on-exit", "on")
 
     def __call__(self, *arguments: str) -> str:
-        # readline, which pytest imports, leaves a COLUMNS in the environment that os.environ does not know of
+        # readline, which pytest imports, sets these for every process it starts: the size would never change
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         command = [*self._tmux, *arguments]
-        return subprocess.run(command, env=dict(os.environ), check=True, capture_output=True, text=True).stdout
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
     def lines(self) -> list[str]:
         """What is on the screen, without the empty lines below."""
@@ -68,7 +72,7 @@ class Terminal:
 
     def status_at_its_end(self) -> int:
         deadline = time.monotonic() + PATIENCE_S
-        while not (status := self("display-message", "-p", "#{pane_dead_status}").strip()):
+        while not (self._status.exists() and (status := self._status.read_text())):
             assert time.monotonic() < deadline, self.lines()
             time.sleep(0.2)
         return int(status)
