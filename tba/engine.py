@@ -99,6 +99,9 @@ class VllmEngine:
             seed=seed,
             max_model_len=max_tokens,
             max_num_seqs=max_sequences,
+            # The CPU's default, 128 tokens, is longer than many a prompt, and only whole blocks are computed once for
+            # all samples of a prompt. 32 is the smallest that its kernels take.
+            block_size=32 if current_platform.is_cpu() else None,
             logprobs_mode="processed_logprobs",
             enforce_eager=current_platform.is_cpu(),  # compiling costs minutes there and gains nothing at this size
             disable_log_stats=True,

@@ -50,20 +50,26 @@ class Group:
 
 
 @dataclass(frozen=True)
-class _GroupLayout:
-    """Where a group lies in the packed row, and what attends to what behind the common beginning."""
+class _Together:
+    """Tokens that attend in one go: those of several small groups, or a prompt's."""
 
-    prompt_may_attend: Tensor  # [S, C + S]
-    rows: Tensor | None  # [K', R] which of the group's tokens responses that bring new ones have; None: none does
-    is_new: Tensor | None  # [K', R] False where an earlier response has the token, and where `rows` is padding
-    may_attend: Tensor | None  # [R, C + S + R]
+    may_attend: Tensor  # [n, C + n] what of the common beginning, then of these tokens
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """The responses of a large group, each for itself behind the prompt, which is the piece before."""
+
+    rows: Tensor  # [K', R] which of the group's tokens responses that bring new ones have
+    is_new: Tensor  # [K', R] False where an earlier response has the token, and where `rows` is padding
+    may_attend: Tensor  # [R, C + S + R]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    sizes: list[int]  # of what lies in the packed row: common beginning; of each group prompt, tokens of responses
+    sizes: list[int]  # tokens of the common beginning, then of each piece, in the packed row's order
+    pieces: list[_Together | _Apart]
     num_positions: int  # of the longest prompt with its longest response
-    groups: list[_GroupLayout]
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,9 @@ class _Packed:
     target_rows: Tensor  # [M] packed position whose hidden state predicts the m-th response token
     target_ids: Tensor  # [M]
 
+
+# Groups up to so many tokens attend together under one mask: many small calls cost more than the masked-out products.
+TOGETHER_TOKENS = 256
 
 # Settings of a model that change attention or logits in ways not computed here, and the values that do not.
 UNSUPPORTED = {
@@ -185,9 +194,9 @@ def _pack(groups: Sequence[Group], device: torch.device) -> _Packed:
             raise ValueError(f"group {number}: prompt and responses need at least one token each")
     C = _num_common([group.prompt for group in groups])
     input_ids, position_ids = list(groups[0].prompt[:C]), list(range(C))
-    target_rows, target_ids, layouts, sizes = [], [], [], [C]
+    target_rows, target_ids, trees = [], [], []
     for group in groups:
-        P = len(group.prompt)
+        P, begin = len(group.prompt), len(input_ids)
         input_ids.extend(group.prompt[C:])
         position_ids.extend(range(C, P))
         last_of_prompt = len(input_ids) - 1
@@ -203,13 +212,12 @@ def _pack(groups: Sequence[Group], device: torch.device) -> _Packed:
                 path.append(place[path[-1], token])
             target_rows.extend(path)
             target_ids.extend(response)
-            paths.append(path[1:])
-        sizes += [P - C, len(input_ids) - last_of_prompt - 1]
-        layouts.append(_group_layout(C, P - C, [[row - last_of_prompt - 1 for row in path] for path in paths], device))
+            paths.append([row - begin for row in path[1:]])
+        trees.append(_Tree(P - C, len(input_ids) - begin, paths))
     return _Packed(
         input_ids=torch.tensor([input_ids], device=device),
         position_ids=torch.tensor([position_ids], device=device),
-        layout=_Layout(sizes, max(position_ids) + 1, layouts),
+        layout=_layout(C, trees, max(position_ids) + 1, device),
         target_rows=torch.tensor(target_rows, device=device),
         target_ids=torch.tensor(target_ids, device=device),
     )
@@ -223,22 +231,69 @@ def _num_common(prompts: list[Sequence[int]]) -> int:
     return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
 
 
-def _group_layout(C: int, S: int, paths: list[list[int]], device: torch.device) -> _GroupLayout:
-    """paths: of each response, which of the group's tokens it has; new ones come in order, from 0."""
-    prompt_may_attend = _causal_behind(C, S, device)
-    newest, bringing, is_new = -1, [], []
-    for path in paths:
+@dataclass(frozen=True)
+class _Tree:
+    """A group behind the common beginning; its tokens count from 0."""
+
+    S: int  # tokens of the prompt, which come first
+    num_tokens: int
+    paths: list[list[int]]  # each response's tokens; those that it is the first to have come in order
+
+
+def _layout(C: int, trees: list[_Tree], num_positions: int, device: torch.device) -> _Layout:
+    sizes, pieces, small = [C], [], []
+
+    def attend_together() -> None:
+        if small:
+            sizes.append(sum(tree.num_tokens for tree in small))
+            pieces.append(_together(C, small, device))
+            small.clear()
+
+    for tree in trees:
+        if sum(t.num_tokens for t in small) + tree.num_tokens > TOGETHER_TOKENS:
+            attend_together()
+        if tree.num_tokens <= TOGETHER_TOKENS:
+            small.append(tree)
+            continue
+        sizes.append(tree.S)
+        pieces.append(_Together(_causal_behind(C, tree.S, device)))
+        if tree.num_tokens > tree.S:
+            sizes.append(tree.num_tokens - tree.S)
+            pieces.append(_apart(C, tree, device))
+    attend_together()
+    return _Layout(sizes, pieces, num_positions)
+
+
+def _together(C: int, trees: list[_Tree], device: torch.device) -> _Together:
+    """A token of a response attends to its prompt and, on its own path, to what comes before it and to itself."""
+    n = sum(tree.num_tokens for tree in trees)
+    may_attend = torch.zeros(n, C + n, dtype=torch.bool)
+    may_attend[:, :C] = True
+    begin = 0
+    for tree in trees:
+        end = begin + tree.num_tokens
+        own = may_attend[begin:end, C + begin : C + end]
+        own[:, : tree.S] = True
+        own[: tree.S, : tree.S].tril_()
+        for path in tree.paths:
+            rows = torch.tensor(path, dtype=torch.long)
+            own[rows[:, None], rows] = torch.ones(len(path), len(path), dtype=torch.bool).tril()
+        begin = end
+    return _Together(may_attend.to(device))
+
+
+def _apart(C: int, tree: _Tree, device: torch.device) -> _Apart:
+    newest, bringing, is_new = tree.S - 1, [], []
+    for path in tree.paths:
         if path and path[-1] > newest:
-            bringing.append(path)
-            is_new.append([position > newest for position in path])
+            bringing.append([row - tree.S for row in path])
+            is_new.append([row > newest for row in path])
             newest = path[-1]
-    if not bringing:
-        return _GroupLayout(prompt_may_attend, None, None, None)
     R = max(map(len, bringing))
     # Padding lies behind a response's tokens, so causal attention keeps it from them.
     rows = torch.tensor([path + path[:1] * (R - len(path)) for path in bringing], device=device)
     new = torch.tensor([flags + [False] * (R - len(flags)) for flags in is_new], device=device)
-    return _GroupLayout(prompt_may_attend, rows, new, _causal_behind(C + S, R, device))
+    return _Apart(rows, new, _causal_behind(C + tree.S, R, device))
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
@@ -276,19 +331,20 @@ def _shared_prefix_attention(
         return F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking).transpose(1, 2)
 
     # Split once: a slice of its own for each piece would cost a gradient of the whole row for each.
-    common, *pieces = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
+    common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
     common_query, common_key, common_value = common  # [C, H, D] each
-    outputs = []  # in the packed row's order: the common beginning, then each prompt before its responses
+    outputs = []  # in the packed row's order
     if len(common_query):
         outputs.append(attend(common_query[None], common_key[None], common_value[None], is_causal=True)[0])
-    for group, prompt, response in zip(tba_layout.groups, pieces[::2], pieces[1::2], strict=True):
-        q, k, v = prompt[0], torch.cat([common_key, prompt[1]]), torch.cat([common_value, prompt[2]])  # k, v: [P, H, D]
-        outputs.append(attend(q[None], k[None], v[None], attn_mask=group.prompt_may_attend)[0])
-        if group.rows is not None:
-            q, of_key, of_value = (x[group.rows] for x in response)  # [K', R, H, D] each
+    for piece, part in zip(tba_layout.pieces, parts, strict=True):
+        if isinstance(piece, _Together):
+            q, k, v = part[0], torch.cat([common_key, part[1]]), torch.cat([common_value, part[2]])  # k, v: [C + n, ..]
+            outputs.append(attend(q[None], k[None], v[None], attn_mask=piece.may_attend)[0])
+        else:  # k and v are still the prompt's, [P, H, D]
+            q, of_key, of_value = (x[piece.rows] for x in part)  # [K', R, H, D] each
             k = torch.cat([k.expand(len(q), -1, -1, -1), of_key], dim=1)  # [K', P + R, H, D]
             v = torch.cat([v.expand(len(q), -1, -1, -1), of_value], dim=1)
-            outputs.append(attend(q, k, v, attn_mask=group.may_attend)[group.is_new])
+            outputs.append(attend(q, k, v, attn_mask=piece.may_attend)[piece.is_new])
     return torch.cat(outputs).unsqueeze(0), None
 
 
@@ -298,19 +354,22 @@ AttentionInterface.register("tba_shared_prefix", _shared_prefix_attention)
 class _TargetLogprobs(torch.autograd.Function):
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets: [M] in float32 or wider.
 
-    The [rows, V] logits never exist whole: chunks of rows, computed again in the backward pass and turned into their
-    own gradient in place. Matrix products run in `dtype`; the weight's gradient is summed over chunks in its own.
+    The [rows, V] logits never exist whole: chunks of rows, computed again in the backward pass (a single chunk is kept
+    for it) and turned into their own gradient in place. Matrix products run in `dtype`; the weight's gradient is summed
+    over chunks in its own.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target_index, target_ids, temperature, dtype):
         ctx.save_for_backward(hidden, weight, bias, target_index, target_ids)
-        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.temperature, ctx.dtype, ctx.only_chunk = temperature, dtype, None
         weight = weight.to(dtype)
         logprobs = hidden.new_empty(len(target_ids), dtype=torch.promote_types(dtype, torch.float32))
         for start, here in _chunks(len(hidden), target_index):
-            logits = _logits(hidden[start : start + LOGIT_ROWS], weight, bias, temperature)
-            logprobs[here] = logits.log_softmax(-1)[target_index[here] - start, target_ids[here]]
+            logits = _logits(hidden[start : start + LOGIT_ROWS], weight, bias, temperature).log_softmax(-1)
+            logprobs[here] = logits[target_index[here] - start, target_ids[here]]
+        if any(ctx.needs_input_grad) and len(hidden) <= LOGIT_ROWS:
+            ctx.only_chunk = logits
         return logprobs
 
     @staticmethod
@@ -319,18 +378,22 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden, weight, bias, target_index, target_ids = ctx.saved_tensors
         cast, needs_weight = weight.to(ctx.dtype), ctx.needs_input_grad[1]
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_weight = None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for start, here in _chunks(len(hidden), target_index):
             rows, index = hidden[start : start + LOGIT_ROWS], target_index[here] - start
-            of_logits = _logits(rows, cast, bias, ctx.temperature).softmax(-1)  # [chunk, V]
+            if ctx.only_chunk is None:
+                of_logits = _logits(rows, cast, bias, ctx.temperature).softmax(-1)  # [chunk, V]
+            else:
+                of_logits, ctx.only_chunk = ctx.only_chunk.exp_(), None
             of_row = of_logits.new_zeros(len(rows)).index_add_(0, index, gradient[here])
             of_logits.mul_(of_row.neg().unsqueeze(1))
             of_logits.index_put_((index, target_ids[here]), gradient[here], accumulate=True)
             of_logits = of_logits.div_(ctx.temperature).to(ctx.dtype)
             of_hidden[start : start + LOGIT_ROWS] = of_logits @ cast
             if needs_weight:
-                of_weight += of_logits.T @ rows.to(ctx.dtype)
+                product = (of_logits.T @ rows.to(ctx.dtype)).to(weight.dtype)
+                of_weight = product if of_weight is None else of_weight.add_(product)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
         return of_hidden, of_weight, of_bias, None, None, None, None

@@ -109,7 +109,9 @@ def test_what_responses_begin_with_alike_is_computed_once():
 
 @pytest.mark.parametrize("groups", [GROUPS, ALIKE, TREE], ids=["unlike", "prompts alike", "responses alike"])
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups):
+@pytest.mark.parametrize("together", [0, 9, 256], ids=["groups apart", "some together", "all together"])
+def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, monkeypatch):
+    monkeypatch.setattr(policy, "TOGETHER_TOKENS", together)
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
     expected = plain_logprobs(slow, groups)
     got = [tokens for of_group in response_logprobs(fast, groups, TEMPERATURE) for tokens in of_group]
@@ -185,11 +187,11 @@ def test_what_prompts_begin_with_is_computed_once():
 def test_logits_in_chunks_give_the_same(monkeypatch):
     model = model_of("llama", "tba_shared_prefix")
     whole = sequence_logprobs(model, GROUPS, TEMPERATURE)
+    expected = gradients(model, whole)
     monkeypatch.setattr(policy, "LOGIT_ROWS", 3)
     in_chunks = sequence_logprobs(model, GROUPS, TEMPERATURE)
     for one, other in zip(whole, in_chunks, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    expected = gradients(model, whole)
     for name, gradient in gradients(model, in_chunks).items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
 
