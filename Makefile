@@ -65,10 +65,11 @@ clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.tba/*' -prune -exec rm -rf {} +
 
-# The stamp comes last, so an interrupted install is taken up again.
+# The stamp comes last, so an interrupted install is taken up again. Bytecode is compiled here, on all cores, and not by
+# the first processes that import torch and vLLM one after the other.
 $(STAMP): pyproject.toml infra/constraints.txt infra/overrides.txt
 	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), f"Python 3.11 or 3.12 is needed, this is {sys.version}; name one: make PYTHON=python3.11 ..."'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c infra/constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev]"
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev]"
 	touch $@
