@@ -88,12 +88,11 @@ drawn AS (
         ) - 1 AS finish
     FROM weighted
 ),
--- fewer candidates than K: each fills a slot, and the slots that are left go by how often each was sampled, as drawing
--- with replacement would on average; `copies_before` and `copies_up_to` are its share of the samples, from - to
+-- fewer candidates than K: the slots go by how often each was sampled, as they would if the buffer kept every copy.
+-- `copies_before` and `copies_up_to` are its share of the samples, from - to
 shared AS (
     SELECT
         *,
-        greatest($responses_per_prompt - num_candidates, 0) AS slots_left,
         (sum(times_sampled) OVER place)::BIGINT AS num_copies,
         (sum(times_sampled) OVER (place ORDER BY finish))::BIGINT AS copies_up_to,
         copies_up_to - times_sampled AS copies_before
@@ -101,15 +100,16 @@ shared AS (
     WHERE finish < $responses_per_prompt
     WINDOW place AS (PARTITION BY prompt_index)
 ),
--- the K slots: turn 0 is everybody's, further turns are those of the slots left over, rounded to the nearest
+-- the K slots: one each where there are enough, else the shares, rounded to the nearest; a rare one may go without
 slots AS (
     SELECT
         *,
-        unnest(range(
-            1
-            + (2 * copies_up_to * slots_left + num_copies - 1) // (2 * num_copies)
-            - (2 * copies_before * slots_left + num_copies - 1) // (2 * num_copies)
-        )) AS turn
+        unnest(range(CASE
+            WHEN num_candidates >= $responses_per_prompt THEN 1
+            ELSE
+                (2 * copies_up_to * $responses_per_prompt + num_copies - 1) // (2 * num_copies)
+                - (2 * copies_before * $responses_per_prompt + num_copies - 1) // (2 * num_copies)
+        END)) AS turn
     FROM shared
 )
 SELECT

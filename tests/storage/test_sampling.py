@@ -122,19 +122,17 @@ def test_no_response_twice_for_a_prompt_where_there_are_enough(store):
             assert len({row["trajectory_id"] for row in group}) == 6
 
 
-def test_fewer_responses_than_k_are_all_used_and_as_often_as_they_were_sampled(store):
+def test_fewer_responses_than_k_are_used_as_often_as_they_were_sampled(store):
     def counts(buffer, step: int) -> Counter:
         return Counter(tokens[0] for tokens in buffer.draw(step)["response_tokens"].to_pylist())
 
-    # Two were sampled once, and one six times, by two Searchers. A slot each, and the five left over by shares of 1/8,
-    # 1/8 and 6/8: the frequent one's is 3.75 slots, rounded by where in the order it comes.
+    # Two were sampled once, and one six times, by two Searchers.
     commit(store, "s0", 0, [("a", [1], 0.0), ("a", [2], 1.0), *[("a", [3], 0.5)] * 4])
     commit(store, "s1", 0, [("a", [3], 0.5)] * 2)
     buffer = new_buffer(store, prompts_per_batch=1, responses_per_prompt=8, recent_probability=1)
     buffer.sync(step=1, attempt=1)
     for step in range(20):
-        drawn = counts(buffer, step)
-        assert drawn.total() == 8 and drawn.keys() == {1, 2, 3} and drawn[3] in (4, 5)
+        assert counts(buffer, step) == {1: 1, 2: 1, 3: 6}
 
     # How often an older sync brought it does not count: the newest brought both once.
     commit(store, "s0", 1, [("a", [1], 0.0), ("a", [3], 0.5)])
@@ -158,12 +156,14 @@ def uniform_number(step: int, purpose: str, name: object) -> float:
     return ((int.from_bytes(digest, "little") >> 76) + 0.5) / 2**52
 
 
-def slots_of_each(times_sampled: list[int], K: int) -> list[int]:
-    """One each; slots left over cut the samples into as many equal parts, and each part's middle says whose it is."""
-    left, num, slots, up_to = K - len(times_sampled), sum(times_sampled), [], 0
+def slots_of_each(times_sampled: list[int], num_candidates: int, K: int) -> list[int]:
+    """One each where there are enough; else K slots cut the samples into equal parts, whose middles say whose each is."""
+    if num_candidates >= K:
+        return [1] * K
+    num, slots, up_to = sum(times_sampled), [], 0
     for times in times_sampled:
         before, up_to = up_to, up_to + times
-        slots.append(1 + sum(2 * before * left <= (2 * part + 1) * num < 2 * up_to * left for part in range(left)))
+        slots.append(sum(2 * before * K <= (2 * part + 1) * num < 2 * up_to * K for part in range(K)))
     return slots
 
 
@@ -197,7 +197,7 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
             race.append((-math.log(u) / p, t["trajectory_id"], p, t.get("times_sampled", 1)))
         race.sort()
         K = sampling.responses_per_prompt
-        slots = slots_of_each([times for *_, times in race[:K]], K)
+        slots = slots_of_each([times for *_, times in race[:K]], len(race), K)
         order = [(turn, finish) for finish, turns in enumerate(slots) for turn in range(turns)]
         for slot, (_, finish) in enumerate(sorted(order)):
             _, name, p, _ = race[finish]
