@@ -23,7 +23,7 @@ train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the 
 	$(BIN)/tba train
 
 test: $(STAMP)  ## All tests, real servers and engines included (the crash matrix apart)
-	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 15
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
 lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .
@@ -66,10 +66,11 @@ clean:  ## Remove the environment and caches; runs in .tba/ stay
 	find . -name __pycache__ -not -path './.tba/*' -prune -exec rm -rf {} +
 
 # The stamp comes last, so an interrupted install is taken up again. Bytecode is compiled here, on all cores, and not by
-# the first processes that import torch and vLLM one after the other.
+# the first processes that import torch and vLLM one after the other; the embedded model is unpacked here, once.
 $(STAMP): pyproject.toml infra/constraints.txt infra/overrides.txt
 	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), f"Python 3.11 or 3.12 is needed, this is {sys.version}; name one: make PYTHON=python3.11 ..."'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c infra/constraints.txt uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev]"
+	$(BIN)/python -m tba.embedded
 	touch $@

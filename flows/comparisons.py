@@ -27,6 +27,7 @@ OBJECTIVES = {
 }
 # Of a synchronous run every round is one batch; the asynchronous one gets the same rounds and batches.
 ROUND_BY_ROUND = (
+    "--set=searchers=1",
     "--set=search.prompts_per_round=16",
     "--set=sampling.prompts_per_batch=16",
     "--set=sampling.min_size=256",

@@ -36,7 +36,7 @@ from storage.errors import AlreadyTraining, StoreError, Superseded
 from storage.store import RunStore
 from tba.policy import Group
 from tba.trainer import Batch, Draw, Stopped, Trainer, train
-from tba.weights import fingerprint, write_weights
+from tba.weights import fingerprint, to_bfloat16, write_weights
 
 HEARTBEAT_S = 2.0
 # Several heartbeats, on a slow store too. Only a Trainer of another machine is watched for so long.
@@ -206,6 +206,7 @@ class StoreOutbox:
             for file in self._template.iterdir():
                 if file.is_file() and file.suffix != ".safetensors":
                     shutil.copy(file, folder)
+            weights = to_bfloat16(weights, seed=step)
             write_weights(weights, folder)
             mark = fingerprint(weights.items())
             policies.publish_policy(self._store, Path(folder), step, mark, attempt=self._attempt, final=final)

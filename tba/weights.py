@@ -9,6 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+NOISE = 1 << 20  # random numbers that all tensors are rounded by, in turn: drawing one for each weight takes seconds
+
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of every weight in a Hugging Face folder, one at a time.
@@ -27,6 +29,29 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
     """The weights as one safetensors file that `from_pretrained` and vLLM load."""
     save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def to_bfloat16(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Weights on the CPU as bfloat16; float32 ones rounded up or down at random, so that they are right on average.
+
+    A model that came in bfloat16 lies on its grid, and a policy step is a tenth of the distance to the next point:
+    rounded to the nearest, published policies would stay the first one for many steps. Equal seeds round alike.
+    """
+    random = torch.Generator().manual_seed(seed)
+    noise = torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=random)
+    return {
+        name: tensor if tensor.dtype == torch.bfloat16 else _round_at_random(tensor, noise)
+        for name, tensor in weights.items()
+    }
+
+
+def _round_at_random(tensor: Tensor, noise: Tensor) -> Tensor:
+    """bfloat16 is the upper half of a float32: what is added to the lower carries over as often as that is large."""
+    rounded = torch.empty(tensor.shape, dtype=torch.bfloat16)
+    chunks = tensor.flatten().view(torch.int32).split(NOISE)
+    for chunk, into in zip(chunks, rounded.flatten().view(torch.int16).split(NOISE), strict=True):
+        into.copy_((chunk + noise[: len(chunk)]) >> 16)
+    return rounded
 
 
 class Fingerprint:

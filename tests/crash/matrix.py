@@ -46,6 +46,7 @@ from tests.character_model import save_character_model
 REPOSITORY = Path(__file__).parents[2]
 INTERVAL = 4  # steps between checkpoints
 SETTINGS = {
+    "searchers": 1,
     "sampling.prompts_per_batch": 2,
     "sampling.responses_per_prompt": 4,
     "sampling.min_size": 32,

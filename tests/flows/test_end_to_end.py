@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 STEPS, B, K = 8, 2, 4
 SMALL = {
+    "searchers": 1,
     "sampling.prompts_per_batch": B,
     "sampling.responses_per_prompt": K,
     "sampling.min_size": 32,

@@ -60,7 +60,7 @@ def started(monkeypatch) -> list[dict]:
 
 
 def new_flow(store: RunStore) -> train.Searchers:
-    return train.Searchers(RunConfig(run=store.run, store=store.url))
+    return train.Searchers(RunConfig(run=store.run, store=store.url, searchers=1))
 
 
 def tba(*arguments: str):

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 SMALL = {
     "search.prompts_per_round": 4,
     "search.samples_per_prompt": 4,
+    "searchers": 1,
     "sampling.prompts_per_batch": 2,
     "sampling.responses_per_prompt": 4,
     "sampling.min_size": 16,

@@ -157,7 +157,7 @@ def uniform_number(step: int, purpose: str, name: object) -> float:
 
 
 def slots_of_each(times_sampled: list[int], num_candidates: int, K: int) -> list[int]:
-    """One each where there are enough; else K slots cut the samples into equal parts, whose middles say whose each is."""
+    """One each where there are enough; else K slots cut the samples into equal parts: whose middle is whose slot."""
     if num_candidates >= K:
         return [1] * K
     num, slots, up_to = sum(times_sampled), [], 0

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from tba.embedded import embedded_model
 from tba.engine import Sampling, TransformersEngine, make_engine
 from tba.policy import Group, load_policy, response_logprobs
-from tba.precision import compute_dtype
+from tba.precision import serving_dtype
 from tba.weights import fingerprint, read_weights, write_weights
 
 PROMPTS = ["24 + 17 = 41\n63 + 21 = 84\n58 + 36 = 94\n46 + 39 =", "24 + 17 = 41\n63 + 21 = 84\n11 + 12 ="]
@@ -57,7 +57,7 @@ def greedy_tokens(engine, tokens) -> list[list[int]]:
 
 def plain_greedy(folder: Path, base: Path, prompt: list[int]) -> list[int]:
     """Token by token, whole sequence each time."""
-    model = load_policy(base, compute_dtype())
+    model = load_policy(base, serving_dtype())
     model.set_attn_implementation("sdpa")
     model.load_state_dict(dict(read_weights(folder)), strict=False)
     sequence = list(prompt)
@@ -85,7 +85,7 @@ def check_samples(engine, base, tokens) -> None:
     engine.load(base)
     responses = engine.sample(tokens, Sampling(6, 0.7, 1.0, 4, [2, NEWLINE]))
     assert [len(of_prompt) for of_prompt in responses] == [6, 6]
-    policy = load_policy(base, compute_dtype())
+    policy = load_policy(base, serving_dtype())
     groups = [Group(prompt, [r.tokens for r in of_prompt]) for prompt, of_prompt in zip(tokens, responses, strict=True)]
     with torch.no_grad():
         expected = response_logprobs(policy, groups, temperature=0.7)

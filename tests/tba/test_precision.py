@@ -1,4 +1,4 @@
-"""Claim: matrix products are bfloat16 where the device has instructions for it, and float32 elsewhere.
+"""Claim: engines compute in bfloat16 where the device has instructions for it; training is float32 on any CPU.
 
 python -m pytest tests/tba/test_precision.py
 """
@@ -6,7 +6,7 @@ python -m pytest tests/tba/test_precision.py
 import pytest
 import torch
 
-from tba.precision import compute_dtype
+from tba.precision import compute_dtype, serving_dtype
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,12 @@ from tba.precision import compute_dtype
         ({}, torch.float32),  # unknown
     ],
 )
-def test_a_cpu_computes_in_what_it_multiplies_in_hardware(capabilities, dtype, monkeypatch):
+def test_a_cpu_serves_in_what_it_multiplies_in_hardware_and_trains_in_float32(capabilities, dtype, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert compute_dtype("cpu") == dtype
+    assert serving_dtype("cpu") == dtype
+    assert compute_dtype("cpu") == torch.float32
 
 
 def test_a_gpu_computes_in_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    assert compute_dtype("cuda") == torch.bfloat16
+    assert compute_dtype("cuda") == serving_dtype("cuda") == torch.bfloat16
