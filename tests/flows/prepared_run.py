@@ -19,7 +19,7 @@ from tests.storage.helpers import (
 def prepare_run(url: str, run: str = "arithmetic", *, steps: int = 3, finished: bool = False) -> RunStore:
     """The first steps of 80 were trained on two rounds of one Searcher, by a machine that is elsewhere."""
     store = RunStore(url, run)
-    store.create_run(RunConfig(run=run).recorded())
+    store.create_run(RunConfig(run=run, searchers=1, train={"steps": 80}).recorded())
     ledger.start_attempt(store, resumed_from=0, owner=OWNER)
     for number in range(2):
         commit_shard(store, make_shard("s0", number))
