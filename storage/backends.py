@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
 import pyarrow.fs
 
@@ -252,8 +253,17 @@ class S3Prefix:
             self._fs.rm_file(f"{self._root}/{path}")
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
-        # s3fs again, not Arrow's own client: one place that finds address and credentials
-        return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(self._fs)), self._root
+        # Arrow's own client. s3fs below Arrow deadlocks: pyarrow starts a scan with the interpreter's lock held and waits
+        # for a lock of Arrow's, whose holder waits for the interpreter to open a file. Address and region are those that
+        # s3fs found; for credentials both look in AWS's standard places.
+        self._fs.connect()
+        found = self._fs._s3.meta
+        address = urlsplit(found.endpoint_url)
+        is_aws = address.netloc.endswith(".amazonaws.com")
+        filesystem = pyarrow.fs.S3FileSystem(
+            region=found.region_name, scheme=address.scheme, endpoint_override=None if is_aws else address.netloc
+        )
+        return filesystem, self._root
 
     def local_path(self, path: str) -> None:
         return None

@@ -357,14 +357,15 @@ def _broken_safetensors(store: RunStore, path: str) -> str | None:
     """Why the file cannot be whole, from its header and size alone: a checkpoint is several times the weights."""
     filesystem, base = store.arrow_filesystem()
     with filesystem.open_input_file(f"{base}/{path}") as file:
-        header_length = int.from_bytes(file.read_at(8, 0), "little")
+        size = file.size()
+        header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
         try:
-            header = json.loads(file.read_at(min(header_length, file.size()), 8))
+            header = json.loads(file.read_at(min(header_length, size - 8), 8) if size > 8 else b"")
             ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return f"its header cannot be read ({error!r})"
         expected = 8 + header_length + max(ends, default=0)
-        return None if file.size() == expected else f"it has {file.size()} bytes, its header says {expected}"
+        return None if size == expected else f"it has {size} bytes, its header says {expected}"
 
 
 def _some(ids: list[str]) -> str:

@@ -87,10 +87,9 @@ def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
             raise KeyboardInterrupt
         real(path)
 
-    monkeypatch.setattr(run, "delete", fails_on_round_2)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "delete", fails_on_round_2)
         upkeep.delete_superseded(run, NOW)
-    monkeypatch.undo()
     assert counted(run)["s0"] == [4]
     upkeep.delete_superseded(run, NOW)
     assert len(run.list("trajectories")) == 2
