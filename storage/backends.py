@@ -253,9 +253,9 @@ class S3Prefix:
             self._fs.rm_file(f"{self._root}/{path}")
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
-        # Arrow's own client. s3fs below Arrow deadlocks: pyarrow starts a scan with the interpreter's lock held and waits
-        # for a lock of Arrow's, whose holder waits for the interpreter to open a file. Address and region are those that
-        # s3fs found; for credentials both look in AWS's standard places.
+        # Arrow's own client: s3fs below Arrow deadlocks. pyarrow starts a scan with the interpreter's lock held and
+        # waits for a lock of Arrow's, whose holder waits for the interpreter's to open a file. Address and region are
+        # what s3fs found; for credentials both look in AWS's standard places.
         self._fs.connect()
         found = self._fs._s3.meta
         address = urlsplit(found.endpoint_url)

@@ -16,6 +16,7 @@ import json
 import time
 
 import pyarrow.dataset as ds
+from pyarrow.fs import PyFileSystem
 import pytest
 
 from storage.errors import AlreadyExists, NotFound, RunConfigMismatch, StoreUnreachable
@@ -220,3 +221,4 @@ def test_pyarrow_reads_through_arrow_filesystem(store):
     path = commit_shard(store, make_shard(num_rows=5))
     filesystem, base = store.arrow_filesystem()
     assert ds.dataset(f"{base}/{path}", filesystem=filesystem).count_rows() == 5
+    assert not isinstance(filesystem, PyFileSystem), "a scan through Python can deadlock (storage/backends.py)"
