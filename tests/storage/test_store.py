@@ -16,8 +16,8 @@ import json
 import time
 
 import pyarrow.dataset as ds
-from pyarrow.fs import PyFileSystem
 import pytest
+from pyarrow.fs import PyFileSystem
 
 from storage.errors import AlreadyExists, NotFound, RunConfigMismatch, StoreUnreachable
 from storage.shards import commit_shard
