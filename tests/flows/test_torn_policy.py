@@ -6,6 +6,7 @@ one, each whole: the fingerprint of the weights is the published one.
 python -m pytest tests/flows/test_torn_policy.py
 """
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -39,17 +40,24 @@ def publish(store: RunStore, step: int, folder: Path) -> PolicyRef:
     return publish_policy(store, folder, step, fingerprint(read_weights(folder)), attempt=1)
 
 
+def fetched_bytes(cache: Path) -> int:
+    """Of a fetch that is not complete."""
+    with contextlib.suppress(FileNotFoundError):  # completed while this looks
+        return sum(file.stat().st_size for file in cache.glob(".tmp-*/*"))
+    return 0
+
+
 def killed_while_it_fetches(store: RunStore, cache: Path) -> bool:
-    """Whether the kill came when some files were there and not all."""
+    """Whether the kill came when something was there and not all."""
     fetching = subprocess.Popen([sys.executable, "-c", FETCH, store.url, store.run, str(cache)])
     try:
         deadline = time.monotonic() + 120
-        while not list(cache.glob(".tmp-*/*")) and fetching.poll() is None and time.monotonic() < deadline:
+        while not fetched_bytes(cache) and fetching.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
     finally:
         fetching.kill()
         fetching.wait()
-    return any(sum(file.stat().st_size for file in folder.iterdir()) for folder in cache.glob(".tmp-*"))
+    return fetched_bytes(cache) > 0
 
 
 @pytest.mark.s3
