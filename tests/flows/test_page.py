@@ -195,14 +195,14 @@ def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
     assert {0, *(step for step in range(stopped["step"], STEPS + 1) if step % 2 == 0)} <= steps
     (last,) = [event for event in published if event["payload"]["final"]]
     assert last["payload"] | {"step": STEPS, "attempt": 2, "num_shards": 1, "fingerprint": "f" * 32} == last["payload"]
-    made = events(client, "prefect.asset.materialization.succeeded", f"{root}/suspended/policies/step={STEPS:08d}")
-    (asset,) = made
+    policy = f"{root}/suspended/policies/step={STEPS:08d}"
+    (asset,) = wait_for(lambda: events(client, "prefect.asset.materialization.succeeded", policy))
     shard = f"{root}/suspended/trajectories/searcher=s0/round=00000000.parquet"
     assert shard in [related["prefect.resource.id"] for related in asset["related"]]
     names = [related["prefect.resource.name"] for related in asset["related"] if "task-run" in related.values()]
     assert names == [f"steps {STEPS - 1} to {STEPS}"]
 
-    (finished,) = events(client, "tba.run.finished", "tba.run.suspended")
+    (finished,) = wait_for(lambda: events(client, "tba.run.finished", "tba.run.suspended"))
     assert finished["payload"]["accuracy_after"] == 0.75 and finished["payload"]["steps"] == STEPS
     asked_for = {"store": root, "run": "suspended"}
     wait_for(lambda: [r for r in flow_runs_of(client, "maintain") if r.parameters == asked_for])
