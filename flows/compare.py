@@ -20,8 +20,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from flows.config import RunConfig
-from flows.learn import make_draw
 from flows.machine import code_version, this_process
+from flows.training import make_draw
 from storage import ledger, shards
 from storage.inspect import query
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table

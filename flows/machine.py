@@ -1,8 +1,12 @@
 """What a process of a run asks of the machine it is on."""
 
+import logging
 import os
+import re
+import shutil
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -54,3 +58,17 @@ def code_version() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return described.stdout.strip() or "unknown"
+
+
+def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
+    """One that tells whose it is, should this process be killed before it removes it."""
+    return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
+
+
+def remove_leftovers(run: str) -> None:
+    """Removes temporary folders that killed Trainers of the run left on this machine: a checkpoint is gigabytes."""
+    for folder in Path(tempfile.gettempdir()).glob("tba-*"):
+        match = re.fullmatch(rf"tba-(checkpoint|policy|resume)-{re.escape(run)}@(\d+)-\w+", folder.name)
+        if match and not psutil.pid_exists(int(match[2])):
+            logging.getLogger("tba.learn").info("removing %s, which a killed Trainer left", folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stays

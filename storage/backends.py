@@ -253,17 +253,19 @@ class S3Prefix:
             self._fs.rm_file(f"{self._root}/{path}")
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        return self._arrow, self._root
+
+    @functools.cached_property
+    def _arrow(self) -> pyarrow.fs.FileSystem:
         # Arrow's own client: s3fs below Arrow deadlocks. pyarrow starts a scan with the interpreter's lock held and
         # waits for a lock of Arrow's, whose holder waits for the interpreter's to open a file. Address and region are
         # what s3fs found; for credentials both look in AWS's standard places.
-        self._fs.connect()
-        found = self._fs._s3.meta
+        found = self._fs.s3.meta
         address = urlsplit(found.endpoint_url)
-        is_aws = address.netloc.endswith(".amazonaws.com")
-        filesystem = pyarrow.fs.S3FileSystem(
+        is_aws = address.netloc.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        return pyarrow.fs.S3FileSystem(
             region=found.region_name, scheme=address.scheme, endpoint_override=None if is_aws else address.netloc
         )
-        return filesystem, self._root
 
     def local_path(self, path: str) -> None:
         return None

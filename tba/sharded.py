@@ -6,7 +6,7 @@ ZeRO-3 gathers weights and ZeRO-2 sums gradients in each, and all must take part
 gradients that are not finite go by the norm of the whole gradient, so that all decide alike. A checkpoint is the same
 single file as one device's, and resumes on any number.
 
-Numerics are those of one device: float32 masters, bfloat16 autocast, torch's AdamW; only sums come in another order.
+Numerics are those of one device (tba/precision.py), with torch's AdamW; only sums come in another order.
 """
 
 import functools

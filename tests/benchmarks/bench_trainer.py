@@ -1,19 +1,18 @@
 """How fast is a training step, beside TRL's GRPOTrainer? `make bench-trainer`: a table, then one JSON object.
 
 Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
-the response, rewards 0 or 1), float32 weights, matrix products in bfloat16 where the CPU has instructions for it and in
-float32 elsewhere, the same fused AdamW, clipping and number of steps. Neither checkpoints gradients. Each shape and
-side has a process of its own, where its peak resident memory is measured: 4 prompts x 16 responses; short: prompts of
-40 tokens, responses of 6; long: 100 and
-128. Generation is left out: TRL gets the responses through its `rollout_func`, and its step is timed from the forward
-pass to the optimizer's end. A forward pass holds one prompt's 16 responses at most, on both sides: TRL's pass over a
-whole long batch was not measured, and is estimated at more memory than 24 GB.
+the response, rewards 0 or 1), weights and matrix products in float32, the same fused AdamW, clipping and number of
+steps. Neither checkpoints gradients. Each shape and side has a process of its own, where its peak resident memory is
+measured: 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left
+out: TRL gets the responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's
+end. A forward pass holds one prompt's 16 responses at most, on both sides: TRL's pass over a whole long batch was not
+measured, and is estimated at more memory than 24 GB.
 A step is the fastest of those after the first: other programs on the machine can only add to it. The last case
 publishes a policy every second step to a local folder: publish_stall_share is the time that training stood still for it
 over the time of the steps, publishing_step_s_mean what a step then takes on average, the writing beside it included.
 
-flops_share_long: useful FLOPs of our step over what two cores' products of matrices reach here in the same precision,
-4096 x 4096 x 4096.
+flops_share_long: useful FLOPs of our step over what two cores' products of matrices reach here in float32 (which is
+what is trained in), 4096 x 4096 x 4096; bf16_share_long: over what they reach in bfloat16.
 Useful: 6 x weights in matrix products x tokens, each prompt's once, plus attention's (4 x hidden size for each pair of
 tokens that attend, 3 x for the backward pass), plus the head's for the tokens that are scored. Recomputation, the
 optimizer and casts count as nothing.
@@ -95,7 +94,8 @@ def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
 def publish_ours(folder: Path, shape: Shape) -> dict:
     """Our loop with its real outbox, on a local folder: a policy every second step."""
     from flows.config import RunConfig
-    from flows.learn import StoreOutbox
+    from flows.heartbeat import Heartbeat
+    from flows.training import StoreOutbox
     from storage.store import RunStore
     from tba.trainer import Batch, train
 
@@ -117,9 +117,11 @@ def publish_ours(folder: Path, shape: Shape) -> dict:
 
     trainer, draws = our_trainer(folder, shape, PUBLISHING_STEPS)
     store = RunStore(Path(tempfile.mkdtemp()).as_uri(), "bench")
-    outbox = Outbox(store, RunConfig(), 1, folder, os.getppid())
+    heart = Heartbeat(store, RunConfig(), 1, os.getppid())
+    outbox = Outbox(store, RunConfig(), 1, folder, heart)
     train(trainer, Experience(), outbox)
-    outbox.close("finished")
+    outbox.close()
+    heart.end("finished")
     steps = steps[2:]  # the first step is slow, and the first policy is published before it
     return {
         "step_s": sum(step["step_s"] for step in steps) / len(steps),
@@ -133,8 +135,6 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
     from datasets import Dataset
     from transformers import AutoConfig, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-
-    from tba.precision import compute_dtype
 
     config = AutoConfig.from_pretrained(folder)
     groups = make_groups(shape, config.eos_token_id, config.vocab_size)
@@ -179,7 +179,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
             use_cpu=True,
-            bf16=compute_dtype() == torch.bfloat16,
+            bf16=False,
             gradient_checkpointing=False,
             per_device_train_batch_size=NUM_RESPONSES,
             gradient_accumulation_steps=NUM_PROMPTS,
@@ -217,15 +217,13 @@ def run_case(side: str, shape: Shape, folder: Path) -> dict:
     return {"step_s": min(seconds[1:]), "peak_mb": peak_mb}
 
 
-def measured_peak_flops() -> float:
-    """FLOPs a second of a large matrix product on these cores, in the precision that is trained in: the best of ten."""
+def measured_peak_flops(precision: str) -> float:
+    """FLOPs a second of a large matrix product on these cores: the best of ten."""
     import torch
-
-    from tba.precision import compute_dtype
 
     torch.set_num_threads(2)
     size, best = 4096, float("inf")
-    one, other = (torch.randn(size, size).to(compute_dtype()) for _ in range(2))
+    one, other = (torch.randn(size, size).to(getattr(torch, precision)) for _ in range(2))
     for _ in range(10):
         started = time.monotonic()
         one @ other
@@ -265,7 +263,8 @@ def main() -> None:
         speed = scored / result["step_s"]
         print(f"{side:12}{name:8}{result['step_s']:10.2f}{speed:10.0f}{result['peak_mb']:10.0f}", flush=True)
     ours, publish = {name: results["ours", name] for name in SHAPES}, results["publish", "short"]
-    peak = measured_peak_flops()
+    peak, bf16_peak = measured_peak_flops("float32"), measured_peak_flops("bfloat16")
+    flops = useful_flops(folder, SHAPES["long"])
 
     def ratio(side: str, name: str) -> float:
         return round(results[side, name]["step_s"] / ours[name]["step_s"], 2)
@@ -282,9 +281,11 @@ def main() -> None:
                 "publishing_step_s_mean": round(publish["step_s"], 3),
                 "peak_mb_long": round(ours["long"]["peak_mb"]),
                 "trl_peak_mb_long": round(results["trl", "long"]["peak_mb"]),
-                "useful_tflops_long": round(useful_flops(folder, SHAPES["long"]) / 1e12, 3),
+                "useful_tflops_long": round(flops / 1e12, 3),
                 "peak_gflops": round(peak / 1e9),
-                "flops_share_long": round(useful_flops(folder, SHAPES["long"]) / ours["long"]["step_s"] / peak, 3),
+                "peak_bf16_gflops": round(bf16_peak / 1e9),
+                "flops_share_long": round(flops / ours["long"]["step_s"] / peak, 3),
+                "bf16_share_long": round(flops / ours["long"]["step_s"] / bf16_peak, 3),
             }
         )
     )

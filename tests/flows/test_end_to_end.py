@@ -1,11 +1,11 @@
 """The main job on real parts: Prefect server and worker, a vLLM Searcher, the Trainer, the embedded model.
 
-- SIGKILL to the whole process group in mid-training, then the same command: the run resumes from its checkpoint, every
-  committed shard is still there and counted once, and the steps that count are each there once.
+- SIGKILL to the whole process group in mid-training leaves no process. Then the same command: it finds the stale state
+  and the flow run left Running, marks that Crashed, and the run resumes from its checkpoint; every committed shard is
+  still there and counted once, and the steps that count are each there once.
 - `tba sql` answers during and after the run; plain DuckDB reads the shards by a glob.
 - The summary has what it promises; the final policy loads with from_pretrained and is the one that was fingerprinted.
 - The same command on a finished run says so and changes nothing. Nothing is left running.
-- gsm8k runs from a local JSONL file.
 
 python -m pytest tests/flows/test_end_to_end.py -m slow
 """
@@ -18,11 +18,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
 import psutil
 import pytest
+
+from tests.flows.test_stack import states
 
 pytestmark = pytest.mark.slow
 
@@ -87,15 +90,19 @@ def sql(project: Path, run: str, query: str) -> list[dict]:
     return json.loads(finish(tba(project, "sql", run, query, "--format", "json")))
 
 
-def wait_for_step(run_folder: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 600
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(FileNotFoundError):
-            if json.loads((run_folder / "trainer" / "heartbeat.json").read_text())["step"] >= step:
-                return
+    while not condition():
+        if time.monotonic() > deadline or process.poll() is not None:
+            process.kill()
+            raise AssertionError(f"it did not come to that: {process.communicate()[0]}")
         time.sleep(0.1)
-    process.kill()
-    raise AssertionError(f"step {step} was not reached: {process.communicate()[0]}")
+
+
+def trained(run_folder: Path, steps: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((run_folder / "trainer" / "heartbeat.json").read_text())["step"] >= steps
+    return False
 
 
 def left_running(project: Path) -> list[str]:
@@ -115,17 +122,21 @@ def shards(run_folder: Path) -> dict[str, bytes]:
 def test_a_run_killed_in_mid_training_resumes_and_ends_as_if_nothing_had_happened(project):
     run_folder = project / ".tba" / "killed"
     process = train(project, "killed", "--steps", str(STEPS))
-    wait_for_step(run_folder, 5, process)
+    wait_for(lambda: trained(run_folder, 5), process)
     (during,) = sql(project, "killed", "SELECT count(*) AS n, count(DISTINCT trajectory_id) AS ids FROM trajectories")
     assert during["n"] == during["ids"] >= 32
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not wait_until_gone(project)
+    stack = project / ".tba" / ".local" / "stack.json"
+    assert json.loads(stack.read_text())["processes"]  # stale
     committed = shards(run_folder)
 
-    output = finish(train(project, "killed", "--steps", str(STEPS)))
-    assert "Accuracy before" in output
-    assert not left_running(project)
+    process = train(project, "killed", "--steps", str(STEPS))
+    wait_for((run_folder / "trainer" / "attempt=00000002.json").exists, process)
+    assert states(json.loads(stack.read_text())["url"], "killed") == ["Crashed", "Running"]
+    assert "Accuracy before" in finish(process)
+    assert not left_running(project) and not stack.exists()
 
     after = shards(run_folder)
     assert {name: after.get(name) for name in committed} == committed
@@ -183,19 +194,6 @@ def test_every_served_policy_was_a_published_one(project):
     # A step that both attempts published may have two.
     assert all(row["fingerprints"] <= 2 for row in rows)
     assert len(rows) >= 2
-
-
-def test_gsm8k_runs_from_a_local_file(project):
-    lines = [
-        {"question": f"Ann has {n} apples and buys {n + 1} more. How many has she?", "answer": f"#### {2 * n + 1}"}
-        for n in range(80)
-    ]
-    file = project / "gsm8k.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["--task", "gsm8k", "--data", str(file), "--steps", "3", "--set", "task.max_response_tokens=24"]
-    finish(train(project, "words", *options))
-    assert [row["step"] for row in sql(project, "words", "SELECT step FROM training_steps ORDER BY 1")] == [1, 2, 3]
-    assert not left_running(project)
 
 
 def wait_until_gone(project: Path) -> list[str]:

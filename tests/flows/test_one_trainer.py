@@ -1,6 +1,7 @@
 """One Trainer works on a run (flows/learn.py), with real processes that hold the run but train nothing.
 
 Claims
+- a run is claimed before anything heavy is imported
 - of two Trainers started at once exactly one begins; the other says so, ends with its own status and writes nothing
 - after a SIGKILL the next one begins at once
 - a Trainer that froze while another took over ends when it wakes, and writes nothing more
@@ -33,7 +34,7 @@ TRAINER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from flows import devices, learn
+from flows import devices, heartbeat, learn, training
 
 def train(trainer, experience, outbox):
     print("training", flush=True)
@@ -41,12 +42,12 @@ def train(trainer, experience, outbox):
         while True:
             outbox.status("training", 1)
             time.sleep(0.1)
-    except learn.Stopped:
+    except training.Stopped:
         pass
 
-learn.model_folder, learn.train = lambda name: Path(), train
+training.model_folder, training.train = lambda name: Path(), train
 devices.Trainer = lambda *_: SimpleNamespace(step=1)
-learn.HEARTBEAT_S = 0.5
+heartbeat.HEARTBEAT_S = 0.5
 print("ready", flush=True)
 input()
 sys.exit(learn.main(*sys.argv[1:]))
@@ -115,6 +116,12 @@ def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(s
     assert third.wait(timeout=START_S) == 0
     beat = json.loads(store.get(ledger.HEARTBEAT))
     assert (beat["state"], beat["step"]) == ("stopped", 1)
+
+
+def test_a_run_is_claimed_before_anything_heavy_is_imported():
+    """The flow starts Searchers as soon as the run is claimed; torch takes ten seconds."""
+    python = start_python("import sys, flows.learn; print({'torch', 'transformers', 'accelerate'} & set(sys.modules))")
+    assert python.communicate()[0] == "set()\n"
 
 
 def test_a_frozen_trainer_ends_when_it_wakes_and_writes_no_more(store, start):

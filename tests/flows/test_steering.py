@@ -13,6 +13,7 @@ Claims
 Run: pytest tests/flows/test_steering.py
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -26,10 +27,12 @@ from prefect.logging import disable_run_logger
 from prefect.states import Completed
 from typer.testing import CliRunner
 
-from flows import control, learn, search, train
+from flows import control, search, train
 from flows.cli import app
 from flows.config import RunConfig
+from flows.heartbeat import Heartbeat
 from flows.machine import this_process
+from flows.training import StoreOutbox
 from storage import ledger
 from storage.errors import StoreUnreachable
 from storage.policies import PolicyRef
@@ -145,17 +148,17 @@ def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
 
 
 def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
-    monkeypatch.setattr(learn, "HEARTBEAT_S", 0.05)
-    outbox = learn.StoreOutbox(store, RunConfig(), 1, Path(), parent=os.getppid())
+    monkeypatch.setattr("flows.heartbeat.HEARTBEAT_S", 0.05)
+    heart = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
     try:
-        assert not outbox.stop.wait(0.2)
+        assert not heart.stop.wait(0.2)
         control.ask_to_stop(store)
-        assert outbox.stop.wait(10)
-        with pytest.raises(Stopped):
+        assert heart.stop.wait(10)
+        with contextlib.closing(StoreOutbox(store, RunConfig(), 1, Path(), heart)) as outbox, pytest.raises(Stopped):
             outbox.status("training", 4)
         assert not control.take_back_stop(store)
     finally:
-        outbox.close("stopped")
+        heart.end("stopped")
 
 
 @pytest.mark.parametrize(

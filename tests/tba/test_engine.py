@@ -55,24 +55,33 @@ def greedy_tokens(engine, tokens) -> list[list[int]]:
     return [only.tokens for (only,) in engine.sample(tokens, GREEDY)]
 
 
-def plain_greedy(folder: Path, base: Path, prompt: list[int]) -> list[int]:
-    """Token by token, whole sequence each time."""
+def plain_greedy(base: Path, other: Path, tokens: list[list[int]]) -> dict[Path, list[list[int]]]:
+    """What either policy answers, token by token, whole sequence each time."""
     model = load_policy(base, serving_dtype())
     model.set_attn_implementation("sdpa")
-    model.load_state_dict(dict(read_weights(folder)), strict=False)
-    sequence = list(prompt)
-    for _ in range(8):
-        sequence.append(model(torch.tensor([sequence])).logits[0, -1].argmax().item())
-        if sequence[-1] in GREEDY.stop_tokens:
-            break
-    return sequence[len(prompt) :]
+
+    @torch.inference_mode()
+    def answer(prompt: list[int]) -> list[int]:
+        sequence = list(prompt)
+        for _ in range(8):
+            sequence.append(model(torch.tensor([sequence])).logits[0, -1].argmax().item())
+            if sequence[-1] in GREEDY.stop_tokens:
+                break
+        return sequence[len(prompt) :]
+
+    answers = {}
+    for folder in (base, other):
+        model.load_state_dict(dict(read_weights(folder)), strict=False)
+        answers[folder] = [answer(prompt) for prompt in tokens]
+    assert answers[base] != answers[other]
+    return answers
 
 
 def test_transformers_swaps_policies_in_place(base, other, tokens):
-    engine = TransformersEngine(base, **LIMITS)
+    engine, expected = TransformersEngine(base, **LIMITS), plain_greedy(base, other, tokens)
     for folder in (base, other, base):
         assert engine.load(folder) == fingerprint(read_weights(folder))
-        assert greedy_tokens(engine, tokens) == [plain_greedy(folder, base, prompt) for prompt in tokens]
+        assert greedy_tokens(engine, tokens) == expected[folder]
 
 
 def test_transformers_refuses_weights_of_another_model(base, tmp_path):
@@ -105,10 +114,10 @@ def test_transformers_samples_with_their_logprobs(base, tokens):
 
 
 def check_vllm(base, other, tokens) -> None:
-    engine = make_engine(base, **LIMITS)
+    engine, expected = make_engine(base, **LIMITS), plain_greedy(base, other, tokens)
     for folder in (base, other, base):
         assert engine.load(folder) == fingerprint(read_weights(folder))
-        assert greedy_tokens(engine, tokens) == [plain_greedy(folder, base, prompt) for prompt in tokens]
+        assert greedy_tokens(engine, tokens) == expected[folder]
     check_samples(engine, base, tokens)
 
 

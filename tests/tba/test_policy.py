@@ -27,7 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tba import policy
+from tba import policy, shared_prefix
 from tba.policy import Group, check_supported, load_policy, response_logprobs, sequence_logprobs
 
 SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -111,7 +111,7 @@ def test_what_responses_begin_with_alike_is_computed_once():
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("together", [0, 9, 256], ids=["groups apart", "some together", "all together"])
 def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, monkeypatch):
-    monkeypatch.setattr(policy, "TOGETHER_TOKENS", together)
+    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", together)
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
     expected = plain_logprobs(slow, groups)
     got = [tokens for of_group in response_logprobs(fast, groups, TEMPERATURE) for tokens in of_group]
@@ -181,7 +181,7 @@ def test_models_whose_logits_are_capped_or_scaled_are_refused(config, reason):
 def test_what_prompts_begin_with_is_computed_once():
     # Three tokens are common, but each prompt keeps its last: two are shared.
     packed = [7, 8, *[9, 5, 1, 2], *[9, 6, 2], *[9, 5, 6, 1, 1, 1]]
-    assert policy._pack(ALIKE, torch.device("cpu")).input_ids.tolist() == [packed]
+    assert shared_prefix.pack(ALIKE, torch.device("cpu")).input_ids.tolist() == [packed]
 
 
 def test_logits_in_chunks_give_the_same(monkeypatch):

@@ -234,6 +234,7 @@ def test_published_weights_load_with_from_pretrained(model_folder, tmp_path):
     trainer = make_trainer(model_folder)
     trainer.train_step(DRAWS)
     weights = to_bfloat16(trainer.weights(), seed=1)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in weights  # tied to the embedding
     trainer._policy.config.save_pretrained(tmp_path)
     write_weights(weights, tmp_path)

@@ -1,14 +1,16 @@
-"""What the Trainer's process adds to trainer and store (flows/learn.py).
+"""What the Trainer's process adds to trainer and store (flows/training.py, flows/heartbeat.py).
 
 Claims
 - flow control is in every step's metrics; while a draw is too early its reason is what the heartbeat says
 - Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
 - a checkpoint follows the ledger: what was trained before it is on record
+- what is published is bfloat16, whatever the Trainer computes in
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
-Run: pytest tests/flows/test_learn.py
+Run: pytest tests/flows/test_training.py
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -19,12 +21,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from flows import learn
+from flows import machine, training
 from flows.config import RunConfig
-from storage import ledger
+from flows.heartbeat import Heartbeat
+from storage import ledger, policies
 from storage.schema import TRAINING_STEP
 from tba.trainer import Batch
+from tba.weights import fingerprint, read_weights
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import make_batch, make_training_step
 
@@ -37,14 +42,23 @@ def store(tmp_path):
 @pytest.fixture
 def experience(store):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2, max_age=4)
-    return learn.StoredExperience(store, buffer, attempt=1)
+    return training.StoredExperience(store, buffer, attempt=1)
 
 
 @pytest.fixture
-def outbox(store):
-    outbox = learn.StoreOutbox(store, RunConfig(), 1, Path(), parent=os.getppid())
-    yield outbox
-    outbox.close("finished")
+def heart(store):
+    heart = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
+    yield heart
+    heart.end("finished")
+
+
+@pytest.fixture
+def outbox(store, heart, tmp_path):
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "config.json").write_text("{}")
+    with contextlib.closing(training.StoreOutbox(store, RunConfig(), 1, template, heart)) as outbox:
+        yield outbox
 
 
 def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experience):
@@ -59,10 +73,10 @@ def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experienc
     assert experience.draw(3).startswith("step 3 would draw each of 8")
 
 
-def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, caplog, monkeypatch):
+def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, heart, caplog, monkeypatch):
     commit(store, "s0", 0, distinct("ab", 4))
     experience.sync(1)
-    monkeypatch.setattr(learn, "SEARCHERS_SILENT_S", 0.2)
+    monkeypatch.setattr(training, "SEARCHERS_SILENT_S", 0.2)
     time.sleep(0.3)
     with caplog.at_level(logging.WARNING, logger="tba.learn"):
         for _ in range(3):
@@ -72,26 +86,38 @@ def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, cap
     facts = experience.draw(1).facts
     assert facts["searchers_silent_s"] >= 0.3
     outbox.status("training", 1, facts)
-    outbox._write_beat()
+    heart.write()
     assert json.loads(store.get(ledger.HEARTBEAT))["message"].startswith("no new shard for")
 
     commit(store, "s0", 1, distinct("ab", 4))
     experience.sync(2)
     outbox.status("training", 2, experience.draw(2).facts)
-    outbox._write_beat()
+    heart.write()
     assert json.loads(store.get(ledger.HEARTBEAT))["message"] == ""
 
 
 def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     written, go_on = [], threading.Event()
     record = ledger.record_training_step
-    monkeypatch.setattr(learn.ledger, "record_training_step", lambda *of: (go_on.wait(30), record(*of)))
-    monkeypatch.setattr(learn.ledger, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
+    monkeypatch.setattr(training.ledger, "record_training_step", lambda *of: (go_on.wait(30), record(*of)))
+    monkeypatch.setattr(training.ledger, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
     metrics = {k: v for k, v in make_training_step(1, 1).items() if k not in ("attempt", "step")}
     outbox.record(1, Batch([], {}, make_batch([0])), metrics)
     threading.Timer(0.3, go_on.set).start()
     outbox.checkpoint(1, SimpleNamespace(save=lambda folder: None))
     assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]
+
+
+def test_what_is_published_is_bfloat16(store, outbox, tmp_path):
+    outbox.publish(7, {"weight": torch.full((1000,), 1 + 2**-10)}, final=False)
+    deadline = time.monotonic() + 30
+    while (ref := policies.latest_policy(store)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    folder = policies.fetch_policy(store, ref, tmp_path / "cache")
+    ((_, weight),) = read_weights(folder)
+    assert weight.dtype == torch.bfloat16
+    assert 0 < (weight > 1).sum() < 1000, "a step smaller than bfloat16's grid arrives on average"
+    assert (folder / "config.json").exists() and ref.fingerprint == fingerprint([("weight", weight)])
 
 
 def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch):
@@ -102,9 +128,9 @@ def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch)
         for kind in ("checkpoint", "policy", "resume"):
             (tmp_path / f"tba-{kind}-{run}@{pid}-abc").mkdir()
     (tmp_path / "tba-words-mine").mkdir()
-    learn.remove_leftovers("mine")
+    machine.remove_leftovers("mine")
     gone = {tmp_path / f"tba-{kind}-mine@{ended.pid}-abc" for kind in ("checkpoint", "policy", "resume")}
     assert len(list(tmp_path.iterdir())) == 10 and not gone & set(tmp_path.iterdir())
-    with learn.temporary_folder("checkpoint", "mine") as folder:
-        learn.remove_leftovers("mine")
+    with machine.temporary_folder("checkpoint", "mine") as folder:
+        machine.remove_leftovers("mine")
         assert Path(folder).is_dir()

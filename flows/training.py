@@ -1,0 +1,205 @@
+"""Training a run: tba.trainer's loop between the store's replay buffer and the store. flows/learn.py runs it."""
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from flows.config import RunConfig
+from flows.devices import trainer_of
+from flows.heartbeat import Heartbeat
+from flows.machine import cpu_threads, model_folder, temporary_folder
+from flows.trackers import Trackers
+from storage import ledger, policies
+from storage.buffer import NotEnoughExperience, ReplayBuffer
+from storage.store import RunStore
+from tba.policy import Group
+from tba.trainer import Batch, Draw, Stopped, Trainer, train
+from tba.weights import fingerprint, to_bfloat16, write_weights
+
+# No new shard for so long: the Searchers have stopped, or a round takes far longer than it should.
+SEARCHERS_SILENT_S = 300.0
+# Older ones are deleted: a checkpoint is 3 x the float32 weights, and only the newest whole one is resumed from.
+KEPT_CHECKPOINTS = 2
+# A Searcher fetches the newest; one more may be in flight while the next is published, and one is spare.
+KEPT_POLICIES = 3
+
+log = logging.getLogger("tba.learn")
+
+
+def train_run(
+    store: RunStore,
+    config: RunConfig,
+    attempt: int,
+    resumed_from: int,
+    heart: Heartbeat,
+    processes: int,
+    zero_stage: int,
+) -> str:
+    """Trains to the run's end or until it is told to stop, from the checkpoint of step `resumed_from` (0: from none).
+
+    Returns "finished" or "stopped".
+    """
+    folder = model_folder(config.model)
+    threads = cpu_threads(config.searchers, processes)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that are started here
+    settings = config.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
+    with (
+        contextlib.closing(StoreOutbox(store, config, attempt, folder, heart)) as outbox,
+        trainer_of(folder, settings) as trainer,
+    ):
+        if resumed_from:
+            with temporary_folder("resume", store.run) as local:
+                store.download_folder(ledger.checkpoint_path(resumed_from), Path(local))
+                trainer.load(Path(local))
+        buffer = ReplayBuffer(store, config.sampling, config.seed)
+        buffer.rebuild(resumed_from)
+        train(trainer, StoredExperience(store, buffer, attempt), outbox)
+        return "finished" if trainer.step >= config.train.steps else "stopped"
+
+
+class StoredExperience:
+    """tba.trainer's Experience over storage's replay buffer."""
+
+    def __init__(self, store: RunStore, buffer: ReplayBuffer, attempt: int) -> None:
+        self._store, self.buffer, self._attempt = store, buffer, attempt
+        self._arrived_at = time.monotonic()  # when a sync last took something in
+        self._alarmed = False
+        self._fresh_reward_mean = None
+
+    def sync(self, step: int) -> None:
+        ledger.check_not_superseded(self._store, self._attempt)
+        if found := self.buffer.sync(step, self._attempt):
+            self._fresh_reward_mean = found.reward_mean
+            self._arrived_at = time.monotonic()
+        alarm = searchers_alarm(self._silent_s())
+        if alarm and not self._alarmed:
+            log.warning(alarm)
+        self._alarmed = bool(alarm)
+
+    def draw(self, step: int) -> Batch | str:
+        try:
+            return self._batch(self.buffer.draw(step), step)
+        except NotEnoughExperience as reason:
+            return searchers_alarm(self._silent_s()) or str(reason)
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._arrived_at
+
+    def _batch(self, rows: pa.Table, step: int) -> Batch:
+        by_prompt: dict[int, list[dict]] = {}
+        for row in rows.to_pylist():
+            by_prompt.setdefault(row["prompt_index"], []).append(row)
+        staleness = [step - 1 - policy_step for policy_step in rows["policy_step"].to_pylist()]
+        recent = [reward for reward, is_recent in zip(*columns(rows, "reward", "recent"), strict=True) if is_recent]
+        facts = {
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": max(staleness),
+            "reward_recent_mean": sum(recent) / len(recent) if recent else None,
+            "fresh_reward_mean": self._fresh_reward_mean,
+            "num_trajectories": self.buffer.num_trajectories,
+            "num_prompts": self.buffer.num_prompts,
+            "num_inserted": self.buffer.num_taken_in,
+            "samples_per_insert": self.buffer.samples_per_insert(step),
+            "num_too_old": self.buffer.num_too_old(step),
+            "searchers_silent_s": self._silent_s(),
+        }
+        return Batch([make_draw(of_prompt) for of_prompt in by_prompt.values()], facts, rows)
+
+
+def searchers_alarm(silent_s: float) -> str:
+    """What to tell whoever watches; nothing while Searchers commit."""
+    if silent_s < SEARCHERS_SILENT_S:
+        return ""
+    return f"no new shard for {silent_s:.0f} s: have the Searchers stopped? Their flow runs' logs in Prefect say why"
+
+
+def columns(rows: pa.Table, *names: str) -> list[list]:
+    return [rows[name].to_pylist() for name in names]
+
+
+def make_draw(rows: list[dict]) -> Draw:
+    """A trajectory that fills several slots is computed once."""
+    distinct = list({row["trajectory_id"]: row for row in rows}.values())
+    place = {row["trajectory_id"]: number for number, row in enumerate(distinct)}
+    return Draw(
+        group=Group(rows[0]["prompt_tokens"], [row["response_tokens"] for row in distinct]),
+        slot=[place[row["trajectory_id"]] for row in rows],
+        reference_logprob=[sum(row["reference_logprobs"]) for row in rows],
+        reward=[row["reward"] for row in rows],
+        behavior_logprobs=[row["behavior_logprobs"] for row in distinct],
+        reference_logprobs=[row["reference_logprobs"] for row in distinct],
+    )
+
+
+class StoreOutbox:
+    """tba.trainer's Outbox over the store. One background thread writes, in order: training does not wait."""
+
+    def __init__(self, store: RunStore, config: RunConfig, attempt: int, template: Path, heart: Heartbeat) -> None:
+        """`template`: the model's folder, from which published policies take configuration and tokenizer."""
+        self._store, self._attempt, self._template, self._heart = store, attempt, template, heart
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
+        self._pending: list[Future] = []
+        self._trackers = Trackers(store, config, attempt)
+
+    def status(self, state: str, step: int, metrics: dict | None = None) -> None:
+        told = metrics or {}
+        self._heart.tell(state, step, {"message": searchers_alarm(told.get("searchers_silent_s", 0.0))} | told)
+        if self._heart.stop.is_set():
+            raise Stopped
+
+    def record(self, step: int, batch: Batch, metrics: dict) -> None:
+        self._later(self._write_record, step, batch.record, metrics)
+
+    def publish(self, step: int, weights: dict, final: bool) -> None:
+        self._later(self._write_policy, step, weights, final)
+
+    def checkpoint(self, step: int, trainer: Trainer) -> None:
+        for future in self._pending:
+            future.result()  # what trained the steps before it is on record first: a resumed run takes them as done
+        ledger.check_not_superseded(self._store, self._attempt)
+        with temporary_folder("checkpoint", self._store.run) as folder:
+            trainer.save(Path(folder))
+            ledger.save_checkpoint(self._store, step, Path(folder))
+        ledger.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
+
+    def close(self) -> None:
+        """Waits until all is written. Raises what the writer raised."""
+        self._writer.submit(self._trackers.finish)
+        self._writer.shutdown(wait=True)
+        for future in self._pending:
+            future.result()
+
+    def _later(self, write, *arguments) -> None:
+        done = [future for future in self._pending if future.done()]
+        for future in done:
+            future.result()  # an error of the writer stops training at the next hand-over
+        self._pending = [future for future in self._pending if not future.done()]
+        self._pending.append(self._writer.submit(self._fenced, write, *arguments))
+
+    def _fenced(self, write, *arguments) -> None:
+        ledger.check_not_superseded(self._store, self._attempt)
+        write(*arguments)
+
+    def _write_record(self, step: int, rows: pa.Table, metrics: dict) -> None:
+        ledger.record_batch(self._store, self._attempt, step, rows)
+        ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step} | metrics)
+        self._trackers.log(step, metrics, rows)
+
+    def _write_policy(self, step: int, weights: dict, final: bool) -> None:
+        with temporary_folder("policy", self._store.run) as folder:
+            for file in self._template.iterdir():
+                if file.is_file() and file.suffix != ".safetensors":
+                    shutil.copy(file, folder)
+            weights = to_bfloat16(weights, seed=step)
+            write_weights(weights, folder)
+            mark = fingerprint(weights.items())
+            policies.publish_policy(self._store, Path(folder), step, mark, attempt=self._attempt, final=final)
+        policies.prune_policies(self._store, keep=KEPT_POLICIES)

@@ -1,0 +1,237 @@
+"""One row of packed tokens for a batch of groups, and the attention that knows its layout.
+
+A group is one prompt and its K responses. A prompt is computed once for its K responses, what all prompts begin with
+(a system prompt, worked examples) once for all, and what a prompt's responses begin with alike once for them: together
+they are a tree.
+
+    [ common beginning | rest of prompt a | response 1 of a | what is new in response 2 | … | rest of prompt b | … ]
+
+A token's position is its depth in the tree. Everything but attention works token by token, so only attention must know
+the layout: `shared_prefix_attention` lets a prompt attend to itself and each response to its prompt and its own path.
+Gradients through the shared parts are exact. A response's last token predicts nothing and is not computed; the prompt's
+last token predicts the first token of all its responses.
+
+Dimensions: N packed tokens, G groups, K responses of a group, C tokens of the common beginning, S further tokens of a
+prompt, P = C + S, R response tokens (padded, in attention only), H heads, D head size, M response tokens scored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+ATTENTION = "tba_shared_prefix"  # its name in transformers
+# Groups up to so many tokens attend together under one mask: many small calls cost more than the masked-out products.
+TOGETHER_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and its responses, as token ids. Responses differ in length; none is empty."""
+
+    prompt: Sequence[int]
+    responses: Sequence[Sequence[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the packed row holds for this group at most; fewer where responses begin alike."""
+        return len(self.prompt) + sum(len(response) - 1 for response in self.responses)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Tokens that attend in one go: those of several small groups, or a prompt's."""
+
+    may_attend: Tensor  # [n, C + n] what of the common beginning, then of these tokens
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """The responses of a large group, each for itself behind the prompt, which is the piece before."""
+
+    rows: Tensor  # [K', R] which of the group's tokens responses that bring new ones have
+    is_new: Tensor  # [K', R] False where an earlier response has the token, and where `rows` is padding
+    may_attend: Tensor  # [R, C + S + R]
+
+
+@dataclass(frozen=True)
+class Layout:
+    sizes: list[int]  # tokens of the common beginning, then of each piece, in the packed row's order
+    pieces: list[_Together | _Apart]
+    num_positions: int  # of the longest prompt with its longest response
+
+
+@dataclass(frozen=True)
+class Packed:
+    input_ids: Tensor  # [1, N]
+    position_ids: Tensor  # [1, N]
+    layout: Layout
+    target_rows: Tensor  # [M] packed position whose hidden state predicts the m-th response token
+    target_ids: Tensor  # [M]
+
+
+def pack(groups: Sequence[Group], device: torch.device) -> Packed:
+    """Raises: ValueError: an empty prompt or response."""
+    for number, group in enumerate(groups):
+        if not len(group.prompt) or not all(len(response) for response in group.responses):
+            raise ValueError(f"group {number}: prompt and responses need at least one token each")
+    C = _num_common([group.prompt for group in groups])
+    input_ids, position_ids = list(groups[0].prompt[:C]), list(range(C))
+    target_rows, target_ids, trees = [], [], []
+    for group in groups:
+        P, begin = len(group.prompt), len(input_ids)
+        input_ids.extend(group.prompt[C:])
+        position_ids.extend(range(C, P))
+        last_of_prompt = len(input_ids) - 1
+        place: dict[tuple[int, int], int] = {}  # packed position, by that of the token before and the token
+        paths = []
+        for response in group.responses:
+            path = [last_of_prompt]
+            for position, token in enumerate(response[:-1], start=P):
+                if (path[-1], token) not in place:
+                    place[path[-1], token] = len(input_ids)
+                    input_ids.append(token)
+                    position_ids.append(position)
+                path.append(place[path[-1], token])
+            target_rows.extend(path)
+            target_ids.extend(response)
+            paths.append([row - begin for row in path[1:]])
+        trees.append(_Tree(P - C, len(input_ids) - begin, paths))
+    return Packed(
+        input_ids=torch.tensor([input_ids], device=device),
+        position_ids=torch.tensor([position_ids], device=device),
+        layout=_layout(C, trees, max(position_ids) + 1, device),
+        target_rows=torch.tensor(target_rows, device=device),
+        target_ids=torch.tensor(target_ids, device=device),
+    )
+
+
+def _num_common(prompts: list[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with; each keeps its last one, which predicts its responses' first tokens."""
+    if len(prompts) == 1:
+        return 0
+    limit = min(map(len, prompts)) - 1
+    return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """A group behind the common beginning; its tokens count from 0."""
+
+    S: int  # tokens of the prompt, which come first
+    num_tokens: int
+    paths: list[list[int]]  # each response's tokens; those that it is the first to have come in order
+
+
+def _layout(C: int, trees: list[_Tree], num_positions: int, device: torch.device) -> Layout:
+    sizes, pieces, small = [C], [], []
+
+    def attend_together() -> None:
+        if small:
+            sizes.append(sum(tree.num_tokens for tree in small))
+            pieces.append(_together(C, small, device))
+            small.clear()
+
+    for tree in trees:
+        if sum(t.num_tokens for t in small) + tree.num_tokens > TOGETHER_TOKENS:
+            attend_together()
+        if tree.num_tokens <= TOGETHER_TOKENS:
+            small.append(tree)
+            continue
+        sizes.append(tree.S)
+        pieces.append(_Together(_causal_behind(C, tree.S, device)))
+        if tree.num_tokens > tree.S:
+            sizes.append(tree.num_tokens - tree.S)
+            pieces.append(_apart(C, tree, device))
+    attend_together()
+    return Layout(sizes, pieces, num_positions)
+
+
+def _together(C: int, trees: list[_Tree], device: torch.device) -> _Together:
+    """A token of a response attends to its prompt and, on its own path, to what comes before it and to itself."""
+    n = sum(tree.num_tokens for tree in trees)
+    may_attend = torch.zeros(n, C + n, dtype=torch.bool)
+    may_attend[:, :C] = True
+    begin = 0
+    for tree in trees:
+        end = begin + tree.num_tokens
+        own = may_attend[begin:end, C + begin : C + end]
+        own[:, : tree.S] = True
+        own[: tree.S, : tree.S].tril_()
+        for path in tree.paths:
+            rows = torch.tensor(path, dtype=torch.long)
+            own[rows[:, None], rows] = torch.ones(len(path), len(path), dtype=torch.bool).tril()
+        begin = end
+    return _Together(may_attend.to(device))
+
+
+def _apart(C: int, tree: _Tree, device: torch.device) -> _Apart:
+    newest, bringing, is_new = tree.S - 1, [], []
+    for path in tree.paths:
+        if path and path[-1] > newest:
+            bringing.append([row - tree.S for row in path])
+            is_new.append([row > newest for row in path])
+            newest = path[-1]
+    R = max(map(len, bringing))
+    # Padding lies behind a response's tokens, so causal attention keeps it from them.
+    rows = torch.tensor([path + path[:1] * (R - len(path)) for path in bringing], device=device)
+    new = torch.tensor([flags + [False] * (R - len(flags)) for flags in is_new], device=device)
+    return _Apart(rows, new, _causal_behind(C + tree.S, R, device))
+
+
+def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
+    """[num, num_before + num]: each token may attend to all that come before, and causally to its own kind."""
+    return torch.ones(num, num_before + num, dtype=torch.bool, device=device).tril(num_before)
+
+
+def shared_prefix_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,  # [1, H', N, D] with H' key-value heads
+    value: Tensor,  # [1, H', N, D]
+    attention_mask: None,
+    tba_layout: Layout,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of the packed row: within a prompt, and of each response to its prompt and itself. [1, N, H, D]"""
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("attention with capped logits or sinks is not computed here: use another model")
+    window = kwargs.get("sliding_window")
+    if window and tba_layout.num_positions > window:
+        raise ValueError(
+            f"a prompt and its response have {tba_layout.num_positions + 1} tokens, and this model's sliding window is "
+            f"{window}: attention within a window is not computed here. Use shorter prompts or responses "
+            "(task.max_response_tokens), or another model."
+        )
+    repeat = query.shape[1] // key.shape[1]
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H or H', D]
+    key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **masking) -> Tensor:
+        """[K', tokens, H, D] each -> [K', tokens, H, D]"""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking).transpose(1, 2)
+
+    # Split once: a slice of its own for each piece would cost a gradient of the whole row for each.
+    common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
+    common_query, common_key, common_value = common  # [C, H, D] each
+    outputs = []  # in the packed row's order
+    if len(common_query):
+        outputs.append(attend(common_query[None], common_key[None], common_value[None], is_causal=True)[0])
+    for piece, part in zip(tba_layout.pieces, parts, strict=True):
+        if isinstance(piece, _Together):
+            q, k, v = part[0], torch.cat([common_key, part[1]]), torch.cat([common_value, part[2]])  # k, v: [C + n, ..]
+            outputs.append(attend(q[None], k[None], v[None], attn_mask=piece.may_attend)[0])
+        else:  # k and v are still the prompt's, [P, H, D]
+            q, of_key, of_value = (x[piece.rows] for x in part)  # [K', R, H, D] each
+            k = torch.cat([k.expand(len(q), -1, -1, -1), of_key], dim=1)  # [K', P + R, H, D]
+            v = torch.cat([v.expand(len(q), -1, -1, -1), of_value], dim=1)
+            outputs.append(attend(q, k, v, attn_mask=piece.may_attend)[piece.is_new])
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, shared_prefix_attention)
