@@ -73,10 +73,11 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
-    longest = max(map(len, tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]))
+    prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
+    prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
     engine = make_engine(
         folder,
-        max_tokens=longest + max_response_tokens,
+        max_tokens=max(map(len, prompts)) + max_response_tokens,
         max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
         # Not the run's seed alone: Searchers, and lives of one Searcher, must not sample alike.
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),

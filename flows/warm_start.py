@@ -169,6 +169,7 @@ class FileSource:
             "policy_fingerprint": "demonstration",
             "temperature": 1.0,
             "top_p": 1.0,
+            "system_prompt": "",
             "reward_version": "given",
             "code_version": code_version(),
             "schema_version": SCHEMA_VERSION,

@@ -29,6 +29,7 @@ TRAJECTORY = pa.schema(
         "round": pa.int64(),
         "temperature": pa.float32(),
         "top_p": pa.float32(),
+        "system_prompt": pa.string(),  # it was sampled behind this one, which training does not see; "" for none
         "reward_version": pa.string(),
         "code_version": pa.string(),
         "schema_version": pa.int32(),

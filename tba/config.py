@@ -100,12 +100,29 @@ class SearchSettings(Settings):
         None, gt=0, lt=1, description="Responses within this share of their edit distance of better ones are dropped."
     )
     exploration_probability: float = Field(
-        0.0, ge=0, le=1, description="That a prompt's temperature is drawn anew; and, independently, its top_p."
+        0.0,
+        ge=0,
+        le=1,
+        description="That a prompt's temperature is drawn anew; so, independently, top_p, system prompt.",
     )
     exploration_temperature: tuple[float, float] = Field(
         (0.7, 1.1), description="Range that a drawn temperature is uniform in."
     )
     exploration_top_p: tuple[float, float] = Field((0.7, 1.0), description="Range that a drawn top_p is uniform in.")
+    system_prompts: tuple[str, ...] = Field(
+        (), description="Of which one is drawn to sample behind; training does not see it. None: no system prompts."
+    )
+
+    @model_validator(mode="after")
+    def _system_prompts_are_drawn(self):
+        if self.system_prompts and not self.exploration_probability:
+            raise ValueError(
+                f"search.system_prompts has {len(self.system_prompts)}, and search.exploration_probability is 0: none "
+                "would ever be drawn; set that, too"
+            )
+        if "" in self.system_prompts:
+            raise ValueError("search.system_prompts: one is empty; a prompt that is not explored has none anyway")
+        return self
 
     @model_validator(mode="after")
     def _ranges_are_ranges(self):

@@ -76,18 +76,19 @@ class Searcher:
         problems = order.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         sampling_started = datetime.now(UTC)
-        samplings = [self._sampling(order) for _ in problems]
-        responses = self._engine.sample(prompts, samplings)
+        samplings, systems = zip(*(self._explored(order) for _ in problems), strict=True)
+        asked = [problem.encode(self._tokenizer, system) for problem, system in zip(problems, systems, strict=True)]
+        responses = self._engine.sample(asked, samplings)
         sampling_ended = datetime.now(UTC)
         references = self._reference_logprobs(prompts, responses)
         flat = [
-            (problem, prompt, sampling, response, reference)
-            for problem, prompt, sampling, of_prompt, of_reference in zip(
-                problems, prompts, samplings, responses, references, strict=True
+            (problem, prompt, sampling, system, response, reference)
+            for problem, prompt, sampling, system, of_prompt, of_reference in zip(
+                problems, prompts, samplings, systems, responses, references, strict=True
             )
             for response, reference in zip(of_prompt, of_reference, strict=True)
         ]
-        answers = [response for _, _, _, response, _ in flat]
+        answers = [response for *_, response, _ in flat]
         texts = [self.text(response) for response in answers]
         scores = self._score([problem for problem, *_ in flat], texts, answers)
         rows = list(zip(flat, texts, scores.rewards, scores.components, strict=True))
@@ -114,15 +115,21 @@ class Searcher:
         }
         return Round(trajectories, metrics)
 
-    def _sampling(self, rng: random.Random) -> Sampling:
-        """How the responses to a prompt are drawn: as set, or explored (TBA's code: each with probability 0.3)."""
+    def _explored(self, rng: random.Random) -> tuple[Sampling, str]:
+        """How the responses to a prompt are drawn, and behind which system prompt: as set, or explored.
+
+        TBA's code explores each with probability 0.3.
+        """
         settings = self._settings
         temperature, top_p = settings.temperature, settings.top_p
         if rng.random() < settings.exploration_probability:
             temperature = rng.uniform(*settings.exploration_temperature)
         if rng.random() < settings.exploration_probability:
             top_p = rng.uniform(*settings.exploration_top_p)
-        return Sampling(settings.samples_per_prompt, temperature, top_p, self._max_response_tokens, self._stop_tokens)
+        explores = settings.system_prompts and rng.random() < settings.exploration_probability
+        system = rng.choice(settings.system_prompts) if explores else ""
+        number, limit = settings.samples_per_prompt, self._max_response_tokens
+        return Sampling(number, temperature, top_p, limit, self._stop_tokens), system
 
     def evaluate(self, num_problems: int) -> dict:
         """Greedy accuracy (mean reward) of the served policy on held-out problems."""
@@ -179,6 +186,7 @@ class Searcher:
         problem: Problem,
         prompt: list[int],
         sampling: Sampling,
+        system: str,
         response: Response,
         reference: list[float],
         text: str,
@@ -203,6 +211,7 @@ class Searcher:
             "round": number,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            "system_prompt": system,
             "reward_version": self.task.version,
             "code_version": self._code_version,
             "created_at": datetime.now(UTC),

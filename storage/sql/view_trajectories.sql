@@ -20,6 +20,7 @@ COMMENT ON COLUMN trajectories.searcher IS 'Who sampled it.';
 COMMENT ON COLUMN trajectories.round IS 'The searcher''s round: one round is one shard.';
 COMMENT ON COLUMN trajectories.temperature IS 'Sampling temperature.';
 COMMENT ON COLUMN trajectories.top_p IS 'Sampling nucleus.';
+COMMENT ON COLUMN trajectories.system_prompt IS 'What it was sampled behind and is not trained behind; empty for nothing.';
 COMMENT ON COLUMN trajectories.reward_version IS 'Version of the reward function.';
 COMMENT ON COLUMN trajectories.code_version IS 'Git commit of the code that sampled it.';
 COMMENT ON COLUMN trajectories.schema_version IS 'Version of these columns.';

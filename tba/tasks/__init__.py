@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tba.config import TaskSettings
-from tba.tasks.base import Problem, Task
+from tba.tasks.base import Problem, Task, render_chat
 
 if TYPE_CHECKING:
     from tba.rewards import RewardedTask
@@ -73,5 +73,4 @@ def _rendered(problem: Problem, tokenizer) -> Problem:
             f"task.data: prompt {problem.prompt_id} is a chat, and the model's tokenizer has no chat template; give "
             "prompts as text, or a model that was trained to chat"
         )
-    prompt = tokenizer.apply_chat_template(list(problem.messages), tokenize=False, add_generation_prompt=True)
-    return replace(problem, prompt=prompt)
+    return replace(problem, prompt=render_chat(tokenizer, problem.messages))

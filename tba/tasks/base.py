@@ -1,6 +1,6 @@
 """What a task is: problems to train on, problems held out, and how a response is rewarded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,9 +15,23 @@ class Problem:
     messages: tuple[Mapping[str, str], ...] | None = None  # of a chat; None: the prompt is plain text
     columns: Mapping[str, object] = field(default_factory=dict, hash=False)  # further ones of the dataset, for rewards
 
-    def encode(self, tokenizer) -> list[int]:
-        """The prompt's tokens. A chat template brings its own special tokens."""
-        return tokenizer.encode(self.prompt, add_special_tokens=self.messages is None)
+    def encode(self, tokenizer, system_prompt: str = "") -> list[int]:
+        """The prompt's tokens, behind a system prompt if there is one: in a chat it takes the place of the chat's own.
+
+        A chat template brings its own special tokens.
+        """
+        text = self.prompt
+        if system_prompt and self.messages is None:
+            text = f"{system_prompt}\n\n{text}"
+        elif system_prompt:
+            others = [message for message in self.messages if message["role"] != "system"]
+            text = render_chat(tokenizer, [{"role": "system", "content": system_prompt}, *others])
+        return tokenizer.encode(text, add_special_tokens=self.messages is None)
+
+
+def render_chat(tokenizer, messages: Sequence[Mapping[str, str]]) -> str:
+    """The chat as text, up to where the assistant answers, by the tokenizer's own template."""
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
 
 class Task(Protocol):

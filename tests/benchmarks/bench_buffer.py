@@ -78,6 +78,7 @@ def make_shard(searcher: str, round_number: int, num_prompts: int) -> pa.Table:
         "round": round_number,
         "temperature": 1.0,
         "top_p": 1.0,
+        "system_prompt": "",
         "reward_version": "1",
         "code_version": "0" * 40,
         "schema_version": SCHEMA_VERSION,

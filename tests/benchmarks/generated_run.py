@@ -119,6 +119,7 @@ def _shard(random, searcher, round_number, num_rows, length, step, steps, senten
         "round": round_number,
         "temperature": 1.0,
         "top_p": 1.0,
+        "system_prompt": "",
         "reward_version": "1",
         "code_version": "generated",
         "schema_version": SCHEMA_VERSION,

@@ -37,6 +37,7 @@ def make_shard(searcher: str = "s0", round_number: int = 0, num_rows: int = 4, *
                 "round": round_number,
                 "temperature": 1.0,
                 "top_p": 1.0,
+                "system_prompt": "",
                 "reward_version": "1",
                 "code_version": "test",
                 "schema_version": SCHEMA_VERSION,

@@ -4,6 +4,7 @@
 - Reference log-probabilities are the reference policy's own, one a token.
 - A round's prompts depend on (seed, searcher, round) alone: a retried round asks the same.
 - Exploration draws temperature and top_p by prompt, in their ranges, and each row says its own.
+- Responses are sampled behind a drawn system prompt, each row says which, and stored and scored without it.
 - Too few rewards or a NaN stop the round, and say which response.
 
 python -m pytest tests/tba/test_searcher.py
@@ -139,6 +140,53 @@ def test_exploration_is_drawn_by_prompt_and_recorded_by_row(tokenizer, reference
     assert searcher.round(3).trajectories[0]["temperature"] == recorded[3 * 12][0]  # a retried round draws the same
     searcher.evaluate(2)
     assert {sampling.temperature for sampling in engine.asked} == {0.0}
+
+
+def test_system_prompts_are_sampled_behind_and_not_trained_behind(tokenizer, reference):
+    class Listening(Parrot):
+        def sample(self, prompts, sampling):
+            self.heard = prompts
+            return super().sample([prompt[-1:] for prompt in prompts], sampling)
+
+    engine = Listening()
+    settings = {"prompts_per_round": 4, "exploration_probability": 0.5, "system_prompts": ("five", "four")}
+    searcher, plain = (
+        make_searcher(tokenizer, reference, engine=engine, **settings),
+        make_searcher(tokenizer, reference),
+    )
+    drawn = []
+    for number in range(25):
+        rows = searcher.round(number).trajectories
+        for heard, row in zip(engine.heard, rows[::3], strict=True):
+            system = tokenizer.encode(row["system_prompt"]) if row["system_prompt"] else []
+            assert heard == system + row["prompt_tokens"] == system + tokenizer.encode(row["prompt"])
+            drawn.append(row["system_prompt"])
+    assert set(drawn) == {"", "five", "four"} and 30 < drawn.count("") < 70
+    assert {row["system_prompt"] for row in plain.round(0).trajectories} == {""}
+    policy = load_policy(reference)
+    for row in rows:
+        ((expected,),) = response_logprobs(policy, [Group(row["prompt_tokens"], [row["response_tokens"]])], 0.5)
+        assert row["reference_logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
+    searcher.evaluate(2)
+    assert engine.heard == [tokenizer.encode(problem.prompt) for problem in Counting.heldout[:2]]
+
+
+def test_a_system_prompt_takes_the_place_of_a_chats_own(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    messages = ({"role": "system", "content": "one"}, {"role": "user", "content": "two"})
+    assert tokenizer.decode(Problem("p", "one two ", messages=messages).encode(tokenizer, "five")) == "five two"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"system_prompts": ("five",)}, "exploration_probability is 0: none would ever be drawn"),
+        ({"system_prompts": ("",), "exploration_probability": 0.3}, "one is empty"),
+    ],
+)
+def test_system_prompts_that_do_nothing_are_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        SearchSettings(**settings)
 
 
 def test_a_range_that_is_none_is_refused():
