@@ -12,7 +12,7 @@ import torch
 
 from tba.policy import Group, load_policy, response_logprobs
 from tba.rewards import RewardedTask
-from tba.searcher import stop_tokens
+from tba.tasks.base import stop_tokens
 
 GROUPS_PER_PASS = 8  # prompts in a forward pass; 20 responses of 512 tokens to each are 80,000 tokens
 

@@ -21,7 +21,7 @@ from tba.engine import Engine, Response, Sampling
 from tba.near_duplicates import NearDuplicates
 from tba.policy import Group, load_policy, response_logprobs
 from tba.rewards import RewardedTask, Scores
-from tba.tasks.base import Problem, Task
+from tba.tasks.base import Problem, stop_tokens
 
 
 @dataclass(frozen=True)
@@ -224,19 +224,3 @@ class Searcher:
     def text(self, response: Response) -> str:
         """What a response says, without special tokens."""
         return self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-
-
-def stop_tokens(task: Task, tokenizer) -> list[int]:
-    """Ids of the tokens that end a response: the tokenizer's end of sequence, and the task's stop strings.
-
-    Raises: ValueError: a stop string is not a single token of this tokenizer.
-    """
-    ids = [tokenizer.eos_token_id]
-    for text in task.stop:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) != 1:
-            raise ValueError(
-                f"task {task.name}: stop {text!r} is {len(tokens)} tokens of this tokenizer, and must be one"
-            )
-        ids += tokens
-    return ids

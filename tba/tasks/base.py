@@ -46,3 +46,19 @@ class Task(Protocol):
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         """The reward of each response to the problem at its place: finite numbers."""
+
+
+def stop_tokens(task: Task, tokenizer) -> list[int]:
+    """Ids of the tokens that end a response: the tokenizer's end of sequence, and the task's stop strings.
+
+    Raises: ValueError: a stop string is not a single token of this tokenizer.
+    """
+    ids = [tokenizer.eos_token_id]
+    for text in task.stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise ValueError(
+                f"task {task.name}: stop {text!r} is {len(tokens)} tokens of this tokenizer, and must be one"
+            )
+        ids += tokens
+    return ids

@@ -8,7 +8,7 @@ import pytest
 from flows import stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # and not for the other packages' tests: it takes a tenth of a core
 def server(tmp_path_factory):
     """A project with a stack that was started on a taken port: (project, URL, the port that was taken)."""
     from tests.flows.test_stack import make_project, processes_of

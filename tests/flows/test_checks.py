@@ -18,6 +18,7 @@ from flows.config import RunConfig
 from storage.errors import RunConfigMismatch, StoreError
 from storage.store import RunStore
 from tba.tasks.arithmetic import Arithmetic
+from tests.storage.helpers import start_python
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def tokenizer_only(monkeypatch, tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
     monkeypatch.setattr("flows.checks.model_folder", lambda name: folder)
+    return folder
 
 
 def config(tmp_path: Path, **changes) -> RunConfig:
@@ -53,6 +55,20 @@ def config(tmp_path: Path, **changes) -> RunConfig:
 def test_settings_that_cannot_be_are_refused(tmp_path, changes, message):
     with pytest.raises(ValidationError, match=message):
         config(tmp_path, **changes)
+
+
+def test_a_check_does_without_torch(tmp_path, tokenizer_only):
+    """It is made twice before a run begins, by the command and by the flow; torch would be ten seconds each time."""
+    code = f"""
+import sys
+from pathlib import Path
+from flows import checks
+from flows.config import RunConfig
+checks.model_folder = lambda name: Path({str(tokenizer_only)!r})
+checks.check_inputs(RunConfig(run="checked", store={(tmp_path / "store").as_uri()!r}))
+print("torch" in sys.modules)
+"""
+    assert start_python(code).communicate()[0] == "False\n"
 
 
 def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):

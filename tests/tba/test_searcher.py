@@ -22,8 +22,8 @@ from tba.config import SearchSettings
 from tba.engine import Response, Sampling
 from tba.policy import Group, load_policy, response_logprobs
 from tba.rewards import RewardedTask
-from tba.searcher import Searcher, stop_tokens
-from tba.tasks.base import Problem
+from tba.searcher import Searcher
+from tba.tasks.base import Problem, stop_tokens
 
 WORDS = ["[UNK]", "</s>", "one", "two", "three", "four", "five"]
 
