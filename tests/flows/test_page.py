@@ -13,6 +13,7 @@ Run: pytest tests/flows/test_page.py -m "unproven or not unproven"
 
 import json
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -22,6 +23,7 @@ from flows.config import RunConfig
 from flows.curves import POINTS_SHOWN, curves, image_url
 from storage import ledger, policies
 from storage.store import RunStore
+from tests.browser import LAPTOP, PHONE, browser
 from tests.flows.test_stack import REPOSITORY, make_project, processes_of, wait_for
 
 STEPS = 12
@@ -219,6 +221,31 @@ def test_cancel_ends_all_and_the_run_can_be_resumed(room):
     wait_for(lambda: searchers_of(client, store) == ["Cancelled"] and state_of(client, flow_run) == "Cancelled")
     assert beat(store)["state"] == "stopped"
     assert policies.latest_policy(store).step == beat(store)["step"]
+
+
+@pytest.mark.unproven
+def test_the_page_shows_a_run_on_every_screen(room, tmp_path):
+    """The pictures are left in pytest's folder, to be looked at."""
+    from prefect.states import Cancelling
+
+    client, _ = room
+    flow_run, store = submit(room, "shown")
+    wait_for(lambda: beat(store)["step"] >= 3 and len(artifacts_of(client, flow_run)) == 5)
+    progress = next(of.id for of in artifacts_of(client, flow_run) if of.key == "shown-progress")
+    root = str(client.api_url).split("/api")[0]
+    pages = {
+        "run": (f"runs/flow-run/{flow_run.id}", ["shown", "Running"]),
+        "artifacts": (f"runs/flow-run/{flow_run.id}?tab=Artifacts", ["shown-progress", "shown-reward-curve"]),
+        "progress": (f"artifacts/artifact/{progress}", ["step 3 of 12"]),
+    }
+    with browser(tmp_path / "profile") as tab:
+        for (name, (path, expected)), width, dark in product(pages.items(), (LAPTOP, PHONE), (False, True)):
+            tab.open(f"{root}/{path}", width=width, dark=dark)
+            for text in expected:
+                tab.wait(f"document.body.innerText.includes({text!r})")
+            tab.screenshot(tmp_path / f"{name}-{width}-{'dark' if dark else 'light'}.png", whole=False)
+    client.set_flow_run_state(flow_run.id, Cancelling())
+    wait_for(lambda: state_of(client, flow_run) == "Cancelled")
 
 
 def test_a_trainer_that_waits_in_mid_training_is_starved_once(tmp_path, monkeypatch):
