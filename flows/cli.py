@@ -5,6 +5,7 @@ Imports are inside the commands: `tba --help` and what only reads a store need n
 """
 
 import contextlib
+import json
 import signal
 import sys
 import time
@@ -154,7 +155,10 @@ def _config(given: dict[str, object], settings: list[str]) -> "RunConfig":
         key, equals, value = setting.partition("=")
         if not equals:
             fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.05", status=2)
-        given[key] = None if value == "null" else value
+        try:
+            given[key] = json.loads(value) if value == "null" or value.startswith("[") else value
+        except ValueError as error:
+            fail(f"--set {setting}: a list is JSON, such as --set search.exploration_top_p=[0.8,1]; {error}", status=2)
     for key, value in given.items():
         *path, name = key.split(".")
         node = values

@@ -20,9 +20,10 @@ Every setting of a run. On the command line the common ones have an option (`tba
 
     tba train digits --set train.beta=0.05 --set sampling.reward_temperature=0.5 --set task.data=null
 
-`null` means none. In Prefect's form and in `run.json` the same names are nested. An unknown name or a value out of
-range is refused before anything is started, with the field, the value and the rule. A run keeps the settings that it
-was begun with: the same name with others is an error that lists what differs.
+`null` means none; a list may be JSON (`search.exploration_top_p=[0.8,1]`). In Prefect's form and in `run.json` the same
+names are nested. An unknown name or a value out of range is refused before anything is started, with the field, the
+value and the rule. A run keeps the settings that it was begun with: the same name with others is an error that lists
+what differs.
 
 Environment variables: `TBA_STORE` is the store where none is named; `PREFECT_API_URL` the Prefect server; AWS's own
 variables say where an S3 store is and who asks ([operating.md](operating.md)).

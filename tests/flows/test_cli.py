@@ -69,6 +69,7 @@ def tba(*arguments: str):
         (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: objective, steps, beta"),
         (["--set", "betta=1"], "betta: there is no such setting; known here: run, store"),
         (["--set", "train.beta"], "--set train.beta: got no '='"),
+        (["--set", "search.exploration_top_p=[0.8"], "--set search.exploration_top_p=[0.8: a list is JSON, such as"),
         (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is one setting"),
     ],
 )
@@ -91,8 +92,11 @@ def test_options_and_settings_come_together(project, checked):
     store = RunStore((project / "runs").as_uri(), "gsm8k")
     store.put("summary.json", b'{"run": "gsm8k"}')
     options = "--task gsm8k --data problems.jsonl --store runs --model org/name --steps 7 --seed 3"
-    tba("train", *options.split(), "--set", "train.beta=0.05", "--set", "sampling.reward_temperature=null")
+    prompts = '["Think, then answer.", "Be brief."]'
+    explored = ["--set", "search.exploration_probability=0.3", "--set", f"search.system_prompts={prompts}"]
+    tba("train", *options.split(), "--set", "train.beta=0.05", "--set", "sampling.reward_temperature=null", *explored)
     (config,) = checked
+    assert config.search.system_prompts == ("Think, then answer.", "Be brief.")
     assert (config.run, config.task.name) == ("gsm8k", "gsm8k")
     assert config.task.data == str(project / "problems.jsonl")
     assert config.store == (project / "runs").as_uri()

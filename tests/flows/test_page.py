@@ -12,6 +12,7 @@ Run: pytest tests/flows/test_page.py -m "unproven or not unproven"
 """
 
 import json
+import time
 from collections import Counter
 from itertools import product
 
@@ -235,7 +236,7 @@ def test_the_page_shows_a_run_on_every_screen(room, tmp_path):
     root = str(client.api_url).split("/api")[0]
     pages = {
         "run": (f"runs/flow-run/{flow_run.id}", ["shown", "Running"]),
-        "artifacts": (f"runs/flow-run/{flow_run.id}?tab=Artifacts", ["shown-progress", "shown-reward-curve"]),
+        "artifacts": ("artifacts", ["shown-progress", "shown-reward-curve", "shown-report"]),
         "progress": (f"artifacts/artifact/{progress}", ["step 3 of 12"]),
     }
     with browser(tmp_path / "profile") as tab:
@@ -243,6 +244,7 @@ def test_the_page_shows_a_run_on_every_screen(room, tmp_path):
             tab.open(f"{root}/{path}", width=width, dark=dark)
             for text in expected:
                 tab.wait(f"document.body.innerText.includes({text!r})")
+            time.sleep(2)  # it fades in, and its parts come one after the other
             tab.screenshot(tmp_path / f"{name}-{width}-{'dark' if dark else 'light'}.png", whole=False)
     client.set_flow_run_state(flow_run.id, Cancelling())
     wait_for(lambda: state_of(client, flow_run) == "Cancelled")
