@@ -154,10 +154,12 @@ class ShardedTrainer(Trainer):
             return tensor
 
         if any(name.startswith("step.") for name in names):
+            step = next(name for name in sorted(names) if name.startswith("step."))
             for flat in self._shards():
-                self._optimizer.state[flat] = {key: torch.zeros_like(flat) for key in STATES} | {
-                    "step": read(next(name for name in sorted(names) if name.startswith("step.")), torch.zeros(()))
-                }
+                state = self._optimizer.state[flat]
+                for key in STATES:  # those that are there stay: DeepSpeed has linked them to weights, once
+                    state.setdefault(key, torch.zeros_like(flat))
+                state["step"] = read(step, torch.zeros(()))
             if hasattr(self._optimizer, "_lazy_init_hp_params_optimizer_state"):  # ZeRO-1 and 2: links them to weights
                 self._optimizer._lazy_init_hp_params_optimizer_state()
         if any(name.startswith("reference.") for name in names):
@@ -180,8 +182,11 @@ class ShardedTrainer(Trainer):
                 parameter.data.copy_(self._whole(self._trained[name]))
 
     def _new_reference(self) -> torch.nn.Module:
-        with self._plugin.zero3_init_context_manager(enable=False):  # with it, ZeRO-3 shares out whatever is loaded
-            reference = load_policy(self._folder)
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # with it, ZeRO-3 shares out whatever is loaded
+        reference = load_policy(self._folder)
+        self._plugin.set_deepspeed_weakref()
         if self.settings.lora_rank:
             adapters.add(reference, self.settings.lora_rank)
         return reference.to(self._policy.device).requires_grad_(False)
