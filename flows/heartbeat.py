@@ -11,6 +11,7 @@ import time
 from datetime import UTC, datetime
 
 from flows import control
+from flows.config import RunConfig
 from flows.machine import this_process
 from storage import ledger
 from storage.errors import StoreError, Superseded
@@ -24,8 +25,8 @@ log = logging.getLogger("tba.learn")
 class Heartbeat:
     """Writes trainer/heartbeat.json in a thread of its own."""
 
-    def __init__(self, store: RunStore, config, attempt: int, parent: int) -> None:
-        """`config`: the run's. `parent`: the process without which this one ends."""
+    def __init__(self, store: RunStore, config: RunConfig, attempt: int, parent: int) -> None:
+        """`parent`: the process without which this one ends."""
         self._store, self._config, self._attempt, self._parent = store, config, attempt, parent
         self._started, self._first_step = time.monotonic(), None
         self._beat = {"state": "starting", "step": 0}

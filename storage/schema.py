@@ -6,7 +6,7 @@ drawn, trained and measured, one row each. Times are UTC, durations seconds (`_s
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1  # of TRAJECTORY, kept in each row; raise it when a column changes meaning, type or name
+SCHEMA_VERSION = 2  # of TRAJECTORY, kept in each row; raise it when a column comes, goes or changes. 2: system_prompt
 
 _TIME = pa.timestamp("us", tz="UTC")
 

@@ -113,7 +113,7 @@ def _round_number(path: str) -> int:
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
-    # a dictionary of tokens or log-probabilities is larger than they are, and takes twice as long as all the rest
+    # a dictionary of tokens or log-probabilities is larger than they are, and takes longer than all the rest
     repeating = [field.name for field in table.schema if not pa.types.is_list(field.type)]
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=repeating)

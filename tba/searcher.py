@@ -94,9 +94,8 @@ class Searcher:
         rows = list(zip(flat, texts, scores.rewards, scores.components, strict=True))
         if self._near_duplicates:
             keeps = self._near_duplicates.keep([problem.prompt_id for problem, *_ in flat], texts, scores.rewards)
-            rows = [row for row, is_kept in zip(rows, keeps, strict=True) if is_kept] or rows[
-                :1
-            ]  # a round is not empty
+            kept = [row for row, is_kept in zip(rows, keeps, strict=True) if is_kept]
+            rows = kept or rows[:1]  # a round is not empty
         trajectories = [
             self._trajectory(number, index, *parts, text, reward, components)
             for index, (parts, text, reward, components) in enumerate(rows)
