@@ -93,7 +93,7 @@ class SearchSettings(Settings):
     """How Searchers explore."""
 
     samples_per_prompt: int = Field(16, ge=2, description="S: responses sampled a prompt in a round.")
-    prompts_per_round: int = Field(8, ge=1, description="Prompts in a round; a round is one shard.")
+    prompts_per_round: int = Field(12, ge=1, description="Prompts in a round; a round is one shard.")
     temperature: float = Field(1.0, gt=0, description="Temperature that responses are sampled at.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus that responses are sampled from.")
     near_duplicate_distance: float | None = Field(
@@ -141,7 +141,7 @@ class TrainSettings(Settings):
     objective: Literal["tb", "tba_prime", "dr_grpo", "rloo", "prox_rloo", "online_dpo"] = Field(
         "tb", description="Trajectory Balance, the same with a moving reference and no replay, or a baseline."
     )
-    steps: int = Field(60, ge=1, description="Policy steps to train for.")
+    steps: int = Field(80, ge=1, description="Policy steps to train for.")
     beta: float = Field(0.1, ge=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
     beta_final: float | None = Field(None, gt=0, description="beta goes there in a line; None: it stays.")
     beta_steps: int | None = Field(None, ge=1, description="Steps that beta takes to beta_final; None: all steps.")
@@ -175,7 +175,7 @@ class TrainSettings(Settings):
     zero_stage: Literal[1, 2, 3] = Field(
         2, description="What they share out (DeepSpeed ZeRO): optimizer (1), gradients (2), weights (3), too."
     )
-    sync_interval: int = Field(1, ge=1, description="k: steps between published policies, each followed by a sync.")
+    sync_interval: int = Field(2, ge=1, description="k: steps between published policies, each followed by a sync.")
     checkpoint_interval: int = Field(20, ge=1, description="Steps between checkpoints that training resumes from.")
 
     @model_validator(mode="after")
