@@ -1,0 +1,187 @@
+"""Every command that README.md and docs/ print runs, page after page, in a fresh copy of the repository.
+
+What a reader fills in is filled in (`FILL_IN`), and what is not run says why (`NOT_RUN`). The copy is small where the
+project is large: the embedded model's folder holds a model of random weights whose tokens are characters, transformers'
+generate samples, and runs end after a few steps; the first run trains on in the background while it is watched and
+steered. The local S3 is a real one.
+
+python -m pytest tests/test_commands.py -m commands
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import string
+import subprocess
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flows.processes import find_processes, stop_processes
+from infra.local_s3 import free_ports
+from tests.character_model import save_character_model
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PROGRAMS = r"(make|prefect|duckdb|eval|python|(\.venv/bin/)?(tba|tensorboard)) "
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
+
+NOT_RUN = {
+    "make test": "is this",
+    "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
+    "tba train --set train.processes=2 --set train.zero_stage=2": "not proven yet, as it says",
+    "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",
+    ".venv/bin/tensorboard --logdir .tba": "TensorBoard's own program; tests/flows/test_trackers.py reads its files",
+}
+FILL_IN = {
+    "file:///...": "$PWD_URL/.tba",
+    "s3://bucket/": "$S3_URL/",
+    "path/to/model": ".tba/.local/models/smollm2-135m-instruct",
+    "trackers=tensorboard,mlflow": "trackers=tensorboard",  # MLflow is a package to install
+}
+STEPS, FEW_STEPS = 2000, "3"  # of the run that is steered; of the others
+STEERED = "make train"
+UNENDING = {"tba watch arithmetic"}  # is left by Ctrl-C
+TIMEOUT_S = 300
+
+
+def commands() -> list[str]:
+    """Of code blocks, in order. Each once: pages repeat some."""
+    found = []
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if line.startswith("    ") and re.match(PROGRAMS, line.strip()):
+                found.append(re.split(r"\s+#", line.strip())[0])
+    return list(dict.fromkeys(found))
+
+
+class Project:
+    """A copy of what git tracks, with this environment, and a shell in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        for name in listed:
+            if (REPOSITORY / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPOSITORY / name, folder / name)  # with its age: make compares it with the environment's
+        (folder / ".venv").symlink_to(REPOSITORY / ".venv")
+        (folder / "sitecustomize.py").write_text("import sys\n\nsys.modules['vllm'] = None\n")
+        settings = folder / "tba" / "config.py"
+        small, times = re.subn(r"(steps: int = Field\()\d+,", rf"\g<1>{STEPS},", settings.read_text())
+        assert times == 1
+        settings.write_text(small)
+        save_character_model(
+            folder / ".tba" / ".local" / "models" / "smollm2-135m-instruct", string.printable, chat_template=TEMPLATE
+        )
+        for name, code in re.findall(r"`(\w+)\.py`[^`]*\n\n```python\n(.+?)```", read("README.md"), re.DOTALL):
+            (folder / f"{name}.py").write_text(code)
+        (brief,) = re.findall(r"```python\n(def brief.+?)```", read("docs/extending.md"), re.DOTALL)
+        (folder / "my_rewards.py").write_text(brief)
+        shutil.copy(REPOSITORY / "tests" / "smoke" / "gsm8k.jsonl", folder / "train.jsonl")
+        told = {"prompt": ["1 + 1 =", "2 + 2 ="], "response": [" 2\n", " 4\n"]}
+        pq.write_table(pa.table(told), folder / "told.parquet")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
+            "PATH": f"{folder / '.venv' / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(folder),
+            "PREFECT_API_URL": f"http://127.0.0.1:{free_ports(1)[0]}/api",
+            "PWD_URL": folder.as_uri(),
+        }
+
+    def start(self, command: str) -> subprocess.Popen:
+        for printed, meant in FILL_IN.items():
+            command = command.replace(printed, meant)
+        return subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, command: str) -> str:
+        """Its output. AssertionError: it failed."""
+        started, process = time.monotonic(), self.start(command)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        print(f"{time.monotonic() - started:4.0f} s  {command}", flush=True)
+        assert process.returncode == 0, f"{command}\n{output}"
+        return output
+
+    def interrupt(self, command: str, after_s: float) -> str:
+        process = self.start(command)
+        time.sleep(after_s)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 130, f"{command}\n{output}"
+        return output
+
+
+def read(page: str) -> str:
+    return (REPOSITORY / page).read_text()
+
+
+@pytest.fixture
+def project(tmp_path, local_s3):
+    made = Project(tmp_path)
+    made.environment |= local_s3[1]
+    try:
+        yield made
+    finally:
+        stop_processes(find_processes("TBA_STACK", str(tmp_path)))
+
+
+@pytest.mark.commands
+@pytest.mark.s3
+def test_every_printed_command_runs(project):
+    training, up = project.start(STEERED), False
+    try:
+        for command in commands():
+            if command in NOT_RUN:
+                continue
+            if command == STEERED:
+                wait_for_step(project, 50)
+            elif command in UNENDING:
+                assert "step" in project.interrupt(command, after_s=10)
+            elif re.match(r"(\S*/)?tba train\b|eval .* tba train", command.replace(".venv/bin/", "")):
+                project.run(f"{command} --steps {FEW_STEPS}")
+            elif command.startswith("prefect deployment run"):
+                if not up:
+                    project.run("tba up")
+                    up = True
+                project.run(command if "--watch" in command else f"{command} --watch")
+            else:
+                assert project.run(command).strip()
+            if command == "tba stop arithmetic":
+                output, _ = training.communicate(timeout=TIMEOUT_S)
+                assert training.returncode == 0 and "Stopped at step" in output, output
+        project.run("tba down")
+    finally:
+        project.run("python infra/local_s3.py stop")
+
+
+def test_what_is_not_run_or_filled_in_is_printed():
+    printed = commands()
+    assert set(NOT_RUN) <= {*printed, "make test"}
+    assert all(any(what in command for command in printed) for what in FILL_IN)
+
+
+def wait_for_step(project: Project, step: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            beat = json.loads((project.folder / ".tba/arithmetic/trainer/heartbeat.json").read_text())
+            if beat["step"] >= step:
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"{STEERED}: not at step {step} after {TIMEOUT_S} s")
