@@ -31,6 +31,7 @@ ROUND_BY_ROUND = (
     "--set=search.prompts_per_round=16",
     "--set=sampling.prompts_per_batch=16",
     "--set=sampling.min_size=256",
+    "--set=train.sync_interval=1",
 )
 SUMMARISED = {
     "accuracy_after": "Accuracy",
@@ -87,7 +88,7 @@ def comparison_config(store: str, model: str, steps: int) -> RunConfig:
             "model": model,
             "search": {"prompts_per_round": 8, "samples_per_prompt": 16},
             "sampling": {"prompts_per_batch": 8, "responses_per_prompt": 16},
-            "train": {"steps": steps, "warmup_steps": 5, "learning_rate_schedule": "linear"},
+            "train": {"steps": steps, "warmup_steps": 5, "learning_rate_schedule": "linear", "sync_interval": 1},
         }
     )
 
