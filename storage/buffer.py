@@ -64,7 +64,7 @@ class Sampling(BaseModel):
     )
     uniform_fraction: float = Field(0.0, ge=0, le=1, description="share of the uniform distribution in that softmax")
     capacity_per_prompt: int = Field(100, ge=2, description="distinct responses kept of each prompt, the newest")
-    min_size: int = Field(256, ge=1, description="trajectories taken in before the first batch, repeats included")
+    min_size: int = Field(192, ge=1, description="trajectories taken in before the first batch, repeats included")
     samples_per_insert: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="draws of each trajectory taken in, at most, on average; None: any"
     )

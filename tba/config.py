@@ -141,8 +141,8 @@ class TrainSettings(Settings):
     objective: Literal["tb", "tba_prime", "dr_grpo", "rloo", "prox_rloo", "online_dpo"] = Field(
         "tb", description="Trajectory Balance, the same with a moving reference and no replay, or a baseline."
     )
-    steps: int = Field(80, ge=1, description="Policy steps to train for.")
-    beta: float = Field(0.1, ge=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
+    steps: int = Field(75, ge=1, description="Policy steps to train for.")
+    beta: float = Field(0.05, ge=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
     beta_final: float | None = Field(None, gt=0, description="beta goes there in a line; None: it stays.")
     beta_steps: int | None = Field(None, ge=1, description="Steps that beta takes to beta_final; None: all steps.")
     reference_reset_interval: int | None = Field(
