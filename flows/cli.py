@@ -116,7 +116,7 @@ def train(
 ) -> None:
     """Train a run, or resume it (same name, same settings), starting the local stack if none runs.
 
-    Example: tba train digits --steps 300 --searchers 1 --set train.beta=0.05
+    Example: tba train digits --steps 300 --searchers 1 --set train.beta=0.1
     """
     project = _project()
     given = {
@@ -154,7 +154,7 @@ def _config(given: dict[str, object], settings: list[str]) -> "RunConfig":
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
-            fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.05", status=2)
+            fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.1", status=2)
         try:
             given[key] = json.loads(value) if value == "null" or value.startswith("[") else value
         except ValueError as error:

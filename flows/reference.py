@@ -18,7 +18,7 @@ HEAD = """# Configuration
 Every setting of a run. On the command line the common ones have an option (`tba train --help`); any of them is
 `--set name=value`, groups with a dot:
 
-    tba train sharper --set train.beta=0.05 --set sampling.reward_temperature=0.5 --set task.data=null
+    tba train sharper --set train.beta=0.1 --set sampling.reward_temperature=0.5 --set task.data=null
 
 `null` means none; a list may be JSON (`search.exploration_top_p=[0.8,1]`). In Prefect's form and in `run.json` the same
 names are nested. An unknown name or a value out of range is refused before anything is started, with the field, the
