@@ -94,14 +94,14 @@ def test_options_and_settings_come_together(project, checked):
     options = "--task gsm8k --data problems.jsonl --store runs --model org/name --steps 7 --seed 3"
     prompts = '["Think, then answer.", "Be brief."]'
     explored = ["--set", "search.exploration_probability=0.3", "--set", f"search.system_prompts={prompts}"]
-    tba("train", *options.split(), "--set", "train.beta=0.05", "--set", "sampling.reward_temperature=null", *explored)
+    tba("train", *options.split(), "--set", "train.beta=0.2", "--set", "sampling.reward_temperature=null", *explored)
     (config,) = checked
     assert config.search.system_prompts == ("Think, then answer.", "Be brief.")
     assert (config.run, config.task.name) == ("gsm8k", "gsm8k")
     assert config.task.data == str(project / "problems.jsonl")
     assert config.store == (project / "runs").as_uri()
     assert config.model == "org/name"  # no such folder here, so it is left as it is
-    assert (config.train.steps, config.seed, config.train.beta) == (7, 3, 0.05)
+    assert (config.train.steps, config.seed, config.train.beta) == (7, 3, 0.2)
     assert config.sampling.reward_temperature is None
 
 
