@@ -61,15 +61,22 @@ def train_run(
                 trainer.load(Path(local))
         buffer = ReplayBuffer(store, config.sampling, config.seed)
         buffer.rebuild(resumed_from)
-        train(trainer, StoredExperience(store, buffer, attempt), outbox)
+        awaits_shard = resumed_from > 0 and config.searchers > 0
+        train(trainer, StoredExperience(store, buffer, attempt, awaits_shard=awaits_shard), outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"
 
 
 class StoredExperience:
     """tba.trainer's Experience over storage's replay buffer."""
 
-    def __init__(self, store: RunStore, buffer: ReplayBuffer, attempt: int) -> None:
+    def __init__(self, store: RunStore, buffer: ReplayBuffer, attempt: int, *, awaits_shard: bool = False) -> None:
+        """`awaits_shard`: the first batch waits for a shard that comes after the first sync.
+
+        A run that was killed whole resumes sooner than its engines start. Until they sample, a minute or two, it would
+        spend its steps on what it has.
+        """
         self._store, self.buffer, self._attempt = store, buffer, attempt
+        self._awaits_shard, self._caught_up = awaits_shard, False
         self._arrived_at = time.monotonic()  # when a sync last took something in
         self._alarmed = False
         self._fresh_reward_mean = None
@@ -79,12 +86,16 @@ class StoredExperience:
         if found := self.buffer.sync(step, self._attempt):
             self._fresh_reward_mean = found.reward_mean
             self._arrived_at = time.monotonic()
+            self._awaits_shard = self._awaits_shard and not self._caught_up
+        self._caught_up = True
         alarm = searchers_alarm(self._silent_s())
         if alarm and not self._alarmed:
             log.warning(alarm)
         self._alarmed = bool(alarm)
 
     def draw(self, step: int) -> Batch | str:
+        if self._awaits_shard:
+            return searchers_alarm(self._silent_s()) or "resumed: the Searchers' first new shard is awaited"
         try:
             return self._batch(self.buffer.draw(step), step)
         except NotEnoughExperience as reason:

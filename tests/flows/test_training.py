@@ -3,6 +3,7 @@
 Claims
 - flow control is in every step's metrics; while a draw is too early its reason is what the heartbeat says
 - Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
+- a resumed run's first batch waits for a shard that is new
 - a checkpoint follows the ledger: what was trained before it is on record
 - what is published is bfloat16, whatever the Trainer computes in
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
@@ -71,6 +72,18 @@ def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experienc
     assert 0 <= facts["searchers_silent_s"] < 60
     assert facts.keys() <= set(TRAINING_STEP.names)
     assert experience.draw(3).startswith("step 3 would draw each of 8")
+
+
+def test_a_resumed_run_waits_for_its_searchers(store):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4)
+    experience = training.StoredExperience(store, buffer, attempt=2, awaits_shard=True)
+    commit(store, "s0", 0, distinct("ab", 4))
+    for _ in range(2):
+        experience.sync(5)
+        assert experience.draw(5) == "resumed: the Searchers' first new shard is awaited"
+    commit(store, "s0", 1, distinct("ab", 4))
+    experience.sync(5)
+    assert isinstance(experience.draw(5), Batch) and isinstance(experience.draw(6), Batch)
 
 
 def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, heart, caplog, monkeypatch):
