@@ -5,7 +5,7 @@ project is large: the embedded model's folder holds a model of random weights wh
 generate samples, and runs end after a few steps; the first run trains on in the background while it is watched and
 steered. The local S3 is a real one.
 
-python -m pytest tests/test_commands.py -m commands
+python -m pytest tests/test_commands.py -m unproven
 """
 
 import contextlib
@@ -33,7 +33,6 @@ PROGRAMS = r"(make|prefect|duckdb|eval|python|(\.venv/bin/)?(tba|tensorboard)) "
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
 
 NOT_RUN = {
-    "make test": "is this",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
     "tba train --set train.processes=2 --set train.zero_stage=2": "not proven yet, as it says",
     "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",
@@ -141,7 +140,7 @@ def project(tmp_path, local_s3):
         stop_processes(find_processes("TBA_STACK", str(tmp_path)))
 
 
-@pytest.mark.commands
+@pytest.mark.unproven  # written, and not run yet
 @pytest.mark.s3
 def test_every_printed_command_runs(project):
     training, up = project.start(STEERED), False
@@ -172,7 +171,7 @@ def test_every_printed_command_runs(project):
 
 def test_what_is_not_run_or_filled_in_is_printed():
     printed = commands()
-    assert set(NOT_RUN) <= {*printed, "make test"}
+    assert set(NOT_RUN) <= set(printed)
     assert all(any(what in command for command in printed) for what in FILL_IN)
 
 
