@@ -1,10 +1,10 @@
 """A policy's weights as files: safetensors in and out, and the fingerprint that proves which weights spoke."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,7 +31,7 @@ def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
     save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
-def to_bfloat16(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+def to_bfloat16(weights: Iterable[tuple[str, Tensor]], seed: int) -> dict[str, Tensor]:
     """Weights on the CPU as bfloat16; float32 ones rounded up or down at random, so that they are right on average.
 
     A model that came in bfloat16 lies on its grid, and a policy step is a tenth of the distance to the next point:
@@ -40,8 +40,7 @@ def to_bfloat16(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     noise = torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=random)
     return {
-        name: tensor if tensor.dtype == torch.bfloat16 else _round_at_random(tensor, noise)
-        for name, tensor in weights.items()
+        name: tensor if tensor.dtype == torch.bfloat16 else _round_at_random(tensor, noise) for name, tensor in weights
     }
 
 
@@ -55,21 +54,25 @@ def _round_at_random(tensor: Tensor, noise: Tensor) -> Tensor:
 
 
 class Fingerprint:
-    """BLAKE2 over every tensor's name, type, shape and bytes; the order in which they come does not matter."""
+    """BLAKE3 over every tensor's name, type, shape and bytes; the order in which they come does not matter.
+
+    BLAKE3 because it is cryptographic and seven times as fast on one core as hashlib's BLAKE2: every published policy
+    is read for it by the Trainer once and by each Searcher.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[str, bytes] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+        digest = blake3(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        self._digests[name] = digest.digest()
+        self._digests[name] = digest.digest(16)
 
     def hexdigest(self) -> str:
-        whole = hashlib.blake2b(digest_size=16)
+        whole = blake3()
         for name in sorted(self._digests):
             whole.update(self._digests[name])
-        return whole.hexdigest()
+        return whole.hexdigest(16)
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
