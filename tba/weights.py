@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-NOISE = 1 << 20  # random numbers that all tensors are rounded by, in turn: drawing one for each weight takes seconds
+# Random numbers that all tensors are rounded by, in turn: drawing one for each weight takes seconds.
+NOISE = 1 << 16
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -38,18 +40,22 @@ def to_bfloat16(weights: Iterable[tuple[str, Tensor]], seed: int) -> dict[str, T
     rounded to the nearest, published policies would stay the first one for many steps. Equal seeds round alike.
     """
     random = torch.Generator().manual_seed(seed)
-    noise = torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=random)
+    noise = torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=random).numpy()
     return {
         name: tensor if tensor.dtype == torch.bfloat16 else _round_at_random(tensor, noise) for name, tensor in weights
     }
 
 
-def _round_at_random(tensor: Tensor, noise: Tensor) -> Tensor:
-    """bfloat16 is the upper half of a float32: what is added to the lower carries over as often as that is large."""
+def _round_at_random(tensor: Tensor, noise: np.ndarray) -> Tensor:
+    """bfloat16 is the upper half of a float32: what is added to the lower carries over as often as that is large.
+
+    In pieces that stay in a core's cache this takes as long as a plain copy, and training waits for it.
+    """
     rounded = torch.empty(tensor.shape, dtype=torch.bfloat16)
-    chunks = tensor.flatten().view(torch.int32).split(NOISE)
-    for chunk, into in zip(chunks, rounded.flatten().view(torch.int16).split(NOISE), strict=True):
-        into.copy_((chunk + noise[: len(chunk)]) >> 16)
+    bits, upper = tensor.flatten().view(torch.int32).numpy(), rounded.flatten().view(torch.int16).numpy()
+    for start in range(0, len(bits), len(noise)):
+        chunk = bits[start : start + len(noise)]
+        np.right_shift(chunk + noise[: len(chunk)], 16, out=upper[start : start + len(noise)], casting="unsafe")
     return rounded
 
 
