@@ -21,7 +21,7 @@ from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.store import RunStore
 from tba.policy import Group
 from tba.trainer import Batch, Draw, Stopped, Trainer, train
-from tba.weights import fingerprint, write_weights
+from tba.weights import fingerprint, to_bfloat16, write_weights
 
 # No new shard for so long: the Searchers have stopped, or a round takes far longer than it should.
 SEARCHERS_SILENT_S = 300.0
@@ -209,6 +209,7 @@ class StoreOutbox:
             for file in self._template.iterdir():
                 if file.is_file() and file.suffix != ".safetensors":
                     shutil.copy(file, folder)
+            weights = to_bfloat16(weights, seed=step)
             write_weights(weights, folder)
             mark = fingerprint(weights.items())
             policies.publish_policy(self._store, Path(folder), step, mark, attempt=self._attempt, final=final)

@@ -25,7 +25,6 @@ from tba.config import TrainSettings
 from tba.policy import Group, load_policy, sequence_logprobs
 from tba.precision import compute_dtype
 from tba.trainer import CHECKPOINT, Draw, Trainer, _passes
-from tba.weights import to_bfloat16
 
 # While the first process waits for experience the others wait for it; one that dies is noticed at once.
 PATIENCE = timedelta(days=7)
@@ -114,10 +113,12 @@ class ShardedTrainer(Trainer):
 
     @_everywhere
     def weights(self) -> dict[str, Tensor]:
-        tied, dtype = set(self._policy.all_tied_weights_keys), compute_dtype(self._policy.device.type)
-        merged = adapters.merged(self._policy, self._gathered)
-        own = ((name, tensor) for name, tensor in merged if self._is_first and name not in tied)
-        return to_bfloat16(((name, tensor.detach().to("cpu", dtype)) for name, tensor in own), seed=self.step)
+        tied, copies = set(self._policy.all_tied_weights_keys), {}
+        dtype = compute_dtype(self._policy.device.type)
+        for name, tensor in adapters.merged(self._policy, self._gathered):
+            if self._is_first and name not in tied:
+                copies[name] = tensor.detach().to("cpu", dtype, copy=True)
+        return copies
 
     @_everywhere
     def save(self, folder: Path) -> None:

@@ -28,7 +28,6 @@ from tba.config import TrainSettings
 from tba.objective import log_partition, residual, trajectory_balance_loss
 from tba.policy import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.precision import compute_dtype
-from tba.weights import to_bfloat16
 
 # One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -240,12 +239,13 @@ class Trainer:
         self._reference = copy.deepcopy(self._policy).requires_grad_(False)
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the weights as they are published: bfloat16, on the CPU (tba/weights.py); tied ones once."""
+        """A copy of the policy's weights in the precision that it computes in, on the CPU; tied ones once."""
         tied, dtype = set(self._policy.all_tied_weights_keys), compute_dtype(self._policy.device.type)
-        merged = adapters.merged(self._policy)
-        return to_bfloat16(
-            ((name, tensor.detach().to("cpu", dtype)) for name, tensor in merged if name not in tied), seed=self.step
-        )
+        return {
+            name: tensor.detach().to("cpu", dtype, copy=True)
+            for name, tensor in adapters.merged(self._policy)
+            if name not in tied
+        }
 
     def save(self, folder: Path) -> None:
         """Everything that training goes on from: weights, optimizer state, step. safetensors and JSON only."""
