@@ -166,6 +166,8 @@ def test_every_printed_command_runs(project):
                 assert training.returncode == 0 and "Stopped at step" in output, output
         project.run("tba down")
     finally:
+        if training.poll() is None:  # a command failed before the one that stops it
+            os.killpg(training.pid, signal.SIGKILL)
         project.run("python infra/local_s3.py stop")
 
 

@@ -143,6 +143,15 @@ def test_a_run_killed_in_mid_training_resumes_and_ends_as_if_nothing_had_happene
     attempts = sql(project, "killed", "SELECT attempt, resumed_from FROM attempts ORDER BY attempt")
     assert attempts[0]["resumed_from"] == 0
     assert attempts[1]["resumed_from"] in (3, 6)  # the last checkpoint before the kill
+    # The Trainer is back before its Searchers, and waits for the first shard of theirs.
+    (resumed,) = sql(
+        project,
+        "killed",
+        "SELECT min(started_at) > (SELECT min(trajectories.created_at) FROM trajectories, attempts WHERE "
+        "attempt = 2 AND trajectories.created_at > attempts.created_at) AS waited "
+        "FROM training_steps WHERE attempt = 2",
+    )
+    assert resumed["waited"]
     counted = sql(project, "killed", "SELECT step, count(*) AS slots FROM batches GROUP BY step ORDER BY step")
     assert counted == [{"step": step, "slots": B * K} for step in range(1, STEPS + 1)]
     steps = sql(project, "killed", "SELECT step FROM training_steps ORDER BY step")
