@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-# Random numbers that all tensors are rounded by, in turn: drawing one for each weight takes seconds.
-NOISE = 1 << 20
+NOISE = 1 << 20  # random numbers that all tensors are rounded by, in turn: drawing one for each weight takes seconds
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -63,8 +62,8 @@ def _round_at_random(tensor: Tensor, noise: np.ndarray) -> Tensor:
 class Fingerprint:
     """BLAKE3 over every tensor's name, type, shape and bytes; the order in which they come does not matter.
 
-    BLAKE3 because it is cryptographic and seven times as fast on one core as hashlib's BLAKE2: every published policy
-    is read for it by the Trainer once and by each Searcher.
+    BLAKE3 because it is cryptographic and seven times as fast on one core as hashlib's BLAKE2: the Trainer reads every
+    policy for it, and each Searcher every one that it serves.
     """
 
     def __init__(self) -> None:
