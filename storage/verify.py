@@ -43,9 +43,9 @@ ANY_VOCABULARY = 2**31  # token ids are int32
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
 _LEDGER = {
+    "metrics/training": schema.TRAINING_STEP,  # before the batches: a step's metrics come after what it drew
     "batches": schema.BATCH,
     "syncs": schema.SYNC,
-    "metrics/training": schema.TRAINING_STEP,
     "metrics/search": schema.SEARCH_ROUND,
     "metrics/evaluations": schema.EVALUATION,
 }
@@ -92,17 +92,19 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
     store.get("run.json")
     faults: list[Fault] = []
     ledgers = _LEDGER if fingerprint else {folder: _asked(columns) for folder, columns in _LEDGER.items()}
+    resumes = ledger.attempts(store)
     entries = {folder: _read_entries(store, folder, columns, faults) for folder, columns in ledgers.items()}
-    pointer = _read_pointer(store, faults)
-    shards = _check_shards(store, _vocab_size(store, pointer) if fingerprint else None, faults)
+    syncs = _effective_syncs(store)
+    shards = _check_shards(store, _vocab_size(store) if fingerprint else None, faults)
+    pointer = _read_pointer(store)
     published = policies.published_policies(store)
     faults += chain(
         _duplicates(shards),
         _unknown_trained(entries["batches"], shards),
-        _unrecorded_steps(store, entries),
-        _inconsistent_syncs(store, shards),
+        _unrecorded_steps(resumes, entries),
+        _inconsistent_syncs(syncs, shards),
         _bad_policies(store, published, fingerprint) if fingerprint else (),
-        _bad_pointer(pointer, published, shards),
+        _bad_pointer(store, pointer, published, shards),
         _unpublished_speakers(shards, published),
         _bad_checkpoints(store),
     )
@@ -111,7 +113,7 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
         num_shards=len(shards.ids),
         num_trajectories=sum(map(len, shards.ids)),
         num_policies=len(published),
-        num_steps=len(_effective_steps(store, entries["batches"])),
+        num_steps=len(_effective_steps(resumes, entries["batches"])),
     )
 
 
@@ -179,10 +181,10 @@ def _check_some_shards(
         found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
 
 
-def _vocab_size(store: RunStore, pointer: dict | None) -> int:
+def _vocab_size(store: RunStore) -> int:
     """Of the policy that latest.json names; every token id there is where that cannot be told."""
     try:
-        config = json.loads(store.get(f"{pointer['path']}/config.json"))
+        config = json.loads(store.get(f"{_read_pointer(store)['path']}/config.json"))
     except (NotFound, ValueError, TypeError, KeyError):
         return ANY_VOCABULARY
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or ANY_VOCABULARY
@@ -239,9 +241,8 @@ def _is_expired(name: str, shards: _Shards) -> bool:
     return number.isdecimal() and int(number) <= shards.expired.get(searcher, -1)
 
 
-def _effective_steps(store: RunStore, rows: pa.Table) -> set[int]:
+def _effective_steps(resumes: list[dict], rows: pa.Table) -> set[int]:
     """The steps whose entries count: what was trained after a checkpoint that training resumed from does not."""
-    resumes = ledger.attempts(store)
     places = set(zip(rows["attempt"].to_pylist(), rows["step"].to_pylist(), strict=True))
     return {
         step
@@ -250,23 +251,26 @@ def _effective_steps(store: RunStore, rows: pa.Table) -> set[int]:
     }
 
 
-def _unrecorded_steps(store: RunStore, entries: dict[str, pa.Table]) -> Iterator[Fault]:
+def _unrecorded_steps(resumes: list[dict], entries: dict[str, pa.Table]) -> Iterator[Fault]:
     """Steps are recorded in order, and those up to a checkpoint before it."""
-    batches = _effective_steps(store, entries["batches"])
-    resumed_from = max((attempt["resumed_from"] for attempt in ledger.attempts(store)), default=0)
+    batches = _effective_steps(resumes, entries["batches"])
+    resumed_from = max((attempt["resumed_from"] for attempt in resumes), default=0)
     last = max(batches, default=0)
     for step in sorted(set(range(1, max(last, resumed_from) + 1)) - batches):
         yield Fault("missing batch", "batches", f"step {step} counts as trained, but what it drew is not recorded")
-    for step in sorted(_effective_steps(store, entries["metrics/training"]) - batches):
+    for step in sorted(_effective_steps(resumes, entries["metrics/training"]) - batches):
         yield Fault("missing batch", "batches", f"step {step} has metrics, but what it drew is not recorded")
 
 
-def _inconsistent_syncs(store: RunStore, shards: _Shards) -> Iterator[Fault]:
-    """Each sync that counts took in the rounds after those of the sync before, all of them there."""
+def _effective_syncs(store: RunStore) -> list[dict]:
     try:
-        syncs = ledger.effective_syncs(store, step=2**62)
+        return ledger.effective_syncs(store, step=2**62)
     except (pa.ArrowException, OSError):
-        return  # a torn entry, named already
+        return []  # a torn entry, named already
+
+
+def _inconsistent_syncs(syncs: list[dict], shards: _Shards) -> Iterator[Fault]:
+    """Each sync that counts took in the rounds after those of the sync before, all of them there."""
     following: dict[str, int] = defaultdict(int)
     for row in sorted(syncs, key=lambda row: row["sync"]):
         path, searcher = f"syncs/attempt={row['attempt']:08d}/sync={row['sync']:08d}.parquet", row["searcher"]
@@ -303,28 +307,35 @@ def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Call
                 yield Fault("changed weights", path, f"published as {manifest['fingerprint']}, they are {found} now")
 
 
-def _read_pointer(store: RunStore, faults: list[Fault]) -> dict | None:
+def _read_pointer(store: RunStore) -> dict | str | None:
+    """What latest.json says; why it cannot be read; None where it is not there."""
     try:
         return json.loads(store.get(policies.LATEST))
     except NotFound:
         return None
     except ValueError as error:
-        faults.append(Fault("broken pointer", policies.LATEST, str(error)))
+        return str(error)
 
 
-def _bad_pointer(pointer: dict | None, published: dict[str, dict], shards: _Shards) -> Iterator[Fault]:
+def _bad_pointer(
+    store: RunStore, pointer: dict | str | None, published: dict[str, dict], shards: _Shards
+) -> Iterator[Fault]:
+    message = _pointer_fault(pointer, published, shards)
+    if message and pointer == _read_pointer(store):  # else a Trainer has moved it on while policies were read
+        yield Fault("broken pointer", policies.LATEST, message)
+
+
+def _pointer_fault(pointer: dict | str | None, published: dict[str, dict], shards: _Shards) -> str | None:
     if pointer is None:
-        if shards.ids:
-            yield Fault("broken pointer", policies.LATEST, "it names no policy, but policies have sampled trajectories")
-        return
+        return "it names no policy, but policies have sampled trajectories" if shards.ids else None
+    if isinstance(pointer, str):
+        return pointer
     manifest = published.get(pointer["path"])
     if manifest is None or manifest.get("pruned"):
-        yield Fault("broken pointer", policies.LATEST, f"it names {pointer['path']}, which is not there in full")
-        return
-    for name in ("step", "fingerprint", "attempt"):
-        if pointer[name] != manifest[name]:
-            message = f"it says {name} {pointer[name]}, the policy it names {manifest[name]}"
-            yield Fault("broken pointer", policies.LATEST, message)
+        return f"it names {pointer['path']}, which is not there in full"
+    differing = [name for name in ("step", "fingerprint", "attempt") if pointer[name] != manifest[name]]
+    told = [f"{name} {pointer[name]}, the policy it names {manifest[name]}" for name in differing]
+    return f"it says {'; '.join(told)}" if told else None
 
 
 def _unpublished_speakers(shards: _Shards, published: dict[str, dict]) -> Iterator[Fault]:
@@ -337,20 +348,27 @@ def _unpublished_speakers(shards: _Shards, published: dict[str, dict]) -> Iterat
 
 def _bad_checkpoints(store: RunStore) -> Iterator[Fault]:
     for step in ledger.list_checkpoints(store):
-        folder = ledger.checkpoint_path(step)
-        try:
-            recorded = json.loads(store.get(f"{folder}/state.json"))["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            yield Fault("damaged checkpoint", folder, f"its state.json does not say its step ({error!r})")
-            continue
-        if recorded != step:
-            yield Fault("damaged checkpoint", folder, f"its state.json is of step {recorded}")
-        weights = [path for path in store.list(folder) if path.endswith(".safetensors")]
-        if not weights:
-            yield Fault("damaged checkpoint", folder, "it has no safetensors file")
-        for path in weights:
-            if message := _broken_safetensors(store, path):
-                yield Fault("damaged checkpoint", path, message)
+        with suppress(NotFound, FileNotFoundError):  # the Trainer has deleted it since it was listed
+            found = list(_bad_checkpoint(store, step))
+            if found and step in ledger.list_checkpoints(store):
+                yield from found
+
+
+def _bad_checkpoint(store: RunStore, step: int) -> Iterator[Fault]:
+    folder = ledger.checkpoint_path(step)
+    try:
+        recorded = json.loads(store.get(f"{folder}/state.json"))["step"]
+    except (ValueError, KeyError, TypeError) as error:
+        yield Fault("damaged checkpoint", folder, f"its state.json does not say its step ({error!r})")
+        return
+    if recorded != step:
+        yield Fault("damaged checkpoint", folder, f"its state.json is of step {recorded}")
+    weights = [path for path in store.list(folder) if path.endswith(".safetensors")]
+    if not weights:
+        yield Fault("damaged checkpoint", folder, "it has no safetensors file")
+    for path in weights:
+        if message := _broken_safetensors(store, path):
+            yield Fault("damaged checkpoint", path, message)
 
 
 def _broken_safetensors(store: RunStore, path: str) -> str | None:

@@ -75,7 +75,7 @@ class Project:
         (folder / ".venv").symlink_to(REPOSITORY / ".venv")
         (folder / "sitecustomize.py").write_text("import sys\n\nsys.modules['vllm'] = None\n")
         settings = folder / "tba" / "config.py"
-        small, times = re.subn(r"(steps: int = Field\()\d+,", rf"\g<1>{STEPS},", settings.read_text())
+        small, times = re.subn(r"(    steps: int = Field\()\d+,", rf"\g<1>{STEPS},", settings.read_text())
         assert times == 1
         settings.write_text(small)
         save_character_model(

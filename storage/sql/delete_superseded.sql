@@ -1,12 +1,14 @@
 -- Of every prompt in `arrivals`, keep each distinct response once (its newest copy), and of those the newest
 -- $capacity_per_prompt. Age is (sync, policy_step, trajectory_id): a total order, the same on every rebuilt index.
 -- What stays does not depend on how arrivals were split over calls, nor on the order of the calls.
+-- A row's word_offset is its own, and stands in for its rowid: after some hundred deletions of most of a table, DuckDB
+-- 2.0 crashes where a join filters by rowid.
 DELETE FROM trajectories
-WHERE rowid IN (
+WHERE word_offset IN (
     WITH
     -- every stored row of the prompts that got something
     touched AS (
-        SELECT rowid AS stored_row, prompt, response_digest, sync, policy_step, trajectory_id
+        SELECT word_offset, prompt, response_digest, sync, policy_step, trajectory_id
         FROM trajectories
         WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
     ),
@@ -19,10 +21,10 @@ WHERE rowid IN (
     ),
     -- age rank among the distinct responses of a prompt: older copies rank behind every newest one
     ranks AS (
-        SELECT stored_row, copy, row_number() OVER (
+        SELECT word_offset, copy, row_number() OVER (
             PARTITION BY prompt ORDER BY copy > 1, sync DESC, policy_step DESC, trajectory_id DESC
         ) AS age_rank
         FROM copies
     )
-    SELECT stored_row FROM ranks WHERE copy > 1 OR age_rank > $capacity_per_prompt
+    SELECT word_offset FROM ranks WHERE copy > 1 OR age_rank > $capacity_per_prompt
 );

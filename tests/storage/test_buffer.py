@@ -1,6 +1,7 @@
 """Claims about what the replay buffer stores (storage/buffer.py); `pytest tests/storage/test_buffer.py`.
 
 - of identical responses to a prompt the newest counts; of a prompt the newest `capacity_per_prompt` stay
+- a buffer stands hundreds of syncs that bring what is there already
 - a drawn row carries the tokens and log-probabilities of its shard
 - rows can be drawn from the sync after their commit on; a late shard of a slow Searcher is not missed
 - an error while taking in (a lost race for the sync record, a torn shard) changes nothing
@@ -62,6 +63,17 @@ def test_of_a_prompt_the_newest_capacity_stay(store):
         "s1-00000001-00001",
     }
     assert (buffer.num_trajectories, buffer.num_prompts) == (3, 1)
+
+
+def test_hundreds_of_syncs_that_repeat_what_is_there(store):
+    """Each deletes what the one before it brought: DuckDB 2.0 crashed at the 143rd when that went by rowid."""
+    buffer = new_buffer(store)
+    for number in range(160):
+        for searcher in ("s0", "s1"):
+            commit(store, searcher, number, distinct("ab", 2), policy_step=number)
+        buffer.sync(number + 1, attempt=1)
+        assert buffer.num_trajectories == 4
+    assert set(buffer.draw(160)["policy_step"].to_pylist()) == {159}
 
 
 def test_a_drawn_row_carries_the_tokens_and_logprobs_of_its_shard(store):

@@ -5,13 +5,15 @@ in a copy. Run: pytest tests/storage/test_verify.py
 
 - a good run has no fault, on a folder and on S3; nor has what a killed process leaves, nor a run just created
 - each single fault is found and named by kind and file, and nothing else is reported
+- a run that goes on meanwhile, its Trainer deleting old policies and checkpoints, has no fault either
 - what a resumed Trainer undid counts as not trained; what has expired, or was taken over from another run, is no fault
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -54,22 +56,32 @@ def make_run(store: RunStore, folder: Path) -> None:
     folder.mkdir()
     rounds = {"s0": 0, "s1": 0}
     for attempt, resumed_from, last in ((1, 0, 4), (2, 2, 5)):
-        ledger.start_attempt(store, resumed_from, OWNER)
-        buffer = ReplayBuffer(store, SAMPLING, seed=0)
-        buffer.rebuild(resumed_from)
-        mark = publish(store, folder / "policy", resumed_from, attempt)
-        for step in range(resumed_from + 1, last + 1):
-            for searcher in rounds:
-                shard = make_shard(searcher, rounds[searcher], policy_step=step - 1, policy_fingerprint=mark)
-                shards.commit_shard(store, shard)
-                ledger.record_search_round(store, make_search_round(searcher, rounds[searcher]))
-                rounds[searcher] += 1
-            buffer.sync(step, attempt)
-            ledger.record_batch(store, attempt, step, buffer.draw(step))
-            ledger.record_training_step(store, make_training_step(attempt, step))
-            mark = publish(store, folder / "policy", step, attempt)
-            if step in (2, 5):
-                checkpoint(store, folder / "checkpoint", step)
+        for _ in train(store, folder, rounds, attempt, resumed_from, last):
+            pass
+
+
+def train(
+    store: RunStore, folder: Path, rounds: dict[str, int], attempt: int, resumed_from: int, last: int
+) -> Iterator[None]:
+    """One attempt, write by write. rounds: the next one of each Searcher. Checkpoints at steps 2, 5, 7, 10, ..."""
+    ledger.start_attempt(store, resumed_from, OWNER)
+    buffer = ReplayBuffer(store, SAMPLING, seed=0)
+    buffer.rebuild(resumed_from)
+    mark = publish(store, folder / "policy", resumed_from, attempt)
+    for step in range(resumed_from + 1, last + 1):
+        for searcher in rounds:
+            shard = make_shard(searcher, rounds[searcher], policy_step=step - 1, policy_fingerprint=mark)
+            yield shards.commit_shard(store, shard)
+            yield ledger.record_search_round(store, make_search_round(searcher, rounds[searcher]))
+            rounds[searcher] += 1
+        yield buffer.sync(step, attempt)
+        yield ledger.record_batch(store, attempt, step, buffer.draw(step))
+        yield ledger.record_training_step(store, make_training_step(attempt, step))
+        mark = publish(store, folder / "policy", step, attempt)
+        if step % 5 in (0, 2):
+            checkpoint(store, folder / "checkpoint", step)
+            ledger.delete_checkpoints(store, keep=2)
+        yield
 
 
 def checkpoint(store: RunStore, folder: Path, step: int) -> None:
@@ -104,6 +116,37 @@ def test_a_good_run_has_no_fault(good):
     assert (report.num_shards, report.num_trajectories, report.num_steps) == (14, 56, 5)
     assert report.num_policies == 9  # of steps 0 to 4, and of 2 to 5
     assert len([path for path in good.list("policies") if path.endswith(".safetensors")]) == 2
+
+
+class LiveStore(RunStore):
+    """A run that goes on by a few writes at every read."""
+
+    def __init__(self, url: str, writes: Iterator[None], writes_a_read: int) -> None:
+        super().__init__(url, "run")
+        self._writes, self._num = writes, writes_a_read
+
+    def _go_on(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # writing takes the threads that read in parallel
+            for _ in range(self._num):
+                next(self._writes)
+
+    def list(self, *arguments, **named) -> list[str]:
+        self._go_on()
+        return super().list(*arguments, **named)
+
+    def get(self, path: str) -> bytes:
+        self._go_on()
+        return super().get(path)
+
+
+@pytest.mark.parametrize("writes_a_read", [1, 10])  # a step has 8
+def test_a_run_that_goes_on_has_no_fault(good, tmp_path, writes_a_read):
+    (tmp_path / "work").mkdir()
+    writes = train(good, tmp_path / "work", {"s0": 7, "s1": 7}, attempt=3, resumed_from=5, last=10**6)
+    live = LiveStore(good.url, writes, writes_a_read)
+    report = verify(live, fingerprint)
+    assert report.faults == []
+    assert report.num_steps < len(good.list("batches")) - 2, "it did go on"
 
 
 @pytest.mark.s3
@@ -259,7 +302,7 @@ FAULTS: dict[str, tuple[Callable[[RunStore], object], list[tuple[str, str]]]] = 
         lambda s: edit_json(s, LATEST, fingerprint="e" * 32),
         [("broken pointer", LATEST)],
     ),
-    "pointer that is no JSON": (lambda s: s.put(LATEST, b"{"), [("broken pointer", LATEST)] * 2),
+    "pointer that is no JSON": (lambda s: s.put(LATEST, b"{"), [("broken pointer", LATEST)]),
     "lost pointer": (lambda s: s.delete(LATEST), [("broken pointer", LATEST)]),
     "truncated checkpoint": (
         lambda s: s.put(f"{CHECKPOINT}/trainer.safetensors", s.get(f"{CHECKPOINT}/trainer.safetensors")[:-1]),
