@@ -11,7 +11,7 @@ The shards are the truth. Index and word file are one process's cache of them, g
     rebuild  produces: the buffer as it was at some step, from shards and sync records alone
 
 A draw depends on nothing but (seed, step) and the rows stored, and those only on the syncs so far: "what would step 420
-have drawn?" is `rebuild(420)`, `draw(420)`, on any machine, any day. The choosing is storage/sql/choose_batch.sql.
+have drawn?" is `rebuild(420)`, `draw(420)`, on any machine, any day. What may be drawn, and how likely, is storage/sql/choose_prompts.sql and list_candidates.sql.
 
 B prompts a batch, K responses a prompt.
 """
@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 
 import duckdb
 import numpy as np
@@ -37,13 +37,6 @@ from storage.store import RunStore
 
 # Rounds of whole syncs that a rebuild indexes before it throws out repeats: few statements, and few rows in excess.
 ROUNDS_PER_SETTLE = 64
-_DRAW_SETTINGS = {
-    "prompts_per_batch",
-    "responses_per_prompt",
-    "recent_probability",
-    "reward_temperature",
-    "uniform_fraction",
-}
 WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
 
 
@@ -149,6 +142,35 @@ class WordFile:
         return columns
 
 
+def uniform_number(seed: int, step: int, purpose: str, name: object) -> float:
+    """In (0, 1): what the macro of that name in storage/sql/create_index.sql computes."""
+    digest = hashlib.md5(f"{seed}/{step}/{purpose}/{name}".encode(), usedforsecurity=False).digest()
+    return ((int.from_bytes(digest, "little") >> 76) + 0.5) / 2**52
+
+
+def _draw_slots(
+    candidates: dict[str, np.ndarray], num_slots: int, uniform_fraction: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one place's K responses, without replacement. Returns index and first-draw probability of each slot [K].
+
+    candidates: rows of list_candidates.sql, in the order of ids [n]. Drawing without replacement is an exponential
+    race, -ln(u) / p, first come first drawn (the Gumbel-top-k trick); where p underflows to 0 the better reward goes
+    first. Fewer candidates than K: the slots go by how often each was sampled, as they would if the buffer kept every
+    copy, rounded to the nearest; a rare one may go without.
+    """
+    weight = np.exp(candidates["log_weight"] - candidates["log_weight"].max())
+    p = (1 - uniform_fraction) * weight / weight.sum() + uniform_fraction / len(weight)
+    with np.errstate(divide="ignore"):
+        arrival = -np.log(candidates["uniform_number"]) / p
+    drawn = np.lexsort((-candidates["reward"], arrival))[:num_slots]
+    if len(drawn) < num_slots:
+        up_to = np.cumsum([0, *candidates["times_sampled"][drawn]])  # the share of each, from - to
+        share = np.diff((2 * up_to * num_slots + up_to[-1] - 1) // (2 * up_to[-1]))
+        turn = np.concatenate([np.arange(times) for times in share])
+        drawn = np.repeat(drawn, share)[np.argsort(turn, kind="stable")]
+    return drawn, p[drawn]
+
+
 class ReplayBuffer:
     """All trajectories of a run, without repeats and bounded by prompt, sampled by recency and reward.
 
@@ -205,18 +227,53 @@ class ReplayBuffer:
         response_tokens, behavior_logprobs, reference_logprobs. Raises NotEnoughExperience where it is too early.
         """
         self._check_rate(step)
-        settings = self._sampling.model_dump(include=_DRAW_SETTINGS)
-        here = {"seed": self._seed, "step": step, "newest_sync": self.newest_sync}
-        bound = {"oldest_policy_step": self._oldest_policy_step(step)}
-        chosen = self._execute("choose_batch", settings | here | bound).fetchnumpy()
-        if not len(chosen["slot"]):
+        sampling, oldest = self._sampling, self._oldest_policy_step(step)
+        here = {"seed": self._seed, "step": step, "newest_sync": self.newest_sync, "oldest_policy_step": oldest}
+        pools = self._execute("choose_prompts", here | {"prompts_per_batch": sampling.prompts_per_batch}).fetchone()
+        if not pools[1]:
             raise NotEnoughExperience(
-                f"max_age={self._sampling.max_age}, but all {self.num_trajectories} trajectories stored are older, of "
-                f"policies before step {bound['oldest_policy_step']}: sync again when Searchers have committed newer "
-                "ones, or raise max_age"
+                f"max_age={sampling.max_age}, but all {self.num_trajectories} trajectories stored are older, of "
+                f"policies before step {oldest}: sync again when Searchers have committed newer ones, or raise max_age"
             )
-        places = {name: chosen.pop(name) for name in ("word_offset", "num_prompt_tokens", "num_response_tokens")}
-        return pa.table(chosen | self._words.read(**places))
+        places, recent = self._fill_places(step, *pools)
+        asked = {"places": places, "recent": recent, "reward_temperature": sampling.reward_temperature}
+        candidates = self._execute("list_candidates", here | asked).fetchnumpy()
+        first_of_place = np.searchsorted(candidates["prompt_index"], np.arange(len(places) + 1))
+        drawn, probabilities = [], []
+        for start, end in pairwise(first_of_place.tolist()):
+            of_place = {name: values[start:end] for name, values in candidates.items()}
+            slots, probability = _draw_slots(of_place, sampling.responses_per_prompt, sampling.uniform_fraction)
+            drawn.append(start + slots)
+            probabilities.append(probability)
+        rows = {name: values[np.concatenate(drawn)] for name, values in candidates.items()}
+        num_slots = sampling.responses_per_prompt
+        columns = {
+            "prompt_index": rows["prompt_index"].astype(np.int32),
+            "slot": np.tile(np.arange(num_slots, dtype=np.int32), len(places)),
+            "trajectory_id": rows["trajectory_id"],
+            "prompt_id": rows["prompt_id"],
+            "recent": rows["recent"],
+            "draw_probability": np.concatenate(probabilities),
+            "reward": rows["reward"],
+            "policy_step": rows["policy_step"],
+            "sync": np.full(num_slots * len(places), self.newest_sync),
+        }
+        words = {name: rows[name] for name in ("word_offset", "num_prompt_tokens", "num_response_tokens")}
+        return pa.table(columns | self._words.read(**words))
+
+    def _fill_places(self, step: int, recent_pool: list | None, whole_pool: list) -> tuple[list[int], list[bool]]:
+        """The prompt of each of the B places, and whether it is drawn as recent: that with probability m.
+
+        Prompts of a pool are used in turn, all different where there are enough; those that recent places took come
+        last in the other places.
+        """
+        places = range(self._sampling.prompts_per_batch)
+        numbers = [uniform_number(self._seed, step, "recent", place) for place in places]
+        recent = [bool(recent_pool) and number < self._sampling.recent_probability for number in numbers]
+        recents = list(islice(cycle(recent_pool or []), sum(recent)))
+        others = cycle(sorted(whole_pool, key=set(recents).__contains__)[: len(places) - len(recents)])
+        recents = iter(recents)
+        return [next(recents if is_recent else others) for is_recent in recent], recent
 
     def _check_rate(self, step: int) -> None:
         """NotEnoughExperience while too little was taken in for that many steps. Depends on step and syncs alone."""

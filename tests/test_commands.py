@@ -44,6 +44,8 @@ FILL_IN = {
     "path/to/model": ".tba/.local/models/smollm2-135m-instruct",
     "trackers=tensorboard,mlflow": "trackers=tensorboard",  # MLflow is a package to install
 }
+# Transformers' generate samples; what looks whether the engine is there shall find it.
+NO_VLLM = "import sys\n\nif 'doctor' not in sys.orig_argv:\n    sys.modules['vllm'] = None\n"
 STEPS, FEW_STEPS = 2000, "3"  # of the run that is steered; of the others
 STEERED = "make train"
 UNENDING = {"tba watch arithmetic"}  # is left by Ctrl-C
@@ -73,7 +75,7 @@ class Project:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(REPOSITORY / name, folder / name)  # with its age: make compares it with the environment's
         (folder / ".venv").symlink_to(REPOSITORY / ".venv")
-        (folder / "sitecustomize.py").write_text("import sys\n\nsys.modules['vllm'] = None\n")
+        (folder / "sitecustomize.py").write_text(NO_VLLM)
         settings = folder / "tba" / "config.py"
         small, times = re.subn(r"(    steps: int = Field\()\d+,", rf"\g<1>{STEPS},", settings.read_text())
         assert times == 1
@@ -99,7 +101,7 @@ class Project:
         for printed, meant in FILL_IN.items():
             command = command.replace(printed, meant)
         return subprocess.Popen(
-            ["bash", "-c", command],
+            ["env", "--default-signal=INT", "bash", "-c", command],  # tests may run where a shell has it ignored
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,

@@ -4,7 +4,9 @@
 CREATE TABLE prompts (
     prompt INTEGER,
     prompt_id VARCHAR,
-    newest_policy_step BIGINT -- of its stored trajectories
+    newest_policy_step BIGINT, -- of its stored trajectories
+    newest_sync BIGINT, -- that brought one of them
+    newest_sync_policy_step BIGINT -- the newest of those that sync brought
 );
 
 -- One row a stored trajectory; its tokens and log-probabilities lie in the word file, from `word_offset` on.
@@ -24,4 +26,4 @@ CREATE TABLE trajectories (
 -- A uniform number in (0, 1) that anyone can compute again: the high 52 bits of the md5 of "seed/step/purpose/id", read
 -- as a little-endian integer. (hash() is faster, but not the same in every version of DuckDB.)
 CREATE MACRO uniform_number(seed, step, purpose, id) AS
-    ((md5_number(concat_ws('/', seed, step, purpose, id)) >> 76)::DOUBLE + 0.5) / 4503599627370496;
+    ((md5_number(seed || '/' || step || '/' || purpose || '/' || id) >> 76)::DOUBLE + 0.5) / 4503599627370496;

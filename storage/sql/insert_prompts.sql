@@ -3,6 +3,8 @@ INSERT INTO prompts
 SELECT
     (SELECT count(*) FROM prompts) + row_number() OVER (ORDER BY prompt_id) - 1,
     prompt_id,
+    NULL,
+    NULL,
     NULL
 FROM (SELECT DISTINCT prompt_id FROM arrivals) AS arrived_prompts
 ANTI JOIN prompts USING (prompt_id);

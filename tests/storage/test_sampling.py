@@ -1,4 +1,4 @@
-"""Claims about how the replay buffer draws (storage/sql/choose_batch.sql); `pytest tests/storage/test_sampling.py`.
+"""Claims about how the replay buffer draws (`ReplayBuffer.draw`); `pytest tests/storage/test_sampling.py`.
 
 - the share of recent draws is m, and what is recent is what the newest sync took in
 - rewards weigh as softmax(reward / tau) mixed with uniform, in the first draw and in the second without replacement
