@@ -11,7 +11,8 @@ The shards are the truth. Index and word file are one process's cache of them, g
     rebuild  produces: the buffer as it was at some step, from shards and sync records alone
 
 A draw depends on nothing but (seed, step) and the rows stored, and those only on the syncs so far: "what would step 420
-have drawn?" is `rebuild(420)`, `draw(420)`, on any machine, any day. What may be drawn, and how likely, is storage/sql/choose_prompts.sql and list_candidates.sql.
+have drawn?" is `rebuild(420)`, `draw(420)`, on any machine, any day. What may be drawn, and how likely, is SQL:
+storage/sql/choose_prompts.sql and list_candidates.sql.
 
 B prompts a batch, K responses a prompt.
 """
