@@ -193,6 +193,8 @@ class ShardedTrainer(Trainer):
 
     def _shards(self) -> list[Tensor]:
         """The flat tensors that this process' optimizer steps."""
+        if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3: between steps its groups are empty
+            return self._optimizer.fp32_partitioned_groups_flat
         return [flat for group in self._optimizer.optimizer.param_groups for flat in group["params"]]
 
     def _steps_taken(self) -> Tensor | None:
