@@ -31,6 +31,7 @@ from tba.tasks import load_task
 
 PLAN, DONE = "warm_start/plan.json", "warm_start/done.json"
 ROWS_PER_SHARD = 500  # of demonstrations: what is lost when their scoring is interrupted
+SHARDS_AT_ONCE = 32  # go through the quality gate: that costs half a second, however many
 
 
 def check_sources(store: RunStore, config: RunConfig) -> None:
@@ -199,6 +200,7 @@ class Copy:
     def all_of(self, source: RunSource | FileSource, searcher: str, parts: list) -> dict:
         """Commits a source as the shards of a searcher of that name. Returns how much was taken and left out."""
         number = num_trajectories = num_heldout = 0
+        made: list[pa.Table] = []
         for part in parts:
             rows = source.read(part)
             trainable = rows.filter(pc.invert(pc.is_in(rows["prompt"], value_set=self._heldout)))
@@ -206,19 +208,26 @@ class Copy:
             num_heldout += rows.num_rows - trainable.num_rows
             if trainable.num_rows:  # rounds have no gaps
                 if not self._store.exists(shards.shard_path(searcher, number)):
-                    self._commit(source, trainable, searcher, number)
+                    made.append(self._shard(source, trainable, searcher, number))
                 number += 1
+            if len(made) == SHARDS_AT_ONCE:
+                self._commit(source, made)
+                made = []
+        self._commit(source, made)
         return {"searcher": searcher, "num_trajectories": num_trajectories, "num_heldout_left_out": num_heldout}
 
-    def _commit(self, source: RunSource | FileSource, rows: pa.Table, searcher: str, number: int) -> None:
+    def _shard(self, source: RunSource | FileSource, rows: pa.Table, searcher: str, number: int) -> pa.Table:
         here = {
             "trajectory_id": [shards.trajectory_id(searcher, number, index) for index in range(rows.num_rows)],
             "searcher": [searcher] * rows.num_rows,
             "round": [number] * rows.num_rows,
             "policy_step": [0] * rows.num_rows,
         }
-        shard = replace_columns(source.trajectories(rows, self), here)
-        if reasons := quality.validate_shard(shard, self._vocab_size):
-            raise ValueError(f"warm_start: trajectories of {source.url} cannot be trained on: {'; '.join(reasons)}")
-        with contextlib.suppress(AlreadyExists):  # another process starts the same run; only one will train it
-            shards.commit_shard(self._store, shard)
+        return replace_columns(source.trajectories(rows, self), here)
+
+    def _commit(self, source: RunSource | FileSource, made: list[pa.Table]) -> None:
+        for shard, reasons in zip(made, quality.validate_shards(made, self._vocab_size), strict=True):
+            if reasons:
+                raise ValueError(f"warm_start: trajectories of {source.url} cannot be trained on: {'; '.join(reasons)}")
+            with contextlib.suppress(AlreadyExists):  # another process starts the same run; only one will train it
+                shards.commit_shard(self._store, shard)
