@@ -31,7 +31,7 @@ from tba.tasks import load_task
 
 PLAN, DONE = "warm_start/plan.json", "warm_start/done.json"
 ROWS_PER_SHARD = 500  # of demonstrations: what is lost when their scoring is interrupted
-SHARDS_AT_ONCE = 32  # go through the quality gate: that costs half a second, however many
+SHARDS_AT_ONCE = 32  # of another run; the quality gate takes half a second, however many
 
 
 def check_sources(store: RunStore, config: RunConfig) -> None:
@@ -112,6 +112,7 @@ class RunSource:
             )
         # the reference's log-probabilities hold for one temperature of the objective
         self._is_for_other_temperature = theirs.train.temperature != config.train.temperature
+        self.shards_at_once = 1 if self._is_for_other_temperature else SHARDS_AT_ONCE
 
     def parts(self) -> list[list]:
         return [
@@ -132,6 +133,8 @@ class RunSource:
 
 class FileSource:
     """A Parquet file of demonstrations: prompt and response; other columns of a trajectory where there are."""
+
+    shards_at_once = 1  # what the policy has scored is kept
 
     def __init__(self, url: str) -> None:
         """Raises: ValueError: not a Parquet file, or a column is missing or not text."""
@@ -210,7 +213,7 @@ class Copy:
                 if not self._store.exists(shards.shard_path(searcher, number)):
                     made.append(self._shard(source, trainable, searcher, number))
                 number += 1
-            if len(made) == SHARDS_AT_ONCE:
+            if len(made) == source.shards_at_once:
                 self._commit(source, made)
                 made = []
         self._commit(source, made)
