@@ -16,14 +16,17 @@ endif
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint docs up down bench-buffer bench-report bench-trainer smoke compare-staleness compare-sync \
+.PHONY: train test test-apart lint docs up down bench-buffer bench-report bench-trainer smoke compare-staleness compare-sync \
 	crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
 
-test: $(STAMP)  ## All tests, real servers and engines included (the crash matrix apart)
+test: $(STAMP)  ## The tests, real servers and engines included
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 25
+
+test-apart: $(STAMP)  ## Tests of minutes each: printed commands, Prefect's page, two Trainer processes, kills, outages
+	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart
 
 lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .
@@ -59,7 +62,7 @@ compare-sync: $(STAMP)  ## Asynchronous beside synchronous training, on the same
 
 crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle, then outages; nothing may be lost
 	$(BIN)/python -m tests.crash.matrix
-	$(BIN)/python -m pytest -m crash tests/crash
+	$(BIN)/python -m pytest -m apart tests/crash
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -1,12 +1,12 @@
 """Claims about crashes, by the harness of `make crash-matrix` (tests/crash/matrix.py), whose subset this is.
 
 - Searcher, Trainer and S3 gateway of a real run on radosgw are killed, each at another point of the checkpoint cycle;
-  the same command resumes, every acknowledged trajectory is there once, and `tba verify` finds no fault (-m crash)
+  the same command resumes, every acknowledged trajectory is there once, and `tba verify` finds no fault (-m apart)
 - a gateway that answers 503 for 30 s, a disk that is full for 30 s: the run waits and goes on, with the same outcome
-  (-m crash)
+  (-m apart)
 - the harness reports a shard that was dropped on purpose, one that is there twice, and one with fewer rows
 
-python -m pytest tests/crash -m "crash or not crash"
+python -m pytest tests/crash -m "apart or not apart"
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SUBSET = [
 OUTAGE_S = 30.0
 
 
-@pytest.mark.crash
+@pytest.mark.apart
 @pytest.mark.s3
 def test_killed_the_run_goes_on_and_every_acknowledged_trajectory_is_there_once(tmp_path, local_s3, radosgw_url):
     gateway, _ = local_s3
@@ -47,7 +47,7 @@ def test_killed_the_run_goes_on_and_every_acknowledged_trajectory_is_there_once(
     assert f"lost: {dropped} was acknowledged" in account(test.store, test.acknowledged).faults
 
 
-@pytest.mark.crash
+@pytest.mark.apart
 @pytest.mark.s3
 def test_a_gateway_that_answers_503_for_30_s_loses_nothing(tmp_path, local_s3, radosgw_url, monkeypatch):
     address = urlsplit(local_s3[0].endpoint)
@@ -74,7 +74,7 @@ def disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.crash
+@pytest.mark.apart
 def test_a_disk_that_is_full_for_30_s_loses_nothing(tmp_path, disk):
     ballast = disk / "ballast"
 

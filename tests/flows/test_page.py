@@ -8,7 +8,7 @@ Claims
 - tba.run.finished sets off the automation of prefect.yaml, with the run's name and store
 - curves have few points whatever the run's length, and no value is left out at the ends
 
-Run: pytest tests/flows/test_page.py -m "unproven or not unproven"
+Run: pytest tests/flows/test_page.py -m "apart or not apart"
 """
 
 import json
@@ -164,7 +164,7 @@ def events(client, prefix: str, resource: str) -> list[dict]:
     return client._client.post("/events/filter", json=body).json()["events"]
 
 
-@pytest.mark.unproven
+@pytest.mark.apart
 def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
     from prefect.states import Suspended
 
@@ -211,7 +211,7 @@ def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
     wait_for(lambda: [r for r in flow_runs_of(client, "maintain") if r.parameters == asked_for])
 
 
-@pytest.mark.unproven
+@pytest.mark.apart
 def test_cancel_ends_all_and_the_run_can_be_resumed(room):
     from prefect.states import Cancelling
 
@@ -224,7 +224,7 @@ def test_cancel_ends_all_and_the_run_can_be_resumed(room):
     assert policies.latest_policy(store).step == beat(store)["step"]
 
 
-@pytest.mark.unproven
+@pytest.mark.apart
 def test_the_page_shows_a_run_on_every_screen(room, tmp_path):
     """The pictures are left in pytest's folder, to be looked at."""
     from prefect.states import Cancelling

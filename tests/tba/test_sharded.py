@@ -78,7 +78,7 @@ def assert_same_curve(steps: list[dict], expected: list[dict]) -> None:
             assert step["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-5)
 
 
-@pytest.mark.unproven
+@pytest.mark.apart
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_two_processes_train_as_one_does_and_resume_each_others_checkpoints(model, alone, zero_stage, tmp_path):
     half = tmp_path / "half"
