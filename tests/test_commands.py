@@ -47,8 +47,8 @@ FILL_IN = {
 # Transformers' generate samples; what looks whether the engine is there shall find it.
 NO_VLLM = "import sys\n\nif 'doctor' not in sys.orig_argv:\n    sys.modules['vllm'] = None\n"
 STEERED, FEW_STEPS = "make train", "3"
-# Settings' defaults in the copy. The steered run is stopped; rounds and policies of milliseconds are more than a Prefect
-# server can note down.
+# Settings' defaults in the copy. The steered run is stopped; rounds and policies of milliseconds would be more than
+# Prefect's server can note down.
 SMALL = {"steps": 2000, "num_heldout": 16, "prompts_per_round": 48, "sync_interval": 20}
 UNENDING = {"tba watch arithmetic"}  # is left by Ctrl-C
 TIMEOUT_S = 300

@@ -240,12 +240,16 @@ def test_the_page_shows_a_run_on_every_screen(room, tmp_path):
         "progress": (f"artifacts/artifact/{progress}", ["step 3 of 12"]),
     }
     with browser(tmp_path / "profile") as tab:
-        for (name, (path, expected)), width, dark in product(pages.items(), (LAPTOP, PHONE), (False, True)):
-            tab.open(f"{root}/{path}", width=width, dark=dark)
+        tab.open(root, width=LAPTOP)
+        for (name, (path, expected)), width, scheme in product(pages.items(), (LAPTOP, PHONE), ("light", "dark")):
+            # Prefect's page is dark until somebody switches it on the page, whatever the system says
+            tab.evaluate(f"localStorage.setItem('color-scheme', JSON.stringify({scheme!r}))")
+            tab.open(f"{root}/{path}", width=width)
+            tab.wait(f"document.documentElement.classList.contains({scheme!r})")
             for text in expected:
                 tab.wait(f"document.body.innerText.includes({text!r})")
-            time.sleep(2)  # it fades in, and its parts come one after the other
-            tab.screenshot(tmp_path / f"{name}-{width}-{'dark' if dark else 'light'}.png", whole=False)
+            time.sleep(8 if name == "run" else 2)  # it fades in; the timeline is drawn last, on a canvas
+            tab.screenshot(tmp_path / f"{name}-{width}-{scheme}.png", whole=False)
     client.set_flow_run_state(flow_run.id, Cancelling())
     wait_for(lambda: state_of(client, flow_run) == "Cancelled")
 
