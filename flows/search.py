@@ -57,7 +57,7 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
     return number - first
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)
 def start_searcher(config: RunConfig, name: str, next_round: int):
     """Loads engine and reference policy (seconds to minutes)."""
     threads = cpu_threads(config.searchers)
@@ -133,7 +133,7 @@ def search_round(store: RunStore, searcher, number: int) -> None:
     raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see {kept}")
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="evaluate policy step {policy_step}", cache_policy=NO_CACHE, persist_result=False)
 def evaluate(store: RunStore, searcher, num_problems: int, policy_step: int) -> None:
     """Greedy accuracy on held-out problems, once for a policy step."""
     if policy_step in ledger.evaluated_steps(store):

@@ -92,7 +92,7 @@ def end_if_suspended() -> None:
         raise Pause(state=state)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="prepare", cache_policy=NO_CACHE, persist_result=False)
 def prepare(config: RunConfig) -> RunStore:
     """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
     from flows.checks import check_inputs
@@ -224,7 +224,7 @@ class Searchers:
             return client.read_flow_run(run.id).state
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="await evaluation", cache_policy=NO_CACHE, persist_result=False)
 def await_evaluation(store: RunStore, searchers: Searchers) -> None:
     """Waits for the final policy's accuracy, which a Searcher measures because it has an engine.
 

@@ -41,7 +41,7 @@ def check_sources(store: RunStore, config: RunConfig) -> None:
             open_source(url, config)
 
 
-@task(name="warm-start", cache_policy=NO_CACHE, persist_result=False)
+@task(name="warm-start", task_run_name="warm start", cache_policy=NO_CACHE, persist_result=False)
 def take_over(store: RunStore, config: RunConfig) -> None:
     """Copies every source's trajectories into the run, once.
 

@@ -91,7 +91,7 @@ class Project:
         (brief,) = re.findall(r"```python\n(def brief.+?)```", read("docs/extending.md"), re.DOTALL)
         (folder / "my_rewards.py").write_text(brief)
         shutil.copy(REPOSITORY / "tests" / "smoke" / "gsm8k.jsonl", folder / "train.jsonl")
-        told = {"prompt": ["1 + 1 =", "2 + 2 ="], "response": [" 2\n", " 4\n"]}
+        told = {"prompt": ["1 + 1 =", "2 + 2 ="], "response": [" 2\n", " 4\n"], "reward": [1.0, 1.0]}
         pq.write_table(pa.table(told), folder / "told.parquet")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
             "PATH": f"{folder / '.venv' / 'bin'}:{os.environ['PATH']}",
