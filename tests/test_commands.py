@@ -47,9 +47,10 @@ FILL_IN = {
 # Transformers' generate samples; what looks whether the engine is there shall find it.
 NO_VLLM = "import sys\n\nif 'doctor' not in sys.orig_argv:\n    sys.modules['vllm'] = None\n"
 STEERED, FEW_STEPS = "make train", "3"
-# Settings' defaults in the copy. The steered run is stopped; rounds and policies of milliseconds would be more than
+# Settings' defaults in the copy. Runs end when they are told to; rounds and policies of milliseconds would be more than
 # Prefect's server can note down.
-SMALL = {"steps": 2000, "num_heldout": 16, "prompts_per_round": 48, "sync_interval": 20}
+SMALL = {"steps": 1_000_000, "num_heldout": 16, "prompts_per_round": 48, "sync_interval": 20}
+RESUMED = "prefect deployment run tba/train --watch"  # the steered run
 UNENDING = {"tba watch arithmetic"}  # is left by Ctrl-C
 TIMEOUT_S = 300
 
@@ -155,6 +156,12 @@ def test_every_printed_command_runs(project):
                 continue
             if command == STEERED:
                 wait_for_step(project, 50)
+            elif command == RESUMED:
+                training = project.start(command)
+                wait_for_step(project, step_of(project) + 50)
+                project.run("tba stop arithmetic")
+                output, _ = training.communicate(timeout=TIMEOUT_S)
+                assert training.returncode == 0, output
             elif command in UNENDING:
                 assert "step" in project.interrupt(command, after_s=10)
             elif command.startswith("eval"):  # the stack has another S3's credentials
@@ -182,12 +189,15 @@ def test_what_is_not_run_or_filled_in_is_printed():
     assert all(any(what in command for command in printed) for what in FILL_IN)
 
 
+def step_of(project: Project) -> int:
+    """Of the steered run."""
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((project.folder / ".tba/arithmetic/trainer/heartbeat.json").read_text())["step"]
+    return 0
+
+
 def wait_for_step(project: Project, step: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            beat = json.loads((project.folder / ".tba/arithmetic/trainer/heartbeat.json").read_text())
-            if beat["step"] >= step:
-                return
+    while step_of(project) < step:
+        assert time.monotonic() < deadline, f"{STEERED}: not at step {step} after {TIMEOUT_S} s"
         time.sleep(0.5)
-    raise AssertionError(f"{STEERED}: not at step {step} after {TIMEOUT_S} s")
