@@ -11,8 +11,8 @@ The shards are the truth. Index and word file are one process's cache of them, g
     rebuild  produces: the buffer as it was at some step, from shards and sync records alone
 
 A draw depends on nothing but (seed, step) and the rows stored, and those only on the syncs so far: "what would step 420
-have drawn?" is `rebuild(420)`, `draw(420)`, on any machine, any day. What may be drawn, and how likely, is SQL:
-storage/sql/choose_prompts.sql and list_candidates.sql.
+have drawn?" is `rebuild(420)`, `draw(420)`, on any machine, any day. What may be drawn is SQL (list_prompts.sql,
+list_candidates.sql), how likely, storage/mop.py.
 
 B prompts a batch, K responses a prompt.
 """
@@ -24,14 +24,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle, islice, pairwise
+from itertools import pairwise
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from storage import ledger
+from storage import ledger, mop
 from storage.shards import by_block, expired_through, new_shards, read_shards
 from storage.sql import sql
 from storage.store import RunStore
@@ -143,35 +143,6 @@ class WordFile:
         return columns
 
 
-def uniform_number(seed: int, step: int, purpose: str, name: object) -> float:
-    """In (0, 1): what the macro of that name in storage/sql/create_index.sql computes."""
-    digest = hashlib.md5(f"{seed}/{step}/{purpose}/{name}".encode(), usedforsecurity=False).digest()
-    return ((int.from_bytes(digest, "little") >> 76) + 0.5) / 2**52
-
-
-def _draw_slots(
-    candidates: dict[str, np.ndarray], num_slots: int, uniform_fraction: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one place's K responses, without replacement. Returns index and first-draw probability of each slot [K].
-
-    candidates: rows of list_candidates.sql, in the order of ids [n]. Drawing without replacement is an exponential
-    race, -ln(u) / p, first come first drawn (the Gumbel-top-k trick); where p underflows to 0 the better reward goes
-    first. Fewer candidates than K: the slots go by how often each was sampled, as they would if the buffer kept every
-    copy, rounded to the nearest; a rare one may go without.
-    """
-    weight = np.exp(candidates["log_weight"] - candidates["log_weight"].max())
-    p = (1 - uniform_fraction) * weight / weight.sum() + uniform_fraction / len(weight)
-    with np.errstate(divide="ignore"):
-        arrival = -np.log(candidates["uniform_number"]) / p
-    drawn = np.lexsort((-candidates["reward"], arrival))[:num_slots]
-    if len(drawn) < num_slots:
-        up_to = np.cumsum([0, *candidates["times_sampled"][drawn]])  # the share of each, from - to
-        share = np.diff((2 * up_to * num_slots + up_to[-1] - 1) // (2 * up_to[-1]))
-        turn = np.concatenate([np.arange(times) for times in share])
-        drawn = np.repeat(drawn, share)[np.argsort(turn, kind="stable")]
-    return drawn, p[drawn]
-
-
 class ReplayBuffer:
     """All trajectories of a run, without repeats and bounded by prompt, sampled by recency and reward.
 
@@ -229,52 +200,47 @@ class ReplayBuffer:
         """
         self._check_rate(step)
         sampling, oldest = self._sampling, self._oldest_policy_step(step)
-        here = {"seed": self._seed, "step": step, "newest_sync": self.newest_sync, "oldest_policy_step": oldest}
-        pools = self._execute("choose_prompts", here | {"prompts_per_batch": sampling.prompts_per_batch}).fetchone()
-        if not pools[1]:
+        eligible = {"newest_sync": self.newest_sync, "oldest_policy_step": oldest}
+        prompts = self._execute("list_prompts", eligible).fetchnumpy()
+        if not len(prompts["prompt"]):
             raise NotEnoughExperience(
                 f"max_age={sampling.max_age}, but all {self.num_trajectories} trajectories stored are older, of "
                 f"policies before step {oldest}: sync again when Searchers have committed newer ones, or raise max_age"
             )
-        places, recent = self._fill_places(step, *pools)
-        asked = {"places": places, "recent": recent, "reward_temperature": sampling.reward_temperature}
-        candidates = self._execute("list_candidates", here | asked).fetchnumpy()
-        first_of_place = np.searchsorted(candidates["prompt_index"], np.arange(len(places) + 1))
-        drawn, probabilities = [], []
-        for start, end in pairwise(first_of_place.tolist()):
-            of_place = {name: values[start:end] for name, values in candidates.items()}
-            slots, probability = _draw_slots(of_place, sampling.responses_per_prompt, sampling.uniform_fraction)
-            drawn.append(start + slots)
+        chosen, recent = mop.choose_prompts(
+            prompts["key"], prompts["recent"], sampling.prompts_per_batch, sampling.recent_probability, self._seed, step
+        )
+        prompt_of_place = prompts["prompt"][chosen]
+        candidates = self._execute("list_candidates", eligible | {"prompts": prompt_of_place.tolist()}).fetchnumpy()
+        slots, probabilities = [], []  # of each place, [K]
+        for place, (prompt, is_recent) in enumerate(zip(prompt_of_place, recent, strict=True)):
+            of_place = np.flatnonzero((candidates["prompt"] == prompt) & (candidates["recent"] | ~is_recent))
+            by_reward = sampling.reward_temperature is not None and not is_recent
+            reward = candidates["reward"][of_place].astype(np.float64)
+            drawn, probability = mop.draw_responses(
+                mop.uniform_numbers(candidates["key"][of_place], self._seed, step, f"response/{place}"),
+                reward / sampling.reward_temperature if by_reward else np.zeros(len(of_place)),
+                candidates["times_sampled"][of_place],
+                sampling.responses_per_prompt,
+                sampling.uniform_fraction,
+            )
+            slots.append(of_place[drawn])
             probabilities.append(probability)
-        rows = {name: values[np.concatenate(drawn)] for name, values in candidates.items()}
-        num_slots = sampling.responses_per_prompt
+        rows = {name: values[np.concatenate(slots)] for name, values in candidates.items()}
+        num_places, num_slots = sampling.prompts_per_batch, sampling.responses_per_prompt
         columns = {
-            "prompt_index": rows["prompt_index"].astype(np.int32),
-            "slot": np.tile(np.arange(num_slots, dtype=np.int32), len(places)),
+            "prompt_index": np.repeat(np.arange(num_places, dtype=np.int32), num_slots),
+            "slot": np.tile(np.arange(num_slots, dtype=np.int32), num_places),
             "trajectory_id": rows["trajectory_id"],
             "prompt_id": rows["prompt_id"],
-            "recent": rows["recent"],
+            "recent": np.repeat(recent, num_slots),
             "draw_probability": np.concatenate(probabilities),
             "reward": rows["reward"],
             "policy_step": rows["policy_step"],
-            "sync": np.full(num_slots * len(places), self.newest_sync),
+            "sync": np.full(num_places * num_slots, self.newest_sync),
         }
         words = {name: rows[name] for name in ("word_offset", "num_prompt_tokens", "num_response_tokens")}
         return pa.table(columns | self._words.read(**words))
-
-    def _fill_places(self, step: int, recent_pool: list | None, whole_pool: list) -> tuple[list[int], list[bool]]:
-        """The prompt of each of the B places, and whether it is drawn as recent: that with probability m.
-
-        Prompts of a pool are used in turn, all different where there are enough; those that recent places took come
-        last in the other places.
-        """
-        places = range(self._sampling.prompts_per_batch)
-        numbers = [uniform_number(self._seed, step, "recent", place) for place in places]
-        recent = [bool(recent_pool) and number < self._sampling.recent_probability for number in numbers]
-        recents = list(islice(cycle(recent_pool or []), sum(recent)))
-        others = cycle(sorted(whole_pool, key=set(recents).__contains__)[: len(places) - len(recents)])
-        recents = iter(recents)
-        return [next(recents if is_recent else others) for is_recent in recent], recent
 
     def _check_rate(self, step: int) -> None:
         """NotEnoughExperience while too little was taken in for that many steps. Depends on step and syncs alone."""

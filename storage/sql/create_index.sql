@@ -1,9 +1,12 @@
 -- The replay buffer's index: an in-memory database over the shards, metadata only. Thrown away and rebuilt at will.
+-- A `key` is what random numbers are computed from: the first half of the id's md5, the same everywhere and always
+-- (hash() is not the same in every version of DuckDB). `prompt` joins the tables; no random number may depend on it.
 
--- One row a prompt ever taken in. `prompt` is a join key of this index alone: no random number may depend on it.
+-- One row a prompt ever taken in.
 CREATE TABLE prompts (
     prompt INTEGER,
     prompt_id VARCHAR,
+    key UBIGINT,
     newest_policy_step BIGINT, -- of its stored trajectories
     newest_sync BIGINT, -- that brought one of them
     newest_sync_policy_step BIGINT -- the newest of those that sync brought
@@ -15,6 +18,7 @@ CREATE TABLE trajectories (
     sync BIGINT,
     policy_step BIGINT,
     trajectory_id VARCHAR,
+    key UBIGINT,
     response_digest BIGINT,
     reward FLOAT,
     times_sampled INTEGER, -- how often its sync brought this very response to this prompt
@@ -22,8 +26,3 @@ CREATE TABLE trajectories (
     num_prompt_tokens INTEGER,
     num_response_tokens INTEGER
 );
-
--- A uniform number in (0, 1) that anyone can compute again: the high 52 bits of the md5 of "seed/step/purpose/id", read
--- as a little-endian integer. (hash() is faster, but not the same in every version of DuckDB.)
-CREATE MACRO uniform_number(seed, step, purpose, id) AS
-    ((md5_number(seed || '/' || step || '/' || purpose || '/' || id) >> 76)::DOUBLE + 0.5) / 4503599627370496;

@@ -1,8 +1,9 @@
--- Give every prompt seen for the first time in `arrivals` its key, one past the last.
+-- Index every prompt seen for the first time in `arrivals`, numbered on from the last.
 INSERT INTO prompts
 SELECT
     (SELECT count(*) FROM prompts) + row_number() OVER (ORDER BY prompt_id) - 1,
     prompt_id,
+    md5_number_upper(prompt_id),
     NULL,
     NULL,
     NULL

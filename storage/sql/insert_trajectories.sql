@@ -5,6 +5,7 @@ SELECT
     sync,
     policy_step,
     trajectory_id,
+    md5_number_upper(trajectory_id) AS key,
     response_digest,
     reward,
     1 AS times_sampled,

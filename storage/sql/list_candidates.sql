@@ -1,23 +1,16 @@
--- What each of a batch's places may draw, and how likely: a recent place its prompt's trajectories of the newest sync,
--- all the same; another place all of its prompt's, by softmax(reward / temperature), no temperature: all the same.
--- Places are numbered as in $places (their prompts) and $recent.
+-- The trajectories of $prompts that a training step may draw, those that came in the newest sync as `recent`.
 SELECT
-    prompt_index,
-    trajectory_id,
+    prompt,
     prompt_id,
-    recent,
-    coalesce(CASE WHEN NOT recent THEN reward::DOUBLE / $reward_temperature END, 0) AS log_weight,
-    uniform_number($seed, $step, 'trajectory', prompt_index || '/' || trajectory_id) AS uniform_number,
-    reward,
+    trajectory_id,
+    trajectories.key,
+    sync = $newest_sync AS recent,
     policy_step,
+    reward,
     times_sampled,
     word_offset,
     num_prompt_tokens,
     num_response_tokens
-FROM (
-    SELECT unnest(range(len($places))) AS prompt_index, unnest($places) AS prompt, unnest($recent) AS recent
-) AS places
-JOIN prompts USING (prompt)
+FROM (SELECT prompt, prompt_id FROM prompts WHERE prompt IN (SELECT unnest($prompts))) AS prompts
 JOIN trajectories USING (prompt)
-WHERE (NOT recent OR sync = $newest_sync) AND policy_step >= $oldest_policy_step
-ORDER BY prompt_index, trajectory_id;
+WHERE policy_step >= $oldest_policy_step;

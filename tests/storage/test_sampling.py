@@ -150,10 +150,17 @@ def test_a_reward_temperature_near_zero_draws_the_best_responses_first(store):
     assert buffer.draw(1)["reward"].to_pylist() == [0.75, 0.5, 0.25, 0.0]
 
 
-def uniform_number(step: int, purpose: str, name: object) -> float:
-    """What storage/sql/create_index.sql promises: the high 52 bits of a little-endian md5."""
-    digest = hashlib.md5(f"{SEED}/{step}/{purpose}/{name}".encode()).digest()
-    return ((int.from_bytes(digest, "little") >> 76) + 0.5) / 2**52
+def uniform_number(step: int, purpose: str, key: int) -> float:
+    """What storage/mop.py promises: splitmix64 of key xor half an md5, its high 52 bits."""
+    z = key ^ int.from_bytes(hashlib.md5(f"{SEED}/{step}/{purpose}".encode()).digest()[:8], "little")
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return (((z ^ (z >> 31)) >> 12) + 0.5) / 2**52
+
+
+def key_of(name: str) -> int:
+    """What storage/sql/create_index.sql promises: the first half of a md5, little-endian."""
+    return int.from_bytes(hashlib.md5(name.encode()).digest()[:8], "little")
 
 
 def slots_of_each(times_sampled: list[int], num_candidates: int, K: int) -> list[int]:
@@ -175,11 +182,11 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
     is_recent = [
         bool(recent_pool) and uniform_number(step, "recent", place) < sampling.recent_probability for place in places
     ]
-    recents = sorted(recent_pool, key=lambda name: uniform_number(step, "recent prompt", name))
+    recents = sorted(recent_pool, key=lambda name: uniform_number(step, "recent prompt", key_of(name)))
     num_recent = sum(is_recent)
     prompts = {True: [recents[turn % len(recents)] for turn in range(num_recent)]}
     taken = set(prompts[True])
-    others = sorted(whole_pool, key=lambda name: (name in taken, uniform_number(step, "prompt", name)))
+    others = sorted(whole_pool, key=lambda name: (name in taken, uniform_number(step, "prompt", key_of(name))))
     prompts[False] = [others[turn % len(others)] for turn in range(len(places) - num_recent)]
     rows = []
     for place in places:
@@ -193,7 +200,7 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
         race = []
         for t, weight in zip(candidates, weights, strict=True):
             p = (1 - sampling.uniform_fraction) * weight / sum(weights) + uniform
-            u = uniform_number(step, "trajectory", f"{place}/{t['trajectory_id']}")
+            u = uniform_number(step, f"response/{place}", key_of(t["trajectory_id"]))
             race.append((-math.log(u) / p, t["trajectory_id"], p, t.get("times_sampled", 1)))
         race.sort()
         K = sampling.responses_per_prompt

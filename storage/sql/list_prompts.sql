@@ -1,0 +1,8 @@
+-- The prompts that a training step may draw from by MOP (TBA, arXiv 2503.18929, section 4), those that got trajectories in
+-- the newest sync as `recent`; none whose trajectories are all too old.
+SELECT
+    prompt,
+    key,
+    newest_sync = $newest_sync AND newest_sync_policy_step >= $oldest_policy_step AS recent
+FROM prompts
+WHERE newest_policy_step >= $oldest_policy_step;
