@@ -73,6 +73,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
+    quality.load_suite()  # seconds of imports: now, and not while a first shard waits for them
     prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
     engine = make_engine(

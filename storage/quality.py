@@ -42,7 +42,7 @@ def validate_shards(tables: list[pa.Table], vocab_size: int) -> list[list[str]]:
 
 def _judge(facts: pa.Table) -> list[str]:
     """The rules that the facts break."""
-    context, suite = _suite()
+    context, suite = load_suite()
     batch_definition = context.data_sources.get("shards").get_asset("facts").get_batch_definition("whole")
     report = batch_definition.get_batch({"dataframe": facts.to_pandas()}).validate(suite)
     return [describe(result) for result in report.results if not result.success]
@@ -82,8 +82,8 @@ def _num_not_finite(components: list[tuple[str, float]] | None) -> int:
 
 
 @cache
-def _suite():
-    """Great Expectations' context and our suite. Importing takes seconds, so nothing else of storage/ pays for it."""
+def load_suite():
+    """Great Expectations' context and our suite. Importing takes seconds, so it comes late."""
     logging.getLogger("great_expectations").setLevel(logging.WARNING)  # it tells hundreds of things about itself
     import great_expectations as gx
 
