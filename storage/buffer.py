@@ -91,9 +91,10 @@ class Sync:
 class WordFile:
     """Tokens and log-probabilities of the stored trajectories, in one append-only temporary file of 4-byte words.
 
-    A record is one trajectory: prompt tokens, response tokens, behavior and reference log-probabilities. The file has
-    no name, so nothing is left behind however the process ends. It is read with pread: through a memory map every page
-    ever touched would count as resident. Records of trajectories the index dropped stay until the process ends.
+    A record is one trajectory: its number of prompt tokens, then prompt tokens, response tokens, behavior and reference
+    log-probabilities. The file has no name, so nothing is left behind however the process ends. It is read with pread:
+    through a memory map every page ever touched would count as resident. Records of trajectories the index dropped stay
+    until the process ends.
     """
 
     COLUMNS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "reference_logprobs")
@@ -104,43 +105,50 @@ class WordFile:
         self._num_words = 0
 
     def append(self, table: pa.Table) -> dict[str, np.ndarray]:
-        """Append each row's record. Returns what the index keeps of it: place, lengths, digest of the response."""
+        """Append each row's record. Returns what the index keeps of it: place, length, digest of the response."""
         columns = [table[name].combine_chunks() for name in self.COLUMNS]
-        words = [column.values.to_numpy().view(np.int32) for column in columns]
         ends = np.stack([column.offsets.to_numpy() for column in columns], axis=1)  # [rows + 1, columns]
-        lengths = np.diff(ends, axis=0)  # [rows, columns]
-        pieces = [
-            column[start:end]
-            for starts_of_row, ends_of_row in pairwise(ends.tolist())
-            for column, start, end in zip(words, starts_of_row, ends_of_row, strict=True)
-        ]
+        lengths = np.diff(ends, axis=0)
+        num_words = 1 + lengths.sum(axis=1)
+        starts = np.cumsum(num_words) - num_words
+        records = np.empty(num_words.sum(), np.int32)
+        records[starts] = lengths[:, 0]
+        for index, column in enumerate(columns):
+            values = column.values.to_numpy()[ends[0, index] : ends[-1, index]]
+            records[self._positions(starts, lengths, index)] = values.view(np.int32)
         self._file.seek(self._num_words * WORD_BYTES)
-        self._file.write(b"".join(pieces))
+        self._file.write(records)
         self._file.flush()
-        record_lengths = lengths.sum(axis=1)
-        record_starts = self._num_words + np.cumsum(record_lengths) - record_lengths
-        self._num_words += int(record_lengths.sum())
-        digests = b"".join(hashlib.blake2b(piece, digest_size=8).digest() for piece in pieces[1 :: len(columns)])
-        return {
-            "word_offset": record_starts,
-            "num_prompt_tokens": lengths[:, 0],
-            "num_response_tokens": lengths[:, 1],
-            "response_digest": np.frombuffer(digests, np.int64),
-        }
+        word_offset = self._num_words + starts
+        self._num_words += len(records)
+        responses = columns[self.COLUMNS.index("response_tokens")]
+        bounds, tokens = responses.offsets.to_numpy(), memoryview(responses.values.to_numpy())
+        digests = [hashlib.blake2b(tokens[start:end], digest_size=8).digest() for start, end in pairwise(bounds)]
+        digest = np.frombuffer(b"".join(digests), np.int64)
+        return {"word_offset": word_offset, "num_words": num_words, "response_digest": digest}
 
-    def read(self, word_offset: np.ndarray, num_prompt_tokens: np.ndarray, num_response_tokens: np.ndarray) -> dict:
+    def read(self, word_offset: np.ndarray, num_words: np.ndarray) -> dict[str, pa.ListArray]:
         """The records at the given places, in that order, as the four list columns."""
-        places = zip(word_offset.tolist(), num_prompt_tokens.tolist(), num_response_tokens.tolist(), strict=True)
-        records = []
-        for offset, p, r in places:
-            record = os.pread(self._file.fileno(), (p + 3 * r) * WORD_BYTES, offset * WORD_BYTES)
-            words = np.frombuffer(record, np.int32)
-            records.append((words[:p], words[p : p + r], words[p + r : p + 2 * r], words[p + 2 * r :]))
+        places = zip((num_words * WORD_BYTES).tolist(), (word_offset * WORD_BYTES).tolist(), strict=True)
+        file = self._file.fileno()
+        records = np.frombuffer(b"".join([os.pread(file, size, offset) for size, offset in places]), np.int32)
+        starts = np.cumsum(num_words) - num_words
+        prompt_length = records[starts]
+        response_length = (num_words - 1 - prompt_length) // 3
+        lengths = np.stack([prompt_length, *[response_length] * 3], axis=1)  # [rows, columns]
         columns = {}
-        for name, word_type, pieces in zip(self.COLUMNS, self.TYPES, zip(*records, strict=True), strict=True):
-            ends = np.cumsum([0, *map(len, pieces)]).astype(np.int32)
-            columns[name] = pa.ListArray.from_arrays(ends, pa.array(np.concatenate(pieces)).view(word_type))
+        for index, (name, word_type) in enumerate(zip(self.COLUMNS, self.TYPES, strict=True)):
+            values = pa.array(records[self._positions(starts, lengths, index)]).view(word_type)
+            ends = np.cumsum([0, *lengths[:, index]]).astype(np.int32)
+            columns[name] = pa.ListArray.from_arrays(ends, values)
         return columns
+
+    @staticmethod
+    def _positions(starts: np.ndarray, lengths: np.ndarray, column: int) -> np.ndarray:
+        """Where the words of one column are, record after record, given starts [rows] and lengths [rows, columns]."""
+        of_column = lengths[:, column]
+        first = starts + 1 + lengths[:, :column].sum(axis=1)
+        return np.arange(of_column.sum()) + np.repeat(first - np.cumsum(of_column) + of_column, of_column)
 
 
 class ReplayBuffer:
@@ -232,15 +240,14 @@ class ReplayBuffer:
             "prompt_index": np.repeat(np.arange(num_places, dtype=np.int32), num_slots),
             "slot": np.tile(np.arange(num_slots, dtype=np.int32), num_places),
             "trajectory_id": rows["trajectory_id"],
-            "prompt_id": rows["prompt_id"],
+            "prompt_id": np.repeat([self._prompt_ids[prompt] for prompt in prompt_of_place.tolist()], num_slots),
             "recent": np.repeat(recent, num_slots),
             "draw_probability": np.concatenate(probabilities),
             "reward": rows["reward"],
             "policy_step": rows["policy_step"],
             "sync": np.full(num_places * num_slots, self.newest_sync),
         }
-        words = {name: rows[name] for name in ("word_offset", "num_prompt_tokens", "num_response_tokens")}
-        return pa.table(columns | self._words.read(**words))
+        return pa.table(columns | self._words.read(rows["word_offset"], rows["num_words"]))
 
     def _check_rate(self, step: int) -> None:
         """NotEnoughExperience while too little was taken in for that many steps. Depends on step and syncs alone."""
@@ -284,6 +291,7 @@ class ReplayBuffer:
         self._index = duckdb.connect(config={"threads": 1})
         self._index.execute(sql("create_index"))
         self._statements: dict[str, duckdb.Statement] = {}
+        self._prompt_ids: dict[int, str] = {}  # as in the index, where a join would cost a draw a millisecond
         self._words = WordFile()
         self._seen: dict[str, int] = {}  # last round taken in, by searcher
         self.num_taken_in = 0  # repeats, and what capacity pushed out since, included
@@ -329,7 +337,7 @@ class ReplayBuffer:
                 for name, column in self._words.append(shards).items():
                     arrivals = arrivals.append_column(name, [column])
                 self._index.register("arrivals", arrivals)
-                self._execute("insert_prompts")
+                self._prompt_ids |= self._execute("insert_prompts").fetchall()
                 self._execute("insert_trajectories")
                 rewards.append(shards["reward"].to_numpy())
                 prompt_ids += shards["prompt_id"].chunks

@@ -12,7 +12,7 @@ CREATE TABLE prompts (
     newest_sync_policy_step BIGINT -- the newest of those that sync brought
 );
 
--- One row a stored trajectory; its tokens and log-probabilities lie in the word file, from `word_offset` on.
+-- One row a stored trajectory; its tokens and log-probabilities are `num_words` of the word file, from `word_offset` on.
 CREATE TABLE trajectories (
     prompt INTEGER,
     sync BIGINT,
@@ -23,6 +23,5 @@ CREATE TABLE trajectories (
     reward FLOAT,
     times_sampled INTEGER, -- how often its sync brought this very response to this prompt
     word_offset BIGINT,
-    num_prompt_tokens INTEGER,
-    num_response_tokens INTEGER
+    num_words INTEGER
 );

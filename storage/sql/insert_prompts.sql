@@ -8,4 +8,5 @@ SELECT
     NULL,
     NULL
 FROM (SELECT DISTINCT prompt_id FROM arrivals) AS arrived_prompts
-ANTI JOIN prompts USING (prompt_id);
+ANTI JOIN prompts USING (prompt_id)
+RETURNING prompt, prompt_id;

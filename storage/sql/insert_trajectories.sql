@@ -10,7 +10,6 @@ SELECT
     reward,
     1 AS times_sampled,
     word_offset,
-    num_prompt_tokens,
-    num_response_tokens
+    num_words
 FROM arrivals
 JOIN prompts USING (prompt_id);
