@@ -16,8 +16,8 @@ endif
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-apart lint docs up down bench-buffer bench-report bench-trainer smoke compare-staleness compare-sync \
-	crash-matrix clean
+.PHONY: train test test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer smoke \
+	compare-staleness compare-sync crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
@@ -27,6 +27,9 @@ test: $(STAMP)  ## The tests, real servers and engines included
 
 test-apart: $(STAMP)  ## Tests of minutes each: printed commands, Prefect's page, two Trainer processes, kills, outages
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart
+
+test-crash: $(STAMP)  ## Searcher, Trainer and S3 of a run are killed, each once: the part of crash-matrix that CI runs
+	$(BIN)/python -m pytest -m apart tests/crash -k killed
 
 lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .
