@@ -66,6 +66,10 @@ osd memory target = 1073741824
 rgw data = {folder}/rgw
 rgw frontends = beast endpoint=127.0.0.1:{port}
 debug rgw = 0
+# Space of what was deleted is free after a minute. By default it is two hours: a run's old checkpoints fill the disk.
+rgw gc obj min wait = 60
+rgw gc processor period = 60
+rgw gc processor max time = 60
 """
 
 
