@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import shutil
+import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -151,13 +152,19 @@ def make_draw(rows: list[dict]) -> Draw:
 
 
 class StoreOutbox:
-    """tba.trainer's Outbox over the store. One background thread writes, in order: training does not wait."""
+    """tba.trainer's Outbox over the store. Training does not wait: one thread writes records and policies, in order;
+    another uploads checkpoints, gigabytes that no policy should wait for.
+
+    Of either kind one is on its way at most, or memory and disk would fill where the store is slower than training.
+    """
 
     def __init__(self, store: RunStore, config: RunConfig, attempt: int, template: Path, heart: Heartbeat) -> None:
         """`template`: the model's folder, from which published policies take configuration and tokenizer."""
         self._store, self._attempt, self._template, self._heart = store, attempt, template, heart
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
+        self._uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending: list[Future] = []
+        self._newest_policy = self._newest_checkpoint = self._writer.submit(lambda: None)
         self._trackers = Trackers(store, config, attempt)
 
     def status(self, state: str, step: int, metrics: dict | None = None) -> None:
@@ -167,33 +174,36 @@ class StoreOutbox:
             raise Stopped
 
     def record(self, step: int, batch: Batch, metrics: dict) -> None:
-        self._later(self._write_record, step, batch.record, metrics)
+        self._later(self._writer, self._write_record, step, batch.record, metrics)
 
     def publish(self, step: int, weights: dict, final: bool) -> None:
-        self._later(self._write_policy, step, weights, final)
+        if final:
+            self._newest_checkpoint.result()  # a run that has its final policy has nothing left to train
+        self._newest_policy.result()
+        self._newest_policy = self._later(self._writer, self._write_policy, step, weights, final)
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:
-        for future in self._pending:
-            future.result()  # what trained the steps before it is on record first: a resumed run takes them as done
-        ledger.check_not_superseded(self._store, self._attempt)
-        with temporary_folder("checkpoint", self._store.run) as folder:
-            trainer.save(Path(folder))
-            ledger.save_checkpoint(self._store, step, Path(folder))
-        ledger.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
+        self._newest_checkpoint.result()
+        folder = temporary_folder("checkpoint", self._store.run)
+        trainer.save(Path(folder.name))
+        before = list(self._pending)
+        self._newest_checkpoint = self._later(self._uploader, self._write_checkpoint, step, folder, before)
 
     def close(self) -> None:
-        """Waits until all is written. Raises what the writer raised."""
+        """Waits until all is written. Raises what the writers raised."""
         self._writer.submit(self._trackers.finish)
         self._writer.shutdown(wait=True)
+        self._uploader.shutdown(wait=True)
         for future in self._pending:
             future.result()
 
-    def _later(self, write, *arguments) -> None:
+    def _later(self, thread: ThreadPoolExecutor, write, *arguments) -> Future:
         done = [future for future in self._pending if future.done()]
         for future in done:
-            future.result()  # an error of the writer stops training at the next hand-over
+            future.result()  # an error of a writer stops training at the next hand-over
         self._pending = [future for future in self._pending if not future.done()]
-        self._pending.append(self._writer.submit(self._fenced, write, *arguments))
+        self._pending.append(thread.submit(self._fenced, write, *arguments))
+        return self._pending[-1]
 
     def _fenced(self, write, *arguments) -> None:
         ledger.check_not_superseded(self._store, self._attempt)
@@ -203,6 +213,13 @@ class StoreOutbox:
         ledger.record_batch(self._store, self._attempt, step, rows)
         ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step} | metrics)
         self._trackers.log(step, metrics, rows)
+
+    def _write_checkpoint(self, step: int, folder: tempfile.TemporaryDirectory, before: list[Future]) -> None:
+        with folder:
+            for future in before:
+                future.result()  # what trained the steps before it is on record: a resumed run takes them as done
+            ledger.save_checkpoint(self._store, step, Path(folder.name))
+        ledger.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
 
     def _write_policy(self, step: int, weights: dict, final: bool) -> None:
         with temporary_folder("policy", self._store.run) as folder:

@@ -116,8 +116,12 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     monkeypatch.setattr(training.ledger, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
     metrics = {k: v for k, v in make_training_step(1, 1).items() if k not in ("attempt", "step")}
     outbox.record(1, Batch([], {}, make_batch([0])), metrics)
-    threading.Timer(0.3, go_on.set).start()
-    outbox.checkpoint(1, SimpleNamespace(save=lambda folder: None))
+    trainer = SimpleNamespace(save=lambda folder: (folder / "state.json").touch())
+    outbox.checkpoint(1, trainer)  # returns: training goes on
+    time.sleep(0.3)
+    assert written == []
+    go_on.set()
+    outbox.checkpoint(2, trainer)  # not before the first is in the store
     assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]
 
 
