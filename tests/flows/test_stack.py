@@ -155,6 +155,7 @@ def test_a_failed_flow_is_told_with_its_reason(server):
     assert command.returncode == 1
     assert "the stand-in was told to fail" in output
     assert "worker.log" in output
+    wait_for(lambda: len(processes_of(project)) == 2)  # server and worker: the flow's process ends, too
 
 
 @pytest.mark.slow
