@@ -245,8 +245,8 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     summary = read(store, "summary.json")
     if summary is None:
         fail(
-            f"The run completed, but {store.url}/{store.run} has no summary.json: the worker wrote to another store of "
-            "that name. Its AWS_ENDPOINT_URL and credentials are those that `tba up` was given: `tba down`, and "
+            f"The run completed, but {store.url}/{store.run} has no summary.json. Maybe the worker wrote to another "
+            "store of that name: its AWS_ENDPOINT_URL and credentials are those that `tba up` was given. `tba down`, "
             f"then the same command.\n{stack.log_tail(project, 'worker')}"
         )
     _print_summary(summary)

@@ -213,7 +213,7 @@ def uploading(test: CrashTest) -> bool:
 
 
 def after_checkpoint(test: CrashTest) -> bool:
-    """Complete in the store, its temporary folder gone, nothing trained since."""
+    """Complete in the store, its temporary folder gone; training went on meanwhile."""
     test.await_(lambda: uploading(test), "the next checkpoint")
     test.await_(lambda: not uploading(test), "its end")
     return True

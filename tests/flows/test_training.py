@@ -125,6 +125,18 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]
 
 
+def test_the_final_policy_comes_after_the_last_checkpoint(outbox, monkeypatch):
+    """Or a run killed between them would have to train on after its Searchers have ended."""
+    written, go_on = [], threading.Event()
+    monkeypatch.setattr(outbox, "_write_checkpoint", lambda *_: (go_on.wait(30), written.append("checkpoint")))
+    monkeypatch.setattr(outbox, "_write_policy", lambda *_: written.append("policy"))
+    outbox.checkpoint(7, SimpleNamespace(save=lambda folder: None))
+    threading.Timer(0.3, go_on.set).start()
+    outbox.publish(7, {}, final=True)
+    outbox.publish(7, {}, final=True)  # not before the first is in the store
+    assert written[:2] == ["checkpoint", "policy"]
+
+
 def test_what_is_published_is_bfloat16(store, outbox, tmp_path):
     outbox.publish(7, {"weight": torch.full((1000,), 1 + 2**-10)}, final=False)
     deadline = time.monotonic() + 30
