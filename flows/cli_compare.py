@@ -21,7 +21,7 @@ def compare(
         str, typer.Option(help="adder (a small policy made here), or a model as tba train takes it.")
     ] = "adder",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="Policy steps of a run.")] = 80,
+    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 120, of sync 30.")] = None,
     num_heldout: Annotated[int, typer.Option(min=1, help="Held-out problems of an evaluation.")] = 512,
 ) -> None:
     """Run named configurations by seeds in this process; write one table and one plot with confidence intervals.
@@ -38,7 +38,7 @@ def compare(
     root = store_url(store or ".tba/compare")
     if theme == "sync":
         model = "smollm2-135m-instruct" if model == "adder" else model
-        table = comparisons.turns(root, out, model, seeds, steps, typer.echo)
+        table = comparisons.turns(root, out, model, seeds, steps or 30, typer.echo)
     else:
-        table = comparisons.staleness(root, out, model, seeds, steps, num_heldout, typer.echo)
+        table = comparisons.staleness(root, out, model, seeds, steps or 120, num_heldout, typer.echo)
     typer.echo(f"Written: {table}")

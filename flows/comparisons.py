@@ -41,7 +41,7 @@ SUMMARISED = {
     "staleness_mean": "Staleness",
 }
 TUNED_AT_LAG = 4
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (3e-5, 1e-4, 3e-4)
 
 
 def staleness(
@@ -80,14 +80,14 @@ def staleness(
 
 
 def comparison_config(store: str, model: str, steps: int) -> RunConfig:
-    """What all runs of the comparison share: 8 prompts x 16 responses a step, sampled as the loss scores them."""
+    """What all runs of the comparison share: 32 prompts x 8 responses a step, sampled as the loss scores them."""
     return RunConfig.model_validate(
         {
             "run": "base",
             "store": store,
             "model": model,
-            "search": {"prompts_per_round": 8, "samples_per_prompt": 16},
-            "sampling": {"prompts_per_batch": 8, "responses_per_prompt": 16},
+            "search": {"prompts_per_round": 32, "samples_per_prompt": 8},
+            "sampling": {"prompts_per_batch": 32, "responses_per_prompt": 8},
             "train": {"steps": steps, "warmup_steps": 5, "learning_rate_schedule": "linear", "sync_interval": 1},
         }
     )
@@ -117,7 +117,8 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
     for mode in ("asynchronous", "synchronous"):
         of_mode = [row for row in rows if row["mode"] == mode]
         intervals = (confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)
-        lines.append(f"| {mode} | {' | '.join(f'{mean:.3f} ± {half:.3f}' for mean, half in intervals)} |")
+        cells = (f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}" for mean, half in intervals)
+        lines.append(f"| {mode} | {' | '.join(cells)} |")
     lines += ["", "Mean over seeds with Student's t, 95 %. Shares are of time; `tba show RUN` has each run's."]
     out.mkdir(parents=True, exist_ok=True)
     table = out / f"sync_cpu_{about['date']}.md"

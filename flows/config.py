@@ -31,7 +31,7 @@ class RunConfig(Settings):
     )
     synchronous: bool = Field(
         False,
-        description="Search, then learn, in turns: for comparison. Searchers wait for policies, draws for rounds.",
+        description="Search, then learn, in turns, each with all CPU cores: for comparison. Replays nothing.",
     )
     evaluate_interval: int | None = Field(
         None, ge=1, description="Published policies from one evaluation to the next; None: the first and the last only."

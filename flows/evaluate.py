@@ -16,7 +16,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig, load_run
-from flows.machine import local_folder
+from flows.machine import policy_cache
 from flows.search import start_searcher
 from storage import policies
 from storage.store import RunStore
@@ -39,7 +39,7 @@ def measure_policy(store: RunStore, config: RunConfig, searcher, num_problems: i
     policy = policies.latest_policy(store)
     if policy is None:
         raise ValueError(f"run {store.run} has published no policy yet")
-    searcher.load(policies.fetch_policy(store, policy, local_folder() / "policies" / store.run), policy.step)
+    searcher.load(policies.fetch_policy(store, policy, policy_cache(store.run)), policy.step)
     figures = {"policy_step": policy.step} | measure(searcher, config, num_problems, samples)
     figures["created_at"] = datetime.now(UTC).isoformat()
     store.put(f"evaluations/step={policy.step:08d}.json", json.dumps(figures, indent=1).encode())

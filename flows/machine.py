@@ -24,6 +24,11 @@ def local_folder() -> Path:
     return Path.cwd() / ".tba" / ".local"
 
 
+def policy_cache(run: str) -> Path:
+    """Where this machine's processes share their copies of a run's newest policies."""
+    return local_folder() / "policies" / run
+
+
 def model_folder(name: str) -> Path:
     """The folder of the model called `name`; a Hugging Face id is downloaded, once.
 
@@ -37,9 +42,9 @@ def model_folder(name: str) -> Path:
     return Path(snapshot_download(resolved, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
 
 
-def cpu_threads(num_searchers: int, num_trainers: int = 1) -> int:
-    """Threads for one process, when so many of the Trainer and so many Searchers share this machine's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // (num_trainers + num_searchers))
+def cpu_threads(num_processes: int) -> int:
+    """Threads for each of so many processes that work at the same time, on this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 def this_process() -> dict:

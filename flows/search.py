@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows import control
 from flows.config import RunConfig, load_run
-from flows.machine import code_version, cpu_threads, local_folder, model_folder
+from flows.machine import code_version, cpu_threads, model_folder, policy_cache
 from flows.page import asset_key
 from storage import ledger, policies, quality, shards
 from storage.errors import AlreadyExists, NotFound
@@ -60,7 +60,7 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
 @task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)
 def start_searcher(config: RunConfig, name: str, next_round: int):
     """Loads engine and reference policy (seconds to minutes)."""
-    threads = cpu_threads(config.searchers)
+    threads = cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import AutoTokenizer
@@ -167,7 +167,7 @@ def deliver(store: RunStore, searcher, policy: policies.PolicyRef) -> bool:
     Raises: RuntimeError: the engine took in other weights than were published.
     """
     try:
-        folder = policies.fetch_policy(store, policy, local_folder() / "policies" / store.run)
+        folder = policies.fetch_policy(store, policy, policy_cache(store.run))
         fingerprint = searcher.load(folder, policy.step)
     except (NotFound, FileNotFoundError):
         return False

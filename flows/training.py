@@ -15,7 +15,7 @@ import torch
 from flows.config import RunConfig
 from flows.devices import trainer_of
 from flows.heartbeat import Heartbeat
-from flows.machine import cpu_threads, model_folder, temporary_folder
+from flows.machine import cpu_threads, model_folder, policy_cache, temporary_folder
 from flows.trackers import Trackers
 from storage import ledger, policies
 from storage.buffer import NotEnoughExperience, ReplayBuffer
@@ -48,7 +48,7 @@ def train_run(
     Returns "finished" or "stopped".
     """
     folder = model_folder(config.model)
-    threads = cpu_threads(config.searchers, processes)
+    threads = cpu_threads(processes if config.synchronous else processes + config.searchers)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that are started here
     settings = config.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
@@ -229,5 +229,8 @@ class StoreOutbox:
             weights = to_bfloat16(weights, seed=step)
             write_weights(weights, folder)
             mark = fingerprint(weights.items())
-            policies.publish_policy(self._store, Path(folder), step, mark, attempt=self._attempt, final=final)
+            policies.publish_policy(
+                self._store, Path(folder), step, mark, attempt=self._attempt, final=final,
+                cache_dir=policy_cache(self._store.run),
+            )  # fmt: skip
         policies.prune_policies(self._store, keep=KEPT_POLICIES)

@@ -8,6 +8,7 @@ backend's.
 
 import errno
 import functools
+import ipaddress
 import logging
 import os
 import shutil
@@ -157,13 +158,21 @@ class S3Prefix:
     """Objects under `bucket/prefix`, through s3fs. Address and credentials come from AWS's environment and files."""
 
     def __init__(self, root: str, patience_s: float = PATIENCE_S):
-        import s3fs  # half a second, and a local store needs none of it
-
         self._root = root
         self.patience_s = patience_s
         self._bucket, _, self._prefix = root.partition("/")
         # an own instance sees the environment as it is now; without a cache of listings it sees other writers at once
-        self._fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+        self._fs = self._connect()
+        if _is_loopback(urlsplit(self._fs.s3.meta.endpoint_url).hostname):
+            # over http each byte is hashed for the signature, here and there: half the cost of a put. Nobody is between
+            # two processes of one machine; a checksum goes with the bytes all the same, as it does over https.
+            self._fs = self._connect(config_kwargs={"s3": {"payload_signing_enabled": False}})
+
+    @staticmethod
+    def _connect(**options):
+        import s3fs  # half a second, and a local store needs none of it
+
+        return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **options)
 
     @patient
     def put(self, path: str, data: bytes) -> None:
@@ -269,6 +278,12 @@ class S3Prefix:
 
     def local_path(self, path: str) -> None:
         return None
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _lost_the_race(error: OSError) -> bool:

@@ -20,6 +20,7 @@ B prompts a batch, K responses a prompt.
 import hashlib
 import os
 import tempfile
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,9 +93,9 @@ class WordFile:
     """Tokens and log-probabilities of the stored trajectories, in one append-only temporary file of 4-byte words.
 
     A record is one trajectory: its number of prompt tokens, then prompt tokens, response tokens, behavior and reference
-    log-probabilities. The file has no name, so nothing is left behind however the process ends. It is read with pread:
-    through a memory map every page ever touched would count as resident. Records of trajectories the index dropped stay
-    until the process ends.
+    log-probabilities. Records are numbered from 0 as they come; those of trajectories the index dropped stay. The file
+    has no name, so nothing is left behind however the process ends. It is read with pread: through a memory map every
+    page ever touched would count as resident.
     """
 
     COLUMNS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "reference_logprobs")
@@ -102,43 +103,45 @@ class WordFile:
 
     def __init__(self):
         self._file = tempfile.TemporaryFile(prefix="tba-words-")  # noqa: SIM115, closed with the object
-        self._num_words = 0
+        self._starts = array("q", [0])  # of each record in words, and of the next one
 
     def append(self, table: pa.Table) -> dict[str, np.ndarray]:
-        """Append each row's record. Returns what the index keeps of it: place, length, digest of the response."""
+        """Append each row's record. Returns what the index keeps of it: the record's number, the response's digest."""
         columns = [table[name].combine_chunks() for name in self.COLUMNS]
         ends = np.stack([column.offsets.to_numpy() for column in columns], axis=1)  # [rows + 1, columns]
         lengths = np.diff(ends, axis=0)
         num_words = 1 + lengths.sum(axis=1)
         starts = np.cumsum(num_words) - num_words
-        records = np.empty(num_words.sum(), np.int32)
-        records[starts] = lengths[:, 0]
+        words = np.empty(num_words.sum(), np.int32)
+        words[starts] = lengths[:, 0]
         for index, column in enumerate(columns):
             values = column.values.to_numpy()[ends[0, index] : ends[-1, index]]
-            records[self._positions(starts, lengths, index)] = values.view(np.int32)
-        self._file.seek(self._num_words * WORD_BYTES)
-        self._file.write(records)
+            words[self._positions(starts, lengths, index)] = values.view(np.int32)
+        first, begin = len(self._starts) - 1, self._starts[-1]
+        self._file.seek(begin * WORD_BYTES)
+        self._file.write(words)
         self._file.flush()
-        word_offset = self._num_words + starts
-        self._num_words += len(records)
+        self._starts.frombytes((begin + starts + num_words).tobytes())
         responses = columns[self.COLUMNS.index("response_tokens")]
         bounds, tokens = responses.offsets.to_numpy(), memoryview(responses.values.to_numpy())
         digests = [hashlib.blake2b(tokens[start:end], digest_size=8).digest() for start, end in pairwise(bounds)]
         digest = np.frombuffer(b"".join(digests), np.int64)
-        return {"word_offset": word_offset, "num_words": num_words, "response_digest": digest}
+        return {"record": first + np.arange(len(starts)), "response_digest": digest}
 
-    def read(self, word_offset: np.ndarray, num_words: np.ndarray) -> dict[str, pa.ListArray]:
-        """The records at the given places, in that order, as the four list columns."""
-        places = zip((num_words * WORD_BYTES).tolist(), (word_offset * WORD_BYTES).tolist(), strict=True)
+    def read(self, records: np.ndarray) -> dict[str, pa.ListArray]:
+        """The records of the given numbers, in that order, as the four list columns."""
+        all_starts = np.frombuffer(self._starts, np.int64)
+        begins, num_words = all_starts[records], all_starts[records + 1] - all_starts[records]
+        places = zip((num_words * WORD_BYTES).tolist(), (begins * WORD_BYTES).tolist(), strict=True)
         file = self._file.fileno()
-        records = np.frombuffer(b"".join([os.pread(file, size, offset) for size, offset in places]), np.int32)
+        words = np.frombuffer(b"".join([os.pread(file, size, offset) for size, offset in places]), np.int32)
         starts = np.cumsum(num_words) - num_words
-        prompt_length = records[starts]
+        prompt_length = words[starts]
         response_length = (num_words - 1 - prompt_length) // 3
         lengths = np.stack([prompt_length, *[response_length] * 3], axis=1)  # [rows, columns]
         columns = {}
         for index, (name, word_type) in enumerate(zip(self.COLUMNS, self.TYPES, strict=True)):
-            values = pa.array(records[self._positions(starts, lengths, index)]).view(word_type)
+            values = pa.array(words[self._positions(starts, lengths, index)]).view(word_type)
             ends = np.cumsum([0, *lengths[:, index]]).astype(np.int32)
             columns[name] = pa.ListArray.from_arrays(ends, values)
         return columns
@@ -155,7 +158,7 @@ class ReplayBuffer:
     """All trajectories of a run, without repeats and bounded by prompt, sampled by recency and reward.
 
     Identical responses to one prompt count once, the newest stays; of each prompt the newest `capacity_per_prompt`
-    stay. Age is (sync, policy_step, trajectory_id), so what is stored does not depend on the order shards are read in.
+    stay. Age is (sync, policy_step, md5 of trajectory_id): what is stored does not depend on the order of reading.
     """
 
     def __init__(self, store: RunStore, sampling: Sampling, seed: int):
@@ -208,8 +211,8 @@ class ReplayBuffer:
         """
         self._check_rate(step)
         sampling, oldest = self._sampling, self._oldest_policy_step(step)
-        eligible = {"newest_sync": self.newest_sync, "oldest_policy_step": oldest}
-        prompts = self._execute("list_prompts", eligible).fetchnumpy()
+        ages = {"newest_sync": self.newest_sync, "oldest_policy_step": oldest}
+        prompts = self._execute("list_prompts", ages).fetchnumpy()
         if not len(prompts["prompt"]):
             raise NotEnoughExperience(
                 f"max_age={sampling.max_age}, but all {self.num_trajectories} trajectories stored are older, of "
@@ -219,10 +222,11 @@ class ReplayBuffer:
             prompts["key"], prompts["recent"], sampling.prompts_per_batch, sampling.recent_probability, self._seed, step
         )
         prompt_of_place = prompts["prompt"][chosen]
-        candidates = self._execute("list_candidates", eligible | {"prompts": prompt_of_place.tolist()}).fetchnumpy()
+        candidates = self._execute("list_candidates", {"prompts": prompt_of_place.tolist()}).fetchnumpy()
+        may_be_drawn, is_new = candidates["policy_step"] >= oldest, candidates["sync"] == self.newest_sync
         slots, probabilities = [], []  # of each place, [K]
         for place, (prompt, is_recent) in enumerate(zip(prompt_of_place, recent, strict=True)):
-            of_place = np.flatnonzero((candidates["prompt"] == prompt) & (candidates["recent"] | ~is_recent))
+            of_place = np.flatnonzero((candidates["prompt"] == prompt) & may_be_drawn & (is_new | ~is_recent))
             by_reward = sampling.reward_temperature is not None and not is_recent
             reward = candidates["reward"][of_place].astype(np.float64)
             drawn, probability = mop.draw_responses(
@@ -247,7 +251,7 @@ class ReplayBuffer:
             "policy_step": rows["policy_step"],
             "sync": np.full(num_places * num_slots, self.newest_sync),
         }
-        return pa.table(columns | self._words.read(rows["word_offset"], rows["num_words"]))
+        return pa.table(columns | self._words.read(rows["record"]))
 
     def _check_rate(self, step: int) -> None:
         """NotEnoughExperience while too little was taken in for that many steps. Depends on step and syncs alone."""

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -41,10 +42,18 @@ class PolicyRef:
 
 
 def publish_policy(
-    store: RunStore, local_folder: str | Path, step: int, fingerprint: str, *, attempt: int, final: bool = False
+    store: RunStore,
+    local_folder: str | Path,
+    step: int,
+    fingerprint: str,
+    *,
+    attempt: int,
+    final: bool = False,
+    cache_dir: str | Path | None = None,
 ) -> PolicyRef:
     """Upload a policy, then point policies/latest.json to it.
 
+    cache_dir: where fetch_policy of this machine's processes keeps its copies; a copy made there spares the download.
     Superseded if a later attempt has published: two Trainers would take turns at leading the Searchers.
     """
     local_folder = Path(local_folder)
@@ -64,6 +73,9 @@ def publish_policy(
     (local_folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
     store.upload_folder(local_folder, path, last=MANIFEST)
     ref = PolicyRef(step, path, fingerprint, final, attempt, datetime.now(UTC).isoformat())
+    if cache_dir is not None and store.local_path(path) is None:
+        with suppress(OSError):  # where the disk is full, it is downloaded
+            _into_cache(ref, Path(cache_dir), lambda folder: shutil.copytree(local_folder, folder, dirs_exist_ok=True))
     store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
     return ref
 
@@ -89,19 +101,28 @@ def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path
     if own is not None:
         _check_whole(store, ref, own)
         return own
+
+    def download(folder: Path) -> None:
+        store.download_folder(ref.path, folder)
+        _check_whole(store, ref, folder)
+
+    return _into_cache(ref, Path(cache_dir), download)
+
+
+def _into_cache(ref: PolicyRef, cache_dir: Path, fill: Callable[[Path], object]) -> Path:
+    """The cache's copy; where there is none, `fill` writes one. Whoever is killed, it is there whole or not at all."""
     # the fingerprint tells apart runs of one name in different stores
-    cached = Path(cache_dir) / f"{Path(ref.path).name}-{ref.fingerprint[:16]}"
+    cached = cache_dir / f"{Path(ref.path).name}-{ref.fingerprint[:16]}"
     if not cached.is_dir():
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        download = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache_dir))
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache_dir))
         try:
-            store.download_folder(ref.path, download)
-            _check_whole(store, ref, download)
+            fill(incoming)
             with suppress(OSError):  # another process of this machine was faster: its copy is as good
-                os.rename(download, cached)
+                os.rename(incoming, cached)
         finally:
-            shutil.rmtree(download, ignore_errors=True)
-        _trim_cache(Path(cache_dir))
+            shutil.rmtree(incoming, ignore_errors=True)
+        _trim_cache(cache_dir)
     return cached
 
 

@@ -12,7 +12,7 @@ CREATE TABLE prompts (
     newest_sync_policy_step BIGINT -- the newest of those that sync brought
 );
 
--- One row a stored trajectory; its tokens and log-probabilities are `num_words` of the word file, from `word_offset` on.
+-- One row a stored trajectory; its tokens and log-probabilities are a record of the word file.
 CREATE TABLE trajectories (
     prompt INTEGER,
     sync BIGINT,
@@ -22,6 +22,5 @@ CREATE TABLE trajectories (
     response_digest BIGINT,
     reward FLOAT,
     times_sampled INTEGER, -- how often its sync brought this very response to this prompt
-    word_offset BIGINT,
-    num_words INTEGER
+    record BIGINT
 );

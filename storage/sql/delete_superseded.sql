@@ -1,30 +1,30 @@
 -- Of every prompt in `arrivals`, keep each distinct response once (its newest copy), and of those the newest
--- $capacity_per_prompt. Age is (sync, policy_step, trajectory_id): a total order, the same on every rebuilt index.
+-- $capacity_per_prompt. Age is (sync, policy_step, key): a total order, the same on every rebuilt index.
 -- What stays does not depend on how arrivals were split over calls, nor on the order of the calls.
--- A row's word_offset is its own, and stands in for its rowid: after some hundred deletions of most of a table, DuckDB
+-- A row's record is its own, and stands in for its rowid: after some hundred deletions of most of a table, DuckDB
 -- 2.0 crashes where a join filters by rowid.
 DELETE FROM trajectories
-WHERE word_offset IN (
+WHERE record IN (
     WITH
     -- every stored row of the prompts that got something
     touched AS (
-        SELECT word_offset, prompt, response_digest, sync, policy_step, trajectory_id
+        SELECT record, prompt, response_digest, sync, policy_step, key
         FROM trajectories
         WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
     ),
     -- copy 1 is the newest of identical responses
     copies AS (
         SELECT *, row_number() OVER (
-            PARTITION BY prompt, response_digest ORDER BY sync DESC, policy_step DESC, trajectory_id DESC
+            PARTITION BY prompt, response_digest ORDER BY sync DESC, policy_step DESC, key DESC
         ) AS copy
         FROM touched
     ),
     -- age rank among the distinct responses of a prompt: older copies rank behind every newest one
     ranks AS (
-        SELECT word_offset, copy, row_number() OVER (
-            PARTITION BY prompt ORDER BY copy > 1, sync DESC, policy_step DESC, trajectory_id DESC
+        SELECT record, copy, row_number() OVER (
+            PARTITION BY prompt ORDER BY copy > 1, sync DESC, policy_step DESC, key DESC
         ) AS age_rank
         FROM copies
     )
-    SELECT word_offset FROM ranks WHERE copy > 1 OR age_rank > $capacity_per_prompt
+    SELECT record FROM ranks WHERE copy > 1 OR age_rank > $capacity_per_prompt
 );

@@ -9,7 +9,6 @@ SELECT
     response_digest,
     reward,
     1 AS times_sampled,
-    word_offset,
-    num_words
+    record
 FROM arrivals
 JOIN prompts USING (prompt_id);

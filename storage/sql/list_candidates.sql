@@ -1,13 +1,12 @@
--- The trajectories of $prompts that a training step may draw, those that came in the newest sync as `recent`.
+-- All stored trajectories of $prompts: what a training step may draw of them is chosen among these.
 SELECT
     prompt,
     trajectory_id,
     key,
-    sync = $newest_sync AS recent,
+    sync,
     policy_step,
     reward,
     times_sampled,
-    word_offset,
-    num_words
+    record
 FROM trajectories
-WHERE prompt IN (SELECT unnest($prompts)) AND policy_step >= $oldest_policy_step;
+WHERE prompt IN (SELECT unnest($prompts));

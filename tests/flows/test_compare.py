@@ -38,10 +38,10 @@ def test_the_lag_is_what_was_asked(tmp_path, model, lag):
     expected = [min(step - 1, lag) for step in range(1, STEPS + 1)]
     assert ages["least"].to_pylist() == ages["most"].to_pylist() == expected
     assert outcome.staleness_mean == pytest.approx(sum(expected[2:]) / 3) and outcome.staleness_max == lag
-    assert outcome.num_trajectories == STEPS * 8 * 16 and len(outcome.curve) == STEPS
+    assert outcome.num_trajectories == STEPS * 32 * 8 and len(outcome.curve) == STEPS
     # a trajectory is trained on once, by the step behind its round
     times = query(store, "SELECT count(*) AS n, count(DISTINCT trajectory_id) AS d FROM batches").to_pylist()
-    assert times == [{"n": STEPS * 128, "d": STEPS * 128}]
+    assert times == [{"n": STEPS * 256, "d": STEPS * 256}]
     assert run_arm(arm, base, model, seed=3, num_heldout=4) == outcome  # from the store
     store.delete("outcome.json")
     again = run_arm(arm, base, model, seed=3, num_heldout=4)

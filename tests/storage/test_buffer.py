@@ -23,6 +23,7 @@ from storage.shards import shard_path
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import OWNER
+from tests.storage.test_sampling import key_of
 
 
 @pytest.fixture
@@ -49,16 +50,17 @@ def test_of_a_prompt_the_newest_capacity_stay(store):
     commit(store, "s0", 0, distinct("a", 2), policy_step=2)
     commit(store, "s1", 0, distinct("a", 2, start=10), policy_step=1)
     buffer.sync(step=3, attempt=1)
-    # four came in at once: of the older policy's two the one with the smaller id goes
+    # four came in at once: of the older policy's two the one goes whose id's md5 is smaller
+    assert key_of("s1-00000000-00001") < key_of("s1-00000000-00000")
     assert set(buffer.draw(1)["trajectory_id"].to_pylist()) == {
         "s0-00000000-00000",
         "s0-00000000-00001",
-        "s1-00000000-00001",
+        "s1-00000000-00000",
     }
     commit(store, "s1", 1, distinct("a", 2), policy_step=1)  # the responses of s0 again: older policy, newer sync
     buffer.sync(step=4, attempt=1)
     assert set(buffer.draw(1)["trajectory_id"].to_pylist()) == {
-        "s1-00000000-00001",
+        "s1-00000000-00000",
         "s1-00000001-00000",
         "s1-00000001-00001",
     }

@@ -24,7 +24,7 @@ from storage.errors import AlreadyExists
 from storage.shards import next_round, shard_path, trajectory_id
 from tests.storage.buffer_runs import SEED, commit, new_store
 from tests.storage.helpers import OWNER
-from tests.storage.test_sampling import reference_draw
+from tests.storage.test_sampling import key_of, reference_draw
 
 # few prompts and responses, so that repeats, eviction and groups smaller than K are common
 RESPONSES = st.lists(
@@ -69,7 +69,7 @@ class Model:
 
     def stored(self) -> list[dict]:
         def age(row: dict) -> tuple:
-            return row["sync"], row["policy_step"], row["trajectory_id"]
+            return row["sync"], row["policy_step"], key_of(row["trajectory_id"])
 
         rows = self.taken_in()
         times = Counter((row["sync"], row["prompt_id"], tuple(row["tokens"])) for row in rows)

@@ -1,7 +1,7 @@
 """Claims about storage/policies.py, on a local folder and on S3. Run: pytest tests/storage/test_policies.py
 
 - the pointer names a policy only after every file of it is there
-- what is fetched is what was published; on this machine without a copy
+- what is fetched is what was published; on this machine without a copy, on the Trainer's without a download
 - an interrupted download is never taken for a policy; a damaged one is refused; a pruned one is NotFound
 - the cache keeps two, and tells runs of one name in different stores apart
 - a later attempt publishes beside the earlier one's files, and an attempt that was superseded cannot publish
@@ -70,7 +70,7 @@ def test_the_pointer_moves_only_when_everything_is_there(store, publish, monkeyp
 
 
 def test_a_local_store_serves_its_own_folder(local_store, publish, tmp_path):
-    ref = publish(local_store, 4)
+    ref = publish(local_store, 4, cache_dir=tmp_path / "cache")
     assert fetch_policy(local_store, ref, tmp_path / "cache") == local_store.local_path("policies/step=00000004")
     assert not (tmp_path / "cache").exists()
 
@@ -81,6 +81,19 @@ def test_a_fetched_policy_is_not_downloaded_again(s3_store, publish, tmp_path, m
     folder = fetch_policy(s3_store, ref, tmp_path / "cache")
     monkeypatch.setattr(s3_store, "download_folder", None)
     assert fetch_policy(s3_store, ref, tmp_path / "cache") == folder
+
+
+@pytest.mark.s3
+def test_on_the_machine_that_published_nothing_is_downloaded(s3_store, publish, tmp_path, monkeypatch):
+    ref = publish(s3_store, 4, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(s3_store, "download_folder", None)
+    assert (fetch_policy(s3_store, ref, tmp_path / "cache") / "model.safetensors").read_text() == "w" * 1004
+
+
+@pytest.mark.s3
+def test_a_cache_without_room_does_not_hinder_publishing(s3_store, publish, tmp_path):
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    assert publish(s3_store, 4, cache_dir=tmp_path / "cache") == latest_policy(s3_store)
 
 
 @pytest.mark.s3

@@ -10,6 +10,7 @@
 - a run's name and a store's URL are checked; credentials in a URL are refused and not repeated
 - create_run records once, and names every setting that differs
 - pyarrow reads through arrow_filesystem
+- what is put is signed, but for what stays on this machine
 """
 
 import json
@@ -198,6 +199,17 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
     with pytest.raises(ValueError, match="credentials") as failure:
         RunStore("s3://id:secret@bucket", "run")
     assert "secret" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "signs"),
+    [("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("10.0.0.7", True), ("localhost.example", True)],
+)
+def test_only_what_stays_on_this_machine_goes_unsigned(monkeypatch, host, signs):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:9")
+    store = RunStore("s3://bucket", "run")
+    settings = store._files._fs.s3.meta.config.s3 or {}
+    assert settings.get("payload_signing_enabled", True) == signs
 
 
 def test_a_folder_with_a_space_is_found(tmp_path):

@@ -219,21 +219,22 @@ BATCH = "batches/attempt=00000002/step=00000005.parquet"
 SYNC = "syncs/attempt=00000002/sync=00000005.parquet"
 CHECKPOINT = "trainer/step=00000005"
 
+# S0[4] is a shard that nothing was trained on, S0[6] one of BATCH's.
 
 FAULTS: dict[str, tuple[Callable[[RunStore], object], list[tuple[str, str]]]] = {
-    "truncated shard": (lambda s: s.put(S0[2], s.get(S0[2])[:-100]), [("torn shard", S0[2])]),
-    "emptied shard": (lambda s: s.put(S0[2], b""), [("torn shard", S0[2])]),
+    "truncated shard": (lambda s: s.put(S0[4], s.get(S0[4])[:-100]), [("torn shard", S0[4])]),
+    "emptied shard": (lambda s: s.put(S0[4], b""), [("torn shard", S0[4])]),
     "flipped bytes in a shard": (
-        lambda s: s.put(S0[2], s.get(S0[2])[:200] + bytes(40) + s.get(S0[2])[240:]),
-        [("torn shard", S0[2])],
+        lambda s: s.put(S0[4], s.get(S0[4])[:200] + bytes(40) + s.get(S0[4])[240:]),
+        [("torn shard", S0[4])],
     ),
     "missing round": (
-        lambda s: s.delete(S0[2]),
-        [("missing round", S0[2]), ("sync without shards", "syncs/attempt=00000002/sync=00000003.parquet")],
+        lambda s: s.delete(S0[4]),
+        [("missing round", S0[4]), ("sync without shards", "syncs/attempt=00000002/sync=00000003.parquet")],
     ),
     "missing last round": (
         lambda s: s.delete(S0[6]),
-        [("sync without shards", SYNC)],
+        [("unknown trajectory", BATCH), ("sync without shards", SYNC)],
     ),
     "shard copied to the next round": (
         lambda s: s.put(S0[7], s.get(S0[6])),
