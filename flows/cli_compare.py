@@ -21,13 +21,14 @@ def compare(
         str, typer.Option(help="adder (a small policy made here), or a model as tba train takes it.")
     ] = "adder",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
-    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 120, of sync 30.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 120, of sync 50.")] = None,
     num_heldout: Annotated[int, typer.Option(min=1, help="Held-out problems of an evaluation.")] = 512,
 ) -> None:
     """Run named configurations by seeds in this process; write one table and one plot with confidence intervals.
 
     staleness: Trajectory Balance, Dr. GRPO and proximal RLOO at an enforced policy lag of 1, 4 and 16. Interrupted, the
-    same command goes on. sync: asynchronous and synchronous training by tba train, with the embedded model.
+    same command goes on. sync: asynchronous and synchronous training by tba train, with the embedded model, and the
+    time of each to equal accuracy.
 
     Example: tba compare staleness --seeds 3
     """
@@ -38,7 +39,7 @@ def compare(
     root = store_url(store or ".tba/compare")
     if theme == "sync":
         model = "smollm2-135m-instruct" if model == "adder" else model
-        table = comparisons.turns(root, out, model, seeds, steps or 30, typer.echo)
+        table = comparisons.turns(root, out, model, seeds, steps or 50, typer.echo)
     else:
         table = comparisons.staleness(root, out, model, seeds, steps or 120, num_heldout, typer.echo)
     typer.echo(f"Written: {table}")

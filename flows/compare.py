@@ -59,17 +59,20 @@ class Outcome:
 
 
 def run_arm(arm: Arm, base: RunConfig, model: Path, seed: int, num_heldout: int) -> Outcome:
-    """One run, unless its store has it already: then what it came to."""
+    """One run, unless its store has it already: then what it came to.
+
+    Raises: ValueError: what the store has is a run with other settings, which are named.
+    """
     train_settings = base.train.model_copy(update=arm.settings)
     config = base.model_copy(update={"run": f"{arm.name}-seed{seed}", "seed": seed, "train": train_settings})
     config = RunConfig.model_validate(config.model_dump())
     store = RunStore(config.store, config.run)
+    store.create_run(config.recorded())
     if store.exists("outcome.json"):
         return Outcome(**json.loads(store.get("outcome.json")))
     started = time.monotonic()
     for folder in ("trajectories", "trainer", "batches", "metrics"):  # of a run that was interrupted
         store.delete_folder(folder, first="none")
-    store.create_run(config.recorded())
     import torch
 
     torch.manual_seed(seed)

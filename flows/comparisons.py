@@ -13,7 +13,9 @@ from pathlib import Path
 
 from flows.compare import Arm, Outcome, Summary, confidence_interval, run_arm, summarise_arms, tune
 from flows.config import RunConfig
-from flows.machine import code_version, model_folder
+from flows.machine import model_folder
+from storage.inspect import query
+from storage.ledger import first_attempt_at
 from storage.store import RunStore
 from tba.adder import make_adder
 
@@ -25,21 +27,27 @@ OBJECTIVES = {
     "dr_grpo": {"objective": "dr_grpo", "beta": 0.0},
     "prox_rloo": {"objective": "prox_rloo", "beta": 0.05},
 }
-# Of a synchronous run every round is one batch; the asynchronous one gets the same rounds and batches.
-ROUND_BY_ROUND = (
-    "--set=searchers=1",
-    "--set=search.prompts_per_round=16",
-    "--set=sampling.prompts_per_batch=16",
-    "--set=sampling.min_size=256",
-    "--set=train.sync_interval=1",
-)
+# What a user would run: `make train` as it is, and in turns one Searcher with a whole batch a round. Steps, batches and
+# all of training are the same.
+MODES = {
+    "asynchronous": (),
+    "synchronous": (
+        "--set=synchronous=true",
+        "--set=searchers=1",
+        "--set=search.prompts_per_round=8",
+        "--set=sampling.min_size=128",
+        "--set=train.sync_interval=1",
+    ),
+}
 SUMMARISED = {
-    "accuracy_after": "Accuracy",
+    "accuracy_after": "Accuracy at the end",
     "wall_s": "Wall time, s",
+    "seconds_to_common": "s to equal accuracy",
     "trainer_wait_share": "Trainer waits",
     "searcher_idle_share": "Searchers idle",
     "staleness_mean": "Staleness",
 }
+WINDOW = 1024  # trajectories that sampled accuracy is the mean of: 64 prompts
 TUNED_AT_LAG = 4
 RATES = (3e-5, 1e-4, 3e-4)
 
@@ -76,7 +84,8 @@ def staleness(
         "learning rates chosen": rates,
         "held-out sums": num_heldout,
     }
-    return write_results("staleness", out, outcomes, about)
+    stores = [RunStore(store, f"{outcome.arm}-seed{outcome.seed}") for outcome in outcomes]
+    return write_results("staleness", out, outcomes, about | results_about(stores))
 
 
 def comparison_config(store: str, model: str, steps: int) -> RunConfig:
@@ -94,18 +103,28 @@ def comparison_config(store: str, model: str, steps: int) -> RunConfig:
 
 
 def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callable[[str], None]) -> Path:
-    """Asynchronous beside synchronous training by `tba train`, the same in all else. Returns the table's file."""
-    rows = []
+    """Asynchronous beside synchronous training by `tba train`, and the time of each to equal accuracy: the highest that
+    all runs came to, as sampled during training. Returns the table's file.
+
+    Raises subprocess.CalledProcessError: a run failed. The same call goes on where that one stopped.
+    """
+    rows, curves = [], []
     for seed in range(seeds):
-        for mode, setting in [("asynchronous", "false"), ("synchronous", "true")]:
+        for mode, settings in MODES.items():
             run = f"{mode}-seed{seed}"
             command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
-            command += ["--seed", str(seed), "--model", model, f"--set=synchronous={setting}", *ROUND_BY_ROUND]
+            command += ["--seed", str(seed), "--model", model, *settings]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # a finished run ends at once
-            summary = json.loads(RunStore(store, run).get("summary.json"))
+            run_store = RunStore(store, run)
+            summary = json.loads(run_store.get("summary.json"))
+            curves.append(sampled_accuracy(run_store))
             rows.append(summary | {"mode": mode, "seed": seed})
             say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")
-    about = results_about() | {"task": "two-digit addition", "model": model, "steps": steps, "seeds": seeds}
+    common = common_accuracy(curves)
+    for row, curve in zip(rows, curves, strict=True):
+        row["seconds_to_common"] = next(seconds for seconds, accuracy in curve if accuracy >= common)
+    stores = [RunStore(store, row["run"]) for row in rows]
+    about = results_about(stores) | {"task": "two-digit addition", "model": model, "steps": steps, "seeds": seeds}
     lines = [
         "# Asynchronous beside synchronous: what taking turns costs",
         "",
@@ -114,32 +133,89 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
         f"| Mode | {' | '.join(SUMMARISED.values())} |",
         f"|---|{'---|' * len(SUMMARISED)}",
     ]
-    for mode in ("asynchronous", "synchronous"):
+    for mode in MODES:
         of_mode = [row for row in rows if row["mode"] == mode]
         intervals = (confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)
         cells = (f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}" for mean, half in intervals)
         lines.append(f"| {mode} | {' | '.join(cells)} |")
-    lines += ["", "Mean over seeds with Student's t, 95 %. Shares are of time; `tba show RUN` has each run's."]
+    name = f"sync_cpu_{about['date']}"
+    lines += [
+        "",
+        f"Equal accuracy: {common:.3f}, the highest that every run came to, of what was sampled (the mean of {WINDOW} "
+        "trajectories); seconds are from the run's start. Accuracy at the end is greedy, on held-out sums. Shares are "
+        "of time; `tba show RUN` has each run's." + (" Mean over seeds with Student's t, 95 %." if seeds > 1 else ""),
+        "",
+        f"![sampled accuracy by time]({name}.png)",
+    ]
     out.mkdir(parents=True, exist_ok=True)
-    table = out / f"sync_cpu_{about['date']}.md"
+    plot_turns([row["mode"] for row in rows], curves, common, out / f"{name}.png")
+    table = out / f"{name}.md"
     table.write_text("\n".join(lines) + "\n")
     table.with_suffix(".json").write_text(json.dumps({"about": about, "runs": rows}, indent=1))
     return table
 
 
-def results_about() -> dict:
-    """Where and when results came about."""
+def sampled_accuracy(store: RunStore) -> list[tuple[float, float]]:
+    """Seconds since the run began, and the mean reward of the newest `WINDOW` trajectories then; for each of these.
+
+    Raises: ValueError: the run has not so many.
+    """
+    age = "ORDER BY created_at, trajectory_id"
+    rows = query(
+        store,
+        f"SELECT created_at, avg(reward) OVER ({age} ROWS {WINDOW - 1} PRECEDING) AS accuracy FROM trajectories "
+        f"QUALIFY row_number() OVER ({age}) >= {WINDOW} {age}",
+    ).to_pylist()
+    if not rows:
+        raise ValueError(f"run {store.run} has fewer than {WINDOW} trajectories: give it more steps")
+    began = first_attempt_at(store)
+    return [((row["created_at"] - began).total_seconds(), row["accuracy"]) for row in rows]
+
+
+def common_accuracy(curves: list[list[tuple[float, float]]]) -> float:
+    """The highest accuracy that all of them reached."""
+    return min(max(accuracy for _, accuracy in curve) for curve in curves)
+
+
+def plot_turns(modes: list[str], curves: list[list[tuple[float, float]]], common: float, file: Path) -> None:
+    """Sampled accuracy by time, a line a run, a colour a mode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    colours = {mode: f"C{place}" for place, mode in enumerate(MODES)}
+    for place, (mode, curve) in enumerate(zip(modes, curves, strict=True)):
+        seconds, accuracies = zip(*curve, strict=True)
+        axes.plot(seconds, accuracies, color=colours[mode], label=mode if modes.index(mode) == place else None)
+    axes.axhline(common, color="grey", linewidth=0.8)
+    axes.set_xlabel("seconds from the run's start")
+    axes.set_ylabel(f"mean reward of the newest {WINDOW} trajectories")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def results_about(stores: list[RunStore]) -> dict:
+    """Where and when results came about, and by which code: that of the runs, which may be of an earlier day."""
+    versions = set()
+    for store in stores:
+        versions.update(query(store, "SELECT DISTINCT code_version FROM trajectories").column(0).to_pylist())
     return {
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-        "commit": code_version(),
+        "commit": ", ".join(sorted(versions)),
         "date": datetime.now(UTC).date().isoformat(),
     }
 
 
 def write_results(theme: str, out: Path, outcomes: list[Outcome], about: dict) -> Path:
-    """`<theme>_<hardware>_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table."""
+    """`<theme>_cpu_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table.
+
+    about: what the table begins with; its "date" is part of the name.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    about = about | results_about()
     name = f"{theme}_cpu_{about['date']}"
     summaries = summarise_arms(outcomes)
     (out / f"{name}.json").write_text(

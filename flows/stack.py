@@ -29,6 +29,7 @@ from flows.processes import Process, find_processes, stop_processes
 from flows.server import StackError
 
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
+ANSWER_TIMEOUT_S = 30  # of a call that deploys, made three times where nothing comes; an idle server takes milliseconds
 WORKER_QUERY_S = 2  # Prefect polls every 10 s; a run of minutes should not begin with that
 STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of all that its stack runs
 
@@ -119,7 +120,7 @@ def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
 # --- starting ---------------------------------------------------------------------------------------------------------
 
 
-def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
+def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None], again: bool = True) -> None:
     url = server.find(work_queue(project), state.url if state.processes else None, say)
     if url is None:
         _start_server(project, state, keep, say)
@@ -137,7 +138,15 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
             f"The deployments at {state.url} were another checkout's ({other}); they are this one's from now on. "
             "What starts a run there by their names (prefect deployment run, the page, a schedule) starts this code."
         )
-    _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
+    failure = _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
+    if failure and again and url is None and server.version(state.url) is None:
+        # Prefect 3.7's server can hang for good as an automation is created, if it reads them at that moment (Prefect's
+        # issue 23055). 3.8.6 does not, but its worker opens sessions, so a kill of our process group would leave flows.
+        say("The Prefect server has stopped answering. Starting another.")
+        _stop(project, state.processes)
+        return _bring_up(project, state, keep, say, again=False)
+    if failure:
+        raise StackError(failure)
     if (worker := state.processes.get("worker")) and worker.find() is None:
         raise StackError(f"The Prefect worker died while starting.\n{log_tail(project, 'worker')}")
 
@@ -163,13 +172,17 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
         say(f"Port {preferred} is taken. For the prefect command: export PREFECT_API_URL={state.url}")
 
 
-def _deploy(project: Path, state: State) -> None:
+def _deploy(project: Path, state: State) -> str | None:
+    """What went wrong, if anything did."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    environment = _environment(project, state)
+    environment |= {"PREFECT_API_REQUEST_TIMEOUT": str(ANSWER_TIMEOUT_S), "PREFECT_CLIENT_MAX_RETRIES": "2"}
     done = subprocess.run(
-        command, cwd=project, env=_environment(project, state), stdin=subprocess.DEVNULL, capture_output=True, text=True
+        command, cwd=project, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     if done.returncode:
-        raise StackError(f"`prefect deploy --all` failed.\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        return f"`prefect deploy --all` failed.\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return None
 
 
 def _start(project: Path, state: State, name: str, command: list[str], keep: bool) -> Process:

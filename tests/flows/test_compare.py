@@ -2,6 +2,8 @@
 
 - Each step trains on the samples of the policy that is as many steps old as its arm says; the ledger's batches show it.
 - Every arm sees the same number of samples; a run that is there is not repeated, one that was interrupted begins anew.
+- What has run with other settings is not taken for a run of these; results name the code that sampled them.
+- Of runs in both modes, the time to equal accuracy is that to the highest which all came to.
 - Confidence intervals and losses by seed are worked out; the table and the plot have every arm.
 
 python -m pytest tests/flows/test_compare.py
@@ -14,9 +16,14 @@ import pytest
 
 from flows import comparisons
 from flows.compare import Arm, Outcome, confidence_interval, run_arm, summarise_arms
+from flows.machine import code_version
+from storage.errors import RunConfigMismatch
 from storage.inspect import query
+from storage.ledger import first_attempt_at, start_attempt
 from storage.store import RunStore
 from tests.character_model import save_character_model
+from tests.storage.buffer_runs import commit
+from tests.storage.helpers import NOON, OWNER
 
 STEPS = 5
 
@@ -43,6 +50,9 @@ def test_the_lag_is_what_was_asked(tmp_path, model, lag):
     times = query(store, "SELECT count(*) AS n, count(DISTINCT trajectory_id) AS d FROM batches").to_pylist()
     assert times == [{"n": STEPS * 256, "d": STEPS * 256}]
     assert run_arm(arm, base, model, seed=3, num_heldout=4) == outcome  # from the store
+    with pytest.raises(RunConfigMismatch, match="learning_rate"):
+        run_arm(Arm(arm.name, lag, arm.settings | {"learning_rate": 0.5}), base, model, seed=3, num_heldout=4)
+    assert comparisons.results_about([store])["commit"] == code_version()
     store.delete("outcome.json")
     again = run_arm(arm, base, model, seed=3, num_heldout=4)
     assert (again.curve, again.accuracy_after) == (outcome.curve, outcome.accuracy_after)
@@ -71,10 +81,29 @@ def test_what_is_written_says_what_came_out(tmp_path):
     # 0.8 and 0.9: t of 1 degree 12.706, times 0.0707 / sqrt(2)
     assert (summary.arm, summary.accuracy_mean) == ("tb-lag1", pytest.approx(0.85))
     assert summary.half_width == pytest.approx(12.706 * 0.05, rel=1e-4)
-    table = comparisons.write_results("staleness", tmp_path, outcomes(), {"task": "addition"})
+    table = comparisons.write_results("staleness", tmp_path, outcomes(), {"task": "addition", "date": "2026-01-02"})
     text = table.read_text()
+    assert table.name == "staleness_cpu_2026-01-02.md"
     assert "| tb | 1 | 1.00, 1 | 0.850 ± 0.635 | 0.800, 0.900 |" in text
     assert "| rloo | 16 | 16.00, 16 | 0.200 ± 1.271 | 0.100, 0.300 |" in text
     assert "| tb | 0.200 ± 1.271 |" in text and "| rloo | 0.700 ± 1.271 |" in text
     assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(table.with_suffix(".json").read_text())["runs"]) == 12
+
+
+def test_equal_accuracy_is_what_all_runs_came_to():
+    curves = [[(10.0, 0.2), (20.0, 0.6), (30.0, 0.5)], [(5.0, 0.1), (50.0, 0.4)]]
+    assert comparisons.common_accuracy(curves) == 0.4
+
+
+def test_sampled_accuracy_is_the_mean_of_the_newest(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparisons, "WINDOW", 4)
+    store = RunStore(tmp_path.as_uri(), "run")
+    start_attempt(store, 0, OWNER)
+    with pytest.raises(ValueError, match="fewer than 4 trajectories"):
+        comparisons.sampled_accuracy(store)
+    rewards = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    commit(store, "s0", 0, [("a", [place, 1], reward) for place, reward in enumerate(rewards)])
+    curve = comparisons.sampled_accuracy(store)
+    assert [accuracy for _, accuracy in curve] == [0.25, 0.5, 0.75]
+    assert {seconds for seconds, _ in curve} == {(NOON - first_attempt_at(store)).total_seconds()}

@@ -7,6 +7,7 @@ Claims
 - a flow that fails ends `tba train` with status 1, the reason and the worker's log
 - a server that runs another checkout's flows is not used: deploying there would redirect them
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
+- a new server that stops answering while it is deployed to is replaced
 - a recycled pid (another start time) is never taken for ours
 
 Run: pytest tests/flows/test_stack.py -m slow
@@ -173,6 +174,28 @@ def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypa
     assert "tba train patient --seed 2" in output
     assert {process.pid for process in processes_of(project)} == before  # the stack that was there, and no flow
     assert states(url, "patient") == ["Cancelled"]
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_while_it_is_deployed_to_is_replaced(project, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", unused_url())
+    monkeypatch.setattr(stack, "ANSWER_TIMEOUT_S", 2)
+    deploy, hung, said = stack._deploy, [], []
+
+    def hang_and_deploy(project: Path, state: stack.State) -> str | None:
+        if not hung:
+            hung.append(state.processes["server"].find())
+            hung[0].suspend()
+        return deploy(project, state)
+
+    monkeypatch.setattr(stack, "_deploy", hang_and_deploy)
+    url = stack.up(project, keep=True, say=said.append)
+    assert not hung[0].is_running()
+    assert "The Prefect server has stopped answering. Starting another." in said
+    with prefect_server.api(url) as client:
+        assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)
+    assert stack.down(project) == ["server", "worker"]
+    assert not processes_of(project)
 
 
 def test_a_recycled_pid_is_not_ours():
