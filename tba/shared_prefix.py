@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 ATTENTION = "tba_shared_prefix"  # its name in transformers
@@ -209,12 +210,19 @@ def shared_prefix_attention(
         )
     repeat = query.shape[1] // key.shape[1]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H or H', D]
-    key, value = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (key, value))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **masking) -> Tensor:
-        """[K', tokens, H, D] each -> [K', tokens, H, D]"""
+        """[K', tokens, H or H', D] each -> [K', tokens, H, D]"""
+        k, v = (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking).transpose(1, 2)
+
+    def attend_apart(piece: _Apart, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
+        """q, k, v: [n, H or H', D] of a group's new tokens; prompt_k and prompt_v: [P, H', D]. Returns [n, H, D]."""
+        q, k, v = (x[piece.rows] for x in (q, k, v))  # [K', R, H or H', D] each
+        k = torch.cat([prompt_k.expand(len(q), -1, -1, -1), k], dim=1)  # [K', P + R, H', D]
+        v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
+        return attend(q, k, v, attn_mask=piece.may_attend)[piece.is_new]
 
     # Split once: a slice of its own for each piece would cost a gradient of the whole row for each.
     common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
@@ -226,11 +234,8 @@ def shared_prefix_attention(
         if isinstance(piece, _Together):
             q, k, v = part[0], torch.cat([common_key, part[1]]), torch.cat([common_value, part[2]])  # k, v: [C + n, ..]
             outputs.append(attend(q[None], k[None], v[None], attn_mask=piece.may_attend)[0])
-        else:  # k and v are still the prompt's, [P, H, D]
-            q, of_key, of_value = (x[piece.rows] for x in part)  # [K', R, H, D] each
-            k = torch.cat([k.expand(len(q), -1, -1, -1), of_key], dim=1)  # [K', P + R, H, D]
-            v = torch.cat([v.expand(len(q), -1, -1, -1), of_value], dim=1)
-            outputs.append(attend(q, k, v, attn_mask=piece.may_attend)[piece.is_new])
+        else:  # k and v are still the prompt's. Copies of them for each response are made again for the backward pass
+            outputs.append(checkpoint(attend_apart, piece, *part, k, v, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs).unsqueeze(0), None
 
 

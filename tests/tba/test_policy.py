@@ -3,6 +3,7 @@
 - Values and gradients equal a plain forward pass a response, for five architectures, any lengths.
 - What all prompts begin with is computed once.
 - The same in bfloat16, within its rounding, and with gradient checkpointing.
+- What a longer prompt adds to memory does not grow with its responses; of a gated MLP's wide tensors two are kept.
 - Chunks of logits change nothing, values nor gradients.
 - Models whose attention or logits are of another kind are refused, by name.
 - Empty prompts or responses are refused.
@@ -153,6 +154,35 @@ def test_gradient_checkpointing_changes_nothing(architecture, tmp_path):
     for checkpointing in ("cheap", "layers"):
         for name, gradient in result(checkpointing).items():
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+
+
+def kept_for_backward(model, group: Group) -> dict[int, torch.Tensor]:
+    """The distinct tensors, parameters apart, that a forward pass keeps for the backward pass, by address."""
+    kept, parameters = {}, {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        response_logprobs(model, [group], TEMPERATURE)
+    return kept
+
+
+def test_a_prompt_is_kept_once_for_all_its_responses(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
+    model_of("llama", "sdpa").save_pretrained(tmp_path)
+    model = load_policy(tmp_path)
+
+    def bytes_kept(prompt_tokens: int, num_responses: int) -> int:
+        group = Group([5] * prompt_tokens, [[number, 6, 7] for number in range(8, 8 + num_responses)])
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept_for_backward(model, group).values())
+
+    of_one = bytes_kept(80, 1) - bytes_kept(40, 1)
+    assert 0 < bytes_kept(80, 16) - bytes_kept(40, 16) < 1.2 * of_one  # a mask of 2 x P is kept, too
+    wide = [tensor for tensor in kept_for_backward(model, TREE[0]).values() if tensor.shape[-1] == 48]
+    assert len(wide) == 2 * 2  # gate and up, of two layers
 
 
 def test_a_sliding_window_shorter_than_the_sequence_is_refused():
