@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,7 +40,6 @@ class Arm:
     name: str
     lag: int
     settings: dict  # of RunConfig.train
-    group: str = ""  # arms of one group share the line of the plot and, where something is tuned, what was chosen
 
 
 @dataclass
@@ -231,16 +230,16 @@ def confidence_interval(values: list[float]) -> tuple[float, float]:
 
 
 def tune(
-    arms: dict[str, Arm], rates: list[float], base: RunConfig, model: Path, num_heldout: int, say: Callable[[str], None]
-) -> dict[str, float]:
-    """For each group the learning rate of the best accuracy of its arm, by one run each of a seed used nowhere else."""
-    chosen = {}
-    for group, arm in arms.items():
+    arms: list[Arm], rates: list[float], base: RunConfig, model: Path, num_heldout: int, say: Callable[[str], None]
+) -> list[Arm]:
+    """Each arm with the learning rate that came to the best accuracy, by one run each of a seed used nowhere else."""
+    tuned = []
+    for arm in arms:
         found = {}
         for rate in rates:
             trial = Arm(f"tune-{arm.name}-{rate:g}", arm.lag, arm.settings | {"learning_rate": rate})
             outcome = run_arm(trial, base, model, seed=1000, num_heldout=num_heldout)
             found[rate] = outcome.accuracy_after
             say(f"{trial.name}: {outcome.accuracy_before:.3f} -> {outcome.accuracy_after:.3f}, {outcome.seconds:.0f} s")
-        chosen[group] = max(rates, key=found.get)
-    return chosen
+        tuned.append(replace(arm, settings=arm.settings | {"learning_rate": max(rates, key=found.get)}))
+    return tuned

@@ -3,6 +3,7 @@
 - Each step trains on the samples of the policy that is as many steps old as its arm says; the ledger's batches show it.
 - Every arm sees the same number of samples; a run that is there is not repeated, one that was interrupted begins anew.
 - What has run with other settings is not taken for a run of these; results name the code that sampled them.
+- Of the step sizes tried, each arm gets the one that was best for it.
 - Of runs in both modes, the time to equal accuracy is that to the highest which all came to.
 - Confidence intervals and losses by seed are worked out; the table and the plot have every arm.
 
@@ -14,7 +15,7 @@ import math
 
 import pytest
 
-from flows import comparisons
+from flows import compare, comparisons
 from flows.compare import Arm, Outcome, confidence_interval, run_arm, summarise_arms
 from flows.machine import code_version
 from storage.errors import RunConfigMismatch
@@ -89,6 +90,24 @@ def test_what_is_written_says_what_came_out(tmp_path):
     assert "| tb | 0.200 ± 1.271 |" in text and "| rloo | 0.700 ± 1.271 |" in text
     assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(table.with_suffix(".json").read_text())["runs"]) == 12
+
+
+def test_each_arm_gets_the_step_size_that_is_best_for_it(monkeypatch):
+    best = {"tb-lag1": 1e-4, "tb-lag16": 1e-5}
+
+    def run(arm, base, model, seed, num_heldout):
+        rate = arm.settings["learning_rate"]
+        (of,) = [name for name in best if arm.name == f"tune-{name}-{rate:g}"]
+        assert seed == 1000 and arm.settings["beta"] == 0.05
+        return Outcome(arm.name, seed, 0.1, 0.9 if rate == best[of] else 0.5, arm.lag, arm.lag, 1, 1.0)
+
+    monkeypatch.setattr(compare, "run_arm", run)
+    arms = [Arm("tb-lag1", 1, {"beta": 0.05}), Arm("tb-lag16", 16, {"beta": 0.05})]
+    tuned = compare.tune(arms, [1e-4, 1.5e-5, 1e-5], None, None, 4, print)
+    assert [(arm.name, arm.lag, arm.settings) for arm in tuned] == [
+        ("tb-lag1", 1, {"beta": 0.05, "learning_rate": 1e-4}),
+        ("tb-lag16", 16, {"beta": 0.05, "learning_rate": 1e-5}),
+    ]
 
 
 def test_equal_accuracy_is_what_all_runs_came_to():
