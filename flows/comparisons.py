@@ -147,7 +147,7 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
     plot_turns([row["mode"] for row in rows], curves, common, out / f"{name}.png")
     table = out / f"{name}.md"
     table.write_text("\n".join(lines) + "\n")
-    table.with_suffix(".json").write_text(json.dumps({"about": about, "runs": rows}, indent=1))
+    write_numbers(table.with_suffix(".json"), about, rows)
     return table
 
 
@@ -214,9 +214,7 @@ def write_results(theme: str, out: Path, outcomes: list[Outcome], about: dict) -
     out.mkdir(parents=True, exist_ok=True)
     name = f"{theme}_cpu_{about['date']}"
     summaries = summarise_arms(outcomes)
-    (out / f"{name}.json").write_text(
-        json.dumps({"about": about, "runs": [asdict(o) for o in outcomes]}, indent=1, default=str)
-    )
+    write_numbers(out / f"{name}.json", about, [asdict(outcome) for outcome in outcomes])
     plot(summaries, out / f"{name}.png")
     lines = [
         f"# {theme.capitalize()}: what an old policy's samples cost",
@@ -239,6 +237,12 @@ def write_results(theme: str, out: Path, outcomes: list[Outcome], about: dict) -
     table = out / f"{name}.md"
     table.write_text("\n".join(lines) + "\n")
     return table
+
+
+def write_numbers(file: Path, about: dict, runs: list[dict]) -> None:
+    """One JSON object, a line a run."""
+    lines = ",\n".join(json.dumps(run, default=str) for run in runs)
+    file.write_text(f'{{"about": {json.dumps(about)},\n"runs": [\n{lines}\n]}}\n')
 
 
 def _row(summary: Summary) -> str:

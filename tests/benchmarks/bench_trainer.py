@@ -2,11 +2,11 @@
 
 Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
 the response, rewards 0 or 1), weights and matrix products in float32, the same fused AdamW, clipping and number of
-steps. Neither checkpoints gradients. Each shape and side has a process of its own, where its peak resident memory is
-measured: 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left
-out: TRL gets the responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's
-end. A forward pass of TRL holds one prompt's 16 responses (of a whole long batch was not measured, and is estimated at
-more memory than 24 GB), one of ours 2200 tokens: the whole short batch, or also one long prompt's responses.
+steps. Neither is told to checkpoint gradients. Each shape and side has a process of its own, where its peak resident
+memory is measured: 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation
+is left out: TRL gets the responses through its `rollout_func`, and its step is timed from the forward pass to the
+optimizer's end. A forward pass of TRL holds one prompt's 16 responses: more than 24 GB are estimated for a whole long
+batch. One of ours holds 2200 tokens at most: of a short batch all, of a long one a prompt with its 16 responses, too.
 A step is the fastest of those after the first: other programs on the machine can only add to it. The last case
 publishes a policy every second step to a local folder: publish_stall_share is the time that training stood still for it
 over the time of the steps, publishing_step_s_mean what a step then takes on average, the writing beside it included.
