@@ -244,6 +244,8 @@ class Account:
 def account(store: RunStore, acknowledged: dict[int, int]) -> Account:
     """acknowledged: trajectories by round of the one Searcher. Reads every shard; faults name what does not hold."""
     faults, found, ids = [], 0, Counter()
+    # before the shards: what a running job trains on meanwhile may be in one that comes after they were listed
+    trained = set(query(store, "SELECT DISTINCT trajectory_id FROM batches")["trajectory_id"].to_pylist())
     committed = new_shards(store, {}).get(SEARCHER, [])
     if committed != list(range(len(committed))):
         faults.append(f"rounds have gaps: {sorted(set(range(max(committed))) - set(committed))}")
@@ -261,8 +263,7 @@ def account(store: RunStore, acknowledged: dict[int, int]) -> Account:
                 faults.append(f"{shard_path(SEARCHER, number)}: {len(rows)} rows, {len(expected)} were acknowledged")
     faults += [f"lost: {shard_path(SEARCHER, n)} was acknowledged" for n in sorted(set(acknowledged) - set(committed))]
     faults += [f"{name} is there {times} times" for name, times in ids.items() if times > 1]
-    unknown = set(query(store, "SELECT DISTINCT trajectory_id FROM batches")["trajectory_id"].to_pylist()) - set(ids)
-    faults += [f"{name} was trained, but is not there" for name in sorted(unknown)]
+    faults += [f"{name} was trained, but is not there" for name in sorted(trained - set(ids))]
     taken_in = Counter()
     for row in ledger.effective_syncs(store, SETTINGS["train.steps"]):
         taken_in.update(range(row["first_round"], row["last_round"] + 1))
