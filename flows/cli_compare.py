@@ -33,13 +33,17 @@ def compare(
     Example: tba compare staleness --seeds 3
     """
     from flows import comparisons
+    from storage.errors import StoreError
 
     if theme not in ("staleness", "sync"):
         fail(f"compare: got {theme!r}; known are staleness and sync", status=2)
     root = store_url(store or ".tba/compare")
-    if theme == "sync":
-        model = "smollm2-135m-instruct" if model == "adder" else model
-        table = comparisons.turns(root, out, model, seeds, steps or 50, typer.echo)
-    else:
-        table = comparisons.staleness(root, out, model, seeds, steps or 120, num_heldout, typer.echo)
+    try:
+        if theme == "sync":
+            model = "smollm2-135m-instruct" if model == "adder" else model
+            table = comparisons.turns(root, out, model, seeds, steps or 50, typer.echo)
+        else:
+            table = comparisons.staleness(root, out, model, seeds, steps or 120, num_heldout, typer.echo)
+    except (StoreError, ValueError) as error:
+        fail(str(error))
     typer.echo(f"Written: {table}")

@@ -102,7 +102,7 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
     """Asynchronous beside synchronous training by `tba train`, and the time of each to equal accuracy: the highest that
     all runs came to, as sampled during training. Returns the table's file.
 
-    Raises subprocess.CalledProcessError: a run failed. The same call goes on where that one stopped.
+    Raises: ValueError: a run failed; with the end of what it said. The same call goes on where that one stopped.
     """
     rows, curves = [], []
     for seed in range(seeds):
@@ -110,7 +110,9 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
             run = f"{mode}-seed{seed}"
             command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
             command += ["--seed", str(seed), "--model", model, *settings]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # a finished run ends at once
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:  # of a finished run it is 0 at once
+                raise ValueError(f"tba train {run} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
             run_store = RunStore(store, run)
             summary = json.loads(run_store.get("summary.json"))
             curves.append(sampled_accuracy(run_store))
