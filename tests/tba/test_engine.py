@@ -98,14 +98,17 @@ def check_samples(engine, base, tokens) -> None:
     groups = [Group(prompt, [r.tokens for r in of_prompt]) for prompt, of_prompt in zip(tokens, responses, strict=True)]
     with torch.no_grad():
         expected = response_logprobs(policy, groups, temperature=0.7)
+    # In bfloat16 logits of about 20 have steps of 1/8, two kernels are some steps apart, and the temperature widens them.
+    once, on_average = (0.02, 0.005) if serving_dtype() == torch.float32 else (0.9, 0.15)
+    apart = []
     for of_prompt, of_group in zip(responses, expected, strict=True):
         for response, logprobs in zip(of_prompt, of_group, strict=True):
             stopped = response.tokens[-1] in (2, NEWLINE)
             assert response.finish_reason == ("stop" if stopped else "length")
             assert stopped or len(response.tokens) == 4
             assert not set(response.tokens[:-1]) & {2, NEWLINE}
-            # Two kernels in bfloat16: logits of about 20 have steps of 1/8, and the temperature widens them.
-            assert torch.tensor(response.logprobs) == pytest.approx(logprobs.numpy(), abs=0.35)
+            apart.append(torch.tensor(response.logprobs) - logprobs)
+    assert torch.cat(apart).abs().max() < once and torch.cat(apart).abs().mean() < on_average
     assert len({tuple(response.tokens) for response in responses[0]}) > 1
 
 
