@@ -98,7 +98,7 @@ def check_samples(engine, base, tokens) -> None:
     groups = [Group(prompt, [r.tokens for r in of_prompt]) for prompt, of_prompt in zip(tokens, responses, strict=True)]
     with torch.no_grad():
         expected = response_logprobs(policy, groups, temperature=0.7)
-    # In bfloat16 logits of about 20 have steps of 1/8, two kernels are some steps apart, and the temperature widens them.
+    # In bfloat16, logits of about 20 have steps of 1/8: two kernels are some steps apart, the temperature widens them.
     once, on_average = (0.02, 0.005) if serving_dtype() == torch.float32 else (0.9, 0.15)
     apart = []
     for of_prompt, of_group in zip(responses, expected, strict=True):
