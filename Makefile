@@ -16,8 +16,8 @@ endif
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer smoke \
-	compare-staleness compare-sync crash-matrix clean
+.PHONY: train test test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer bench-accuracy \
+	smoke compare-staleness compare-sync crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
@@ -53,6 +53,10 @@ bench-report: $(STAMP)  ## The report and the diversity of large runs
 bench-trainer: $(STAMP)  ## A training step beside TRL's, which it installs
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_trainer
+
+bench-accuracy: $(STAMP)  ## Time to accuracy beside TRL, which it installs
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
+	$(BIN)/python -m tests.benchmarks.bench_accuracy
 
 smoke: $(STAMP)  ## Every task through tba/train, a few steps each, with its own grader or judge
 	$(BIN)/python -m tests.smoke.run
