@@ -136,6 +136,8 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
     from transformers import AutoConfig, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from tests.benchmarks.bench_accuracy import TRL
+
     config = AutoConfig.from_pretrained(folder)
     groups = make_groups(shape, config.eos_token_id, config.vocab_size)
     reward_of = {
@@ -176,11 +178,10 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
         train_dataset=Dataset.from_list([{"prompt": str(number)} for number in range(NUM_PROMPTS)]),
         callbacks=[clock],
         args=GRPOConfig(
+            **TRL,
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
-            use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
             per_device_train_batch_size=NUM_RESPONSES,
             gradient_accumulation_steps=NUM_PROMPTS,
             num_generations=NUM_RESPONSES,
@@ -188,16 +189,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
             max_steps=shape.steps,
             shuffle_dataset=False,
             learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            optim="adamw_torch_fused",
             max_grad_norm=CLIP,
-            loss_type="dr_grpo",
-            beta=0.0,
-            temperature=1.0,
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
         ),
     )
     trainer.train()
