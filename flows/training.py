@@ -22,7 +22,7 @@ from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.store import RunStore
 from tba.policy import Group
 from tba.trainer import Batch, Draw, Stopped, Trainer, train
-from tba.weights import fingerprint, to_bfloat16, write_weights
+from tba.weights import fingerprint, write_weights
 
 # No new shard for so long: the Searchers have stopped, or a round takes far longer than it should.
 SEARCHERS_SILENT_S = 300.0
@@ -168,6 +168,7 @@ class StoreOutbox:
         self._trackers = Trackers(store, config, attempt)
 
     def status(self, state: str, step: int, metrics: dict | None = None) -> None:
+        self._raise_what_failed()  # or a Trainer that waits for experience would wait on for a policy that nobody got
         told = metrics or {}
         self._heart.tell(state, step, {"message": searchers_alarm(told.get("searchers_silent_s", 0.0))} | told)
         if self._heart.stop.is_set():
@@ -198,12 +199,16 @@ class StoreOutbox:
             future.result()
 
     def _later(self, thread: ThreadPoolExecutor, write, *arguments) -> Future:
-        done = [future for future in self._pending if future.done()]
-        for future in done:
-            future.result()  # an error of a writer stops training at the next hand-over
-        self._pending = [future for future in self._pending if not future.done()]
+        self._raise_what_failed()
         self._pending.append(thread.submit(self._fenced, write, *arguments))
         return self._pending[-1]
+
+    def _raise_what_failed(self) -> None:
+        """An error of a writer stops training."""
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if future not in done]
+        for future in done:
+            future.result()
 
     def _fenced(self, write, *arguments) -> None:
         ledger.check_not_superseded(self._store, self._attempt)
@@ -226,7 +231,6 @@ class StoreOutbox:
             for file in self._template.iterdir():
                 if file.is_file() and file.suffix != ".safetensors":
                     shutil.copy(file, folder)
-            weights = to_bfloat16(weights, seed=step)
             write_weights(weights, folder)
             mark = fingerprint(weights.items())
             policies.publish_policy(

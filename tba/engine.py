@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from tba.precision import serving_dtype
+from tba.precision import compute_dtype
 from tba.weights import Fingerprint, fingerprint, read_weights
 
 
@@ -95,7 +95,7 @@ class VllmEngine:
 
         self._llm = LLM(
             model=str(folder),
-            dtype=serving_dtype(current_platform.device_type),
+            dtype=compute_dtype(current_platform.device_type),
             seed=seed,
             max_model_len=max_tokens,
             max_num_seqs=max_sequences,
@@ -150,7 +150,7 @@ class TransformersEngine:
         torch.manual_seed(seed)
         self._max_sequences = max_sequences
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = serving_dtype(self._device)
+        dtype = compute_dtype(self._device)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model.to(self._device).eval()
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tba.precision import compute_dtype
+from tba.precision import bfloat16_linear, compute_dtype, to_bfloat16
 from tba.shared_prefix import ATTENTION, Group, pack
 
 # Rows of logits that exist at once: 512 x 49,152 float32 is 100 MB, and larger chunks were no faster.
@@ -60,6 +60,10 @@ def load_policy(
     check_supported(model)
     model.set_attn_implementation(ATTENTION)
     model.eval()
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module is not head:  # the head's product is in _TargetLogprobs
+            module.forward = functools.partial(bfloat16_linear, module)
     if checkpointing == "none":
         for module in model.modules():
             if type(module).__name__ in GATED_MLPS:
@@ -158,7 +162,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, target_index, target_ids, temperature, dtype):
         ctx.save_for_backward(hidden, weight, bias, target_index, target_ids)
         ctx.temperature, ctx.dtype, ctx.only_chunk = temperature, dtype, None
-        weight = weight.to(dtype)
+        weight = _cast(weight, dtype)
         logprobs = hidden.new_empty(len(target_ids), dtype=torch.promote_types(dtype, torch.float32))
         for start, here in _chunks(len(hidden), target_index):
             logits = _logits(hidden[start : start + LOGIT_ROWS], weight, bias, temperature).log_softmax(-1)
@@ -171,7 +175,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         hidden, weight, bias, target_index, target_ids = ctx.saved_tensors
-        cast, needs_weight = weight.to(ctx.dtype), ctx.needs_input_grad[1]
+        cast, needs_weight = _cast(weight, ctx.dtype), ctx.needs_input_grad[1]
         of_hidden = torch.empty_like(hidden)
         of_weight = None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
@@ -192,6 +196,10 @@ class _TargetLogprobs(torch.autograd.Function):
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
         return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_bfloat16(weight) if (weight.dtype, dtype) == (torch.float32, torch.bfloat16) else weight.to(dtype)
 
 
 def _chunks(num_rows: int, target_index: Tensor) -> Iterator[tuple[int, Tensor]]:

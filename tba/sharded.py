@@ -23,7 +23,7 @@ from torch import Tensor
 from tba import adapters
 from tba.config import TrainSettings
 from tba.policy import Group, load_policy, sequence_logprobs
-from tba.precision import compute_dtype
+from tba.precision import to_bfloat16
 from tba.trainer import CHECKPOINT, Draw, Trainer, _passes
 
 # While the first process waits for experience the others wait for it; one that dies is noticed at once.
@@ -114,10 +114,9 @@ class ShardedTrainer(Trainer):
     @_everywhere
     def weights(self) -> dict[str, Tensor]:
         tied, copies = set(self._policy.all_tied_weights_keys), {}
-        dtype = compute_dtype(self._policy.device.type)
         for name, tensor in adapters.merged(self._policy, self._gathered):
             if self._is_first and name not in tied:
-                copies[name] = tensor.detach().to("cpu", dtype, copy=True)
+                copies[name] = to_bfloat16(tensor.detach()).cpu()
         return copies
 
     @_everywhere

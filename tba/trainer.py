@@ -27,7 +27,7 @@ from tba import adapters, baselines, schedule
 from tba.config import TrainSettings
 from tba.objective import log_partition, residual, trajectory_balance_loss
 from tba.policy import Group, load_policy, response_logprobs, sequence_logprobs
-from tba.precision import compute_dtype
+from tba.precision import to_bfloat16
 
 # One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -239,10 +239,10 @@ class Trainer:
         self._reference = copy.deepcopy(self._policy).requires_grad_(False)
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the policy's weights in the precision that it computes in, on the CPU; tied ones once."""
-        tied, dtype = set(self._policy.all_tied_weights_keys), compute_dtype(self._policy.device.type)
+        """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once."""
+        tied = set(self._policy.all_tied_weights_keys)
         return {
-            name: tensor.detach().to("cpu", dtype, copy=True)
+            name: to_bfloat16(tensor.detach()).cpu()
             for name, tensor in adapters.merged(self._policy)
             if name not in tied
         }

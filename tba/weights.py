@@ -3,14 +3,11 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-
-NOISE = 1 << 20  # random numbers that all tensors are rounded by, in turn: drawing one for each weight takes seconds
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -30,33 +27,6 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
     """The weights as one safetensors file that `from_pretrained` and vLLM load."""
     save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-
-
-def to_bfloat16(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Weights on the CPU as bfloat16; float32 ones rounded up or down at random, so that they are right on average.
-
-    A model that came in bfloat16 lies on its grid, and a policy step is a tenth of the distance to the next point:
-    rounded to the nearest, published policies would stay the first one for many steps. Equal seeds round alike.
-    """
-    random = torch.Generator().manual_seed(seed)
-    noise = torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=random).numpy()
-    return {
-        name: tensor if tensor.dtype == torch.bfloat16 else _round_at_random(tensor, noise)
-        for name, tensor in weights.items()
-    }
-
-
-def _round_at_random(tensor: Tensor, noise: np.ndarray) -> Tensor:
-    """bfloat16 is the upper half of a float32: what is added to the lower carries over as often as that is large.
-
-    In pieces, which take as long as a plain copy; and in numpy, which is faster at this than torch.
-    """
-    rounded = torch.empty(tensor.shape, dtype=torch.bfloat16)
-    bits, upper = tensor.flatten().view(torch.int32).numpy(), rounded.flatten().view(torch.int16).numpy()
-    for start in range(0, len(bits), len(noise)):
-        chunk = bits[start : start + len(noise)]
-        np.right_shift(chunk + noise[: len(chunk)], 16, out=upper[start : start + len(noise)], casting="unsafe")
-    return rounded
 
 
 class Fingerprint:

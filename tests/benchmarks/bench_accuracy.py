@@ -59,7 +59,7 @@ def trl(folder: Path) -> dict:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from tba.precision import serving_dtype
+    from tba.precision import compute_dtype
     from tba.tasks.arithmetic import Arithmetic
 
     problems = Arithmetic(data=None, seed=0).train
@@ -96,7 +96,7 @@ def trl(folder: Path) -> dict:
             **TRL,
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
-            bf16=serving_dtype() == torch.bfloat16,
+            bf16=compute_dtype() == torch.bfloat16,
             per_device_train_batch_size=PROMPTS * RESPONSES,
             num_generations=RESPONSES,
             max_completion_length=Arithmetic.max_response_tokens,

@@ -1,18 +1,19 @@
 """How fast is a training step, beside TRL's GRPOTrainer? `make bench-trainer`: a table, then one JSON object.
 
 Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
-the response, rewards 0 or 1), weights and matrix products in float32, the same fused AdamW, clipping and number of
-steps. Neither is told to checkpoint gradients. Each shape and side has a process of its own, where its peak resident
-memory is measured: 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation
-is left out: TRL gets the responses through its `rollout_func`, and its step is timed from the forward pass to the
-optimizer's end. A forward pass of TRL holds one prompt's 16 responses: more than 24 GB are estimated for a whole long
-batch. One of ours holds 2200 tokens at most: of a short batch all, of a long one a prompt with its 16 responses, too.
-A step is the fastest of those after the first: other programs on the machine can only add to it. The last case
-publishes a policy every second step to a local folder: publish_stall_share is the time that training stood still for it
-over the time of the steps, publishing_step_s_mean what a step then takes on average, the writing beside it included.
+the response, rewards 0 or 1), float32 weights, matrix products in the machine's fastest precision (bfloat16 where it is
+multiplied in hardware, else float32), the same fused AdamW, clipping and number of steps. Neither is told to checkpoint
+gradients. Each shape and side has a process of its own, where its peak resident memory is measured: 4 prompts x 16
+responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left out: TRL gets the
+responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's end. A forward pass
+of TRL holds one prompt's 16 responses: more than 24 GB are estimated for a whole long batch. One of ours holds 2200
+tokens at most: of a short batch all, of a long one a prompt with its 16 responses, too. A step is the fastest of those
+after the first: other programs on the machine can only add to it. The last case publishes a policy every second step to
+a local folder: publish_stall_share is the time that training stood still for it over the time of the steps,
+publishing_step_s_mean what a step then takes on average, the writing beside it included.
 
 flops_share_long: useful FLOPs of our step over what two cores' products of matrices reach here in bfloat16, 4096 x 4096
-x 4096; float32_share_long: over what they reach in float32, which is what is trained in.
+x 4096; float32_share_long: over what they reach in float32.
 Useful: 6 x weights in matrix products x tokens, each prompt's once, plus attention's (4 x hidden size for each pair of
 tokens that attend, 3 x for the backward pass), plus the head's for the tokens that are scored. Recomputation, the
 optimizer and casts count as nothing.
@@ -136,6 +137,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
     from transformers import AutoConfig, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from tba.precision import compute_dtype
     from tests.benchmarks.bench_accuracy import TRL
 
     config = AutoConfig.from_pretrained(folder)
@@ -181,7 +183,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
             **TRL,
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
-            bf16=False,
+            bf16=compute_dtype() == torch.bfloat16,
             per_device_train_batch_size=NUM_RESPONSES,
             gradient_accumulation_steps=NUM_PROMPTS,
             num_generations=NUM_RESPONSES,

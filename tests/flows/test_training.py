@@ -5,7 +5,8 @@ Claims
 - Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
 - a resumed run's first batch waits for a shard that is new
 - a checkpoint follows the ledger: what was trained before it is on record
-- what is published is bfloat16, whatever the Trainer computes in
+- an error of its writers stops the Trainer, also where it waits
+- what is published is what the Trainer hands over, and its fingerprint
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
 Run: pytest tests/flows/test_training.py
@@ -29,6 +30,7 @@ from flows.config import RunConfig
 from flows.heartbeat import Heartbeat
 from storage import ledger, policies
 from storage.schema import TRAINING_STEP
+from tba.precision import to_bfloat16
 from tba.trainer import Batch
 from tba.weights import fingerprint, read_weights
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
@@ -137,15 +139,29 @@ def test_the_final_policy_comes_after_the_last_checkpoint(outbox, monkeypatch):
     assert written[:2] == ["checkpoint", "policy"]
 
 
-def test_what_is_published_is_bfloat16(store, outbox, tmp_path):
-    outbox.publish(7, {"weight": torch.full((1000,), 1 + 2**-10)}, final=False)
+def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
+    """Searchers would wait for its policy, and it for their shards."""
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(outbox, "_write_policy", full_disk)
+    outbox.publish(7, {}, final=False)
+    with pytest.raises(OSError, match="no space left"):
+        for _ in range(100):
+            outbox.status("waiting", 7, {"message": "too early"})
+            time.sleep(0.05)
+
+
+def test_what_is_published_is_what_the_trainer_hands_over(store, outbox, tmp_path):
+    published = to_bfloat16(torch.full((1000,), 1 + 2**-10))
+    outbox.publish(7, {"weight": published}, final=False)
     deadline = time.monotonic() + 30
     while (ref := policies.latest_policy(store)) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     folder = policies.fetch_policy(store, ref, tmp_path / "cache")
     ((_, weight),) = read_weights(folder)
-    assert weight.dtype == torch.bfloat16
-    assert 0 < (weight > 1).sum() < 1000, "a step smaller than bfloat16's grid arrives on average"
+    assert torch.equal(weight, published)
     assert (folder / "config.json").exists() and ref.fingerprint == fingerprint([("weight", weight)])
 
 

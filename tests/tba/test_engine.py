@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from tba.embedded import embedded_model
 from tba.engine import Sampling, TransformersEngine, make_engine
 from tba.policy import Group, load_policy, response_logprobs
-from tba.precision import serving_dtype
+from tba.precision import compute_dtype
 from tba.weights import fingerprint, read_weights, write_weights
 
 PROMPTS = ["24 + 17 = 41\n63 + 21 = 84\n58 + 36 = 94\n46 + 39 =", "24 + 17 = 41\n63 + 21 = 84\n11 + 12 ="]
@@ -57,7 +57,7 @@ def greedy_tokens(engine, tokens) -> list[list[int]]:
 
 def plain_greedy(base: Path, other: Path, tokens: list[list[int]]) -> dict[Path, list[list[int]]]:
     """What either policy answers, token by token, whole sequence each time."""
-    model = load_policy(base, serving_dtype())
+    model = load_policy(base, compute_dtype())
     model.set_attn_implementation("sdpa")
 
     @torch.inference_mode()
@@ -94,12 +94,12 @@ def check_samples(engine, base, tokens) -> None:
     engine.load(base)
     responses = engine.sample(tokens, Sampling(6, 0.7, 1.0, 4, [2, NEWLINE]))
     assert [len(of_prompt) for of_prompt in responses] == [6, 6]
-    policy = load_policy(base, serving_dtype())
+    policy = load_policy(base, compute_dtype())
     groups = [Group(prompt, [r.tokens for r in of_prompt]) for prompt, of_prompt in zip(tokens, responses, strict=True)]
     with torch.no_grad():
         expected = response_logprobs(policy, groups, temperature=0.7)
     # In bfloat16, logits of about 20 have steps of 1/8: two kernels are some steps apart, the temperature widens them.
-    once, on_average = (0.02, 0.005) if serving_dtype() == torch.float32 else (0.9, 0.15)
+    once, on_average = (0.02, 0.005) if compute_dtype() == torch.float32 else (0.9, 0.15)
     apart = []
     for of_prompt, of_group in zip(responses, expected, strict=True):
         for response, logprobs in zip(of_prompt, of_group, strict=True):

@@ -16,14 +16,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tba.policy import Group
+from tba.precision import compute_dtype
 from tba.sharded import deal
 from tba.trainer import Draw
 from tests.tba.addition import tiny_llama
 from tests.tba.run_sharded import HALF, run
 
 SETTINGS = dict(learning_rate=1e-3, warmup_steps=2, micro_batch_tokens=56, reference_reset_interval=12)
+ROUNDING = 1e-5 if compute_dtype() == torch.float32 else 5e-3  # of 24 bits, after twenty steps; of 8
 
 
 def draw_of(num_tokens: int) -> Draw:
@@ -72,10 +75,10 @@ def assert_same_curve(steps: list[dict], expected: list[dict]) -> None:
     for step, other in zip(steps, expected, strict=True):
         assert step["skipped"] == other["skipped"]
         assert step["num_response_tokens"] == other["num_response_tokens"]
-        assert step["loss"] == pytest.approx(other["loss"], rel=1e-5, nan_ok=True)
+        assert step["loss"] == pytest.approx(other["loss"], rel=ROUNDING, nan_ok=True)
         assert step["reward_mean"] == pytest.approx(other["reward_mean"], rel=1e-6, nan_ok=True)
         if not step["skipped"]:
-            assert step["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-5)
+            assert step["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=ROUNDING)
 
 
 @pytest.mark.apart
