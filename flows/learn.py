@@ -16,7 +16,7 @@ from flows.config import load_run
 from flows.heartbeat import Heartbeat
 from flows.machine import remove_leftovers, this_process
 from flows.processes import ALREADY_TRAINING
-from storage import ledger
+from storage import ledger, policies
 from storage.errors import AlreadyTraining
 from storage.store import RunStore
 
@@ -29,11 +29,16 @@ log = logging.getLogger("tba.learn")
 def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage: int = 2) -> None:
     """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one, on so many devices.
 
+    Does nothing where the run has its final policy: it was killed before that one was evaluated.
+
     Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
     """
     store = RunStore(store_url, run)
     config = load_run(store)
     previous = ledger.refuse_live_trainer(store, TAKEOVER_WATCH_S)
+    if (policy := policies.latest_policy(store)) and policy.final:
+        log.info("run %s has its final policy: nothing is left to train", run)
+        return
     steps = ledger.list_checkpoints(store)
     resumed_from = steps[-1] if steps else 0
     attempt = ledger.start_attempt(store, resumed_from, this_process(), previous=previous)

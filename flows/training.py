@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pyarrow as pa
@@ -62,7 +62,7 @@ def train_run(
                 trainer.load(Path(local))
         buffer = ReplayBuffer(store, config.sampling, config.seed)
         buffer.rebuild(resumed_from)
-        awaits_shard = resumed_from > 0 and config.searchers > 0
+        awaits_shard = attempt > 1 and config.searchers > 0
         train(trainer, StoredExperience(store, buffer, attempt, awaits_shard=awaits_shard), outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"
 
@@ -179,7 +179,7 @@ class StoreOutbox:
 
     def publish(self, step: int, weights: dict, final: bool) -> None:
         if final:
-            self._newest_checkpoint.result()  # a run that has its final policy has nothing left to train
+            wait(self._pending)  # a run that has its final policy trains no more: what it trained must be on record
         self._newest_policy.result()
         self._newest_policy = self._later(self._writer, self._write_policy, step, weights, final)
 

@@ -289,14 +289,17 @@ def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: floa
     """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done.
 
     Or until it is told to stop: then what was trained is saved and published, and the next `train` goes on from there.
+    The last step has no checkpoint: nothing goes on from there, and gigabytes would keep the final policy waiting.
     """
     begun = trainer.step
     try:
         _train(trainer, experience, outbox, poll_s)
     except Stopped:
         if trainer.step > begun:
-            outbox.checkpoint(trainer.step, trainer)
-            outbox.publish(trainer.step, trainer.weights(), final=trainer.step >= trainer.settings.steps)
+            final = trainer.step >= trainer.settings.steps
+            if not final:
+                outbox.checkpoint(trainer.step, trainer)
+            outbox.publish(trainer.step, trainer.weights(), final=final)
 
 
 def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float) -> None:
@@ -308,7 +311,7 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
         outbox.publish(trainer.step, trainer.weights(), final=final)
         return time.monotonic() - started
 
-    # Searchers start from here; a run killed between its last checkpoint and its last policy publishes that one now.
+    # Searchers start from here.
     stall_s = publish(final=trainer.step >= settings.steps)
     experience.sync(trainer.step + 1)
     while trainer.step < settings.steps:
@@ -325,7 +328,7 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
         outbox.record(step, batch, metrics | batch.facts | times)
         outbox.status("training", step, metrics | batch.facts)
         last = step == settings.steps
-        if last or step % settings.checkpoint_interval == 0:
+        if not last and step % settings.checkpoint_interval == 0:
             outbox.checkpoint(step, trainer)
         if last or step % settings.sync_interval == 0:
             stall_s = publish(final=last)

@@ -6,6 +6,7 @@
 - `tba sql` answers during and after the run; plain DuckDB reads the shards by a glob.
 - The summary has what it promises; the final policy loads with from_pretrained and is the one that was fingerprinted.
 - The same command on a finished run says so and changes nothing. Nothing is left running.
+- Where a run was killed after its final policy and before that was evaluated, it evaluates and trains nothing again.
 
 python -m pytest tests/flows/test_end_to_end.py -m slow
 """
@@ -122,7 +123,8 @@ def shards(run_folder: Path) -> dict[str, bytes]:
 def test_a_run_killed_in_mid_training_resumes_and_ends_as_if_nothing_had_happened(project):
     run_folder = project / ".tba" / "killed"
     process = train(project, "killed", "--steps", str(STEPS))
-    wait_for(lambda: trained(run_folder, 5), process)
+    checkpoint = run_folder / "trainer" / "step=00000003" / "state.json"  # is written while training goes on
+    wait_for(lambda: trained(run_folder, 5) and checkpoint.exists(), process)
     (during,) = sql(project, "killed", "SELECT count(*) AS n, count(DISTINCT trajectory_id) AS ids FROM trajectories")
     assert during["n"] == during["ids"] >= 32
     os.killpg(process.pid, signal.SIGKILL)
@@ -203,6 +205,22 @@ def test_every_served_policy_was_a_published_one(project):
     # A step that both attempts published may have two.
     assert all(row["fingerprints"] <= 2 for row in rows)
     assert len(rows) >= 2
+
+
+def test_a_run_killed_after_its_final_policy_is_evaluated_and_not_trained_again(project):
+    run_folder = project / ".tba" / "killed"
+    (run_folder / "summary.json").unlink()
+    (run_folder / "metrics" / "evaluations" / f"step={STEPS:08d}.parquet").unlink()
+    before = {file: file.stat().st_mtime_ns for file in run_folder.rglob("*.parquet")}
+    assert "Accuracy before" in finish(train(project, "killed", "--steps", str(STEPS)))
+    summary = json.loads((run_folder / "summary.json").read_text())
+    assert summary["attempts"] == 2 and summary["steps"] == STEPS and 0 <= summary["accuracy_after"] <= 1
+    after = {file: file.stat().st_mtime_ns for file in run_folder.rglob("*.parquet")}
+    assert {str(file.relative_to(run_folder)) for file in after.keys() - before.keys()} == {
+        f"metrics/evaluations/step={STEPS:08d}.parquet"
+    }
+    assert {file: after[file] for file in before} == before
+    assert not (run_folder / "trainer" / "attempt=00000003.json").exists()
 
 
 def wait_until_gone(project: Path) -> list[str]:

@@ -3,8 +3,8 @@
 Claims
 - flow control is in every step's metrics; while a draw is too early its reason is what the heartbeat says
 - Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
-- a resumed run's first batch waits for a shard that is new
-- a checkpoint follows the ledger: what was trained before it is on record
+- a resumed run's first batch waits for a shard that is new, also where it had no checkpoint yet
+- a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
 - an error of its writers stops the Trainer, also where it waits
 - what is published is what the Trainer hands over, and its fingerprint
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
@@ -28,8 +28,10 @@ import torch
 from flows import machine, training
 from flows.config import RunConfig
 from flows.heartbeat import Heartbeat
+from flows.learn import learn
 from storage import ledger, policies
 from storage.schema import TRAINING_STEP
+from storage.store import RunStore
 from tba.precision import to_bfloat16
 from tba.trainer import Batch
 from tba.weights import fingerprint, read_weights
@@ -127,16 +129,40 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]
 
 
-def test_the_final_policy_comes_after_the_last_checkpoint(outbox, monkeypatch):
-    """Or a run killed between them would have to train on after its Searchers have ended."""
-    written, go_on = [], threading.Event()
-    monkeypatch.setattr(outbox, "_write_checkpoint", lambda *_: (go_on.wait(30), written.append("checkpoint")))
-    monkeypatch.setattr(outbox, "_write_policy", lambda *_: written.append("policy"))
-    outbox.checkpoint(7, SimpleNamespace(save=lambda folder: None))
-    threading.Timer(0.3, go_on.set).start()
-    outbox.publish(7, {}, final=True)
-    outbox.publish(7, {}, final=True)  # not before the first is in the store
-    assert written[:2] == ["checkpoint", "policy"]
+def test_the_final_policy_is_not_published_before_all_that_was_trained_is_on_record(store, outbox, monkeypatch):
+    """A run that has it trains no more, so what is missing by then would stay missing."""
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(training.ledger, "record_training_step", full_disk)
+    outbox.record(7, Batch([], {}, make_batch([0])), {})
+    with pytest.raises(OSError, match="no space left"):
+        outbox.publish(7, {}, final=True)
+    assert policies.latest_policy(store) is None
+
+
+def test_a_run_that_has_its_final_policy_is_not_trained_again(tmp_path):
+    """It was killed before that policy was evaluated, and its Searchers, which would feed it, have ended."""
+    store = RunStore((tmp_path / "store").as_uri(), "ended")
+    store.create_run(RunConfig(run="ended").recorded())
+    (tmp_path / "policy").mkdir()
+    policies.publish_policy(store, tmp_path / "policy", 7, "a fingerprint", attempt=1, final=True)
+    before = list(store.list(""))
+    learn(store.url, "ended", os.getppid())
+    assert list(store.list("")) == before
+
+
+def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, monkeypatch):
+    """Killed before its first one, a run begins anew with what its buffer holds, sooner than its engines start."""
+    seen = {}
+    monkeypatch.setattr(training, "train", lambda trainer, experience, outbox: seen.update(draw=experience.draw(1)))
+    monkeypatch.setattr(training, "model_folder", lambda model: Path("unused"))
+    monkeypatch.setattr(
+        training, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary=10))
+    )
+    training.train_run(store, RunConfig(), 2, 0, heart, 1, 2)
+    assert seen["draw"].startswith("resumed")
 
 
 def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):

@@ -295,11 +295,11 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
         ("record", 2), ("publish", 2), ("sync", 3),
         ("record", 3), ("checkpoint", 3),
         ("record", 4), ("publish", 4), ("sync", 5),
-        ("record", 5), ("checkpoint", 5), ("final", 5), ("sync", 6),
+        ("record", 5), ("final", 5), ("sync", 6),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("steps", "last"), [(5, "publish"), (3, "final")])
+@pytest.mark.parametrize(("steps", "last"), [(5, [("checkpoint", 3), ("publish", 3)]), (3, [("final", 3)])])
 def test_a_run_that_is_told_to_stop_saves_and_publishes_the_step_that_it_is_at(model_folder, steps, last):
     class ToldInStep3(Recorder):
         def status(self, state, step, metrics=None):
@@ -309,7 +309,8 @@ def test_a_run_that_is_told_to_stop_saves_and_publishes_the_step_that_it_is_at(m
 
     trainer, recorder = make_trainer(model_folder, steps=steps, sync_interval=2), ToldInStep3()
     train(trainer, recorder, recorder, poll_s=0)
-    assert recorder.calls[-3:] == [("record", 3), ("checkpoint", 3), (last, 3)]
+    after = recorder.calls.index(("record", 3)) + 1
+    assert recorder.calls[after:] == last
 
 
 def test_a_run_that_is_told_to_stop_before_it_trained_saves_nothing(model_folder):
@@ -320,11 +321,3 @@ def test_a_run_that_is_told_to_stop_before_it_trained_saves_nothing(model_folder
     recorder = ToldAtOnce()
     train(make_trainer(model_folder, steps=5), recorder, recorder, poll_s=0)
     assert recorder.calls == [("publish", 0), ("sync", 1)]
-
-
-def test_a_run_killed_before_its_last_policy_publishes_it_on_resume(model_folder):
-    trainer, recorder = make_trainer(model_folder, steps=5), Recorder()
-    trainer.step = 5
-    train(trainer, recorder, recorder, poll_s=0)
-    assert recorder.calls[0] == ("final", 5)
-    assert not [call for call in recorder.calls if call[0] == "record"]
