@@ -321,3 +321,12 @@ def test_a_run_that_is_told_to_stop_before_it_trained_saves_nothing(model_folder
     recorder = ToldAtOnce()
     train(make_trainer(model_folder, steps=5), recorder, recorder, poll_s=0)
     assert recorder.calls == [("publish", 0), ("sync", 1)]
+
+
+def test_a_run_with_a_checkpoint_of_its_last_step_publishes_its_policy_on_resume(model_folder):
+    """Versions that had one could be killed between the two."""
+    trainer, recorder = make_trainer(model_folder, steps=5), Recorder()
+    trainer.step = 5
+    train(trainer, recorder, recorder, poll_s=0)
+    assert recorder.calls[0] == ("final", 5)
+    assert not [call for call in recorder.calls if call[0] == "record"]
