@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from flows.config import RunConfig
-from flows.machine import code_version, this_process
+from flows.machine import code_version
 from flows.training import make_draw
 from storage import ledger, shards
 from storage.inspect import query
@@ -76,7 +76,7 @@ def run_arm(arm: Arm, base: RunConfig, model: Path, seed: int, num_heldout: int)
 
     torch.manual_seed(seed)
     searcher = _searcher(config, model)
-    attempt = ledger.start_attempt(store, 0, this_process())
+    attempt = ledger.start_attempt(store, 0, ledger.this_process())
     rounds = Rounds(store, searcher, arm.lag, config.train.steps)
     trainer = Trainer(model, config.train)
     train(trainer, rounds, Recorder(store, searcher, attempt, num_heldout, config.train.steps))

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 
 from flows import control
 from flows.config import RunConfig
-from flows.machine import this_process
 from storage import ledger
 from storage.errors import StoreError, Superseded
 from storage.store import RunStore
@@ -80,7 +79,7 @@ class Heartbeat:
                 "steps": steps,
                 "min_size": self._config.sampling.min_size,
                 "seconds_left": seconds_left,
-                "owner": this_process(),
+                "owner": ledger.this_process(),
                 "at": datetime.now(UTC).isoformat(),
             },
         )

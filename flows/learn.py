@@ -14,7 +14,7 @@ import sys
 
 from flows.config import load_run
 from flows.heartbeat import Heartbeat
-from flows.machine import remove_leftovers, this_process
+from flows.machine import remove_leftovers
 from flows.processes import ALREADY_TRAINING
 from storage import ledger, policies
 from storage.errors import AlreadyTraining
@@ -41,7 +41,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
         return
     steps = ledger.list_checkpoints(store)
     resumed_from = steps[-1] if steps else 0
-    attempt = ledger.start_attempt(store, resumed_from, this_process(), previous=previous)
+    attempt = ledger.start_attempt(store, resumed_from, ledger.this_process(), previous=previous)
     heart = Heartbeat(store, config, attempt, parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # the flow's way to say so; Ctrl-C reaches every process
         signal.signal(number, lambda *_: heart.stop.set())

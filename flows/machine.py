@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -45,12 +44,6 @@ def model_folder(name: str) -> Path:
 def cpu_threads(num_processes: int) -> int:
     """Threads for each of so many processes that work at the same time, on this machine's cores."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
-
-
-def this_process() -> dict:
-    """Who writes: enough to tell on the same machine whether it still lives."""
-    process = psutil.Process()
-    return {"host": socket.gethostname(), "pid": process.pid, "started": process.create_time()}
 
 
 def code_version() -> str:

@@ -12,10 +12,11 @@ STOP_TIMEOUT_S = 15  # a flow process that is told to stop reports its state to 
 
 @dataclass(frozen=True)
 class Process:
-    """A process by pid and start time (s since the epoch): together they are never reused."""
+    """A process by pid and start time: together they are never reused."""
 
     pid: int
     started: float
+    """s since the machine started; the time of day would move whenever the clock is set."""
 
     @classmethod
     def current(cls) -> "Process":
@@ -23,17 +24,20 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> "Process":
-        return cls(pid, psutil.Process(pid).create_time())
+        return cls(pid, _since_boot_s(psutil.Process(pid)))
 
     def find(self) -> psutil.Process | None:
         """The living process, or None if it ended (a zombie has ended)."""
         try:
             process = psutil.Process(self.pid)
-            # the kernel's clock and the wall clock drift apart by a little while a stack lives
-            same = abs(process.create_time() - self.started) < 2 and process.status() != psutil.STATUS_ZOMBIE
+            same = abs(_since_boot_s(process) - self.started) < 0.1 and process.status() != psutil.STATUS_ZOMBIE
             return process if same else None
         except psutil.NoSuchProcess:
             return None
+
+
+def _since_boot_s(process: psutil.Process) -> float:
+    return process.create_time() - psutil.boot_time()  # of both, psutil asks where the clock stands now
 
 
 def find_processes(variable: str, value: str) -> list[psutil.Process]:

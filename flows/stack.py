@@ -67,9 +67,14 @@ def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
     with _locked_state(project) as state:
         before = dict(state.processes)
         try:
-            _bring_up(project, state, keep, say)
+            _bring_up(project, state, keep or state.keep, say)
         except BaseException:
-            _stop(project, {name: state.processes.pop(name) for name in set(state.processes) - set(before)})
+            started = {name for name, process in state.processes.items() if process != before.get(name)}
+            if "server" in started:
+                _stop(project, state.processes)
+            elif started:
+                _stop_workers(project, spared=state.processes.get("server"))
+                del state.processes["worker"]
             raise
         if keep:
             state.keep = True
@@ -123,6 +128,8 @@ def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
 def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None], again: bool = True) -> None:
     url = server.find(work_queue(project), state.url if state.processes else None, say)
     if url is None:
+        if "server" in state.processes:  # alive, yet it does not answer
+            _stop_hung(project, state, say)
         _start_server(project, state, keep, say)
     else:
         say(f"Using the Prefect server at {url}.")
@@ -139,11 +146,10 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
             "What starts a run there by their names (prefect deployment run, the page, a schedule) starts this code."
         )
     failure = _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
-    if failure and again and url is None and server.version(state.url) is None:
+    if failure and again and state.own_server and server.version(state.url) is None:
         # Prefect 3.7's server can hang for good as an automation is created, if it reads them at that moment (Prefect's
         # issue 23055). 3.8.6 does not, but its worker opens sessions, so a kill of our process group would leave flows.
-        say("The Prefect server has stopped answering. Starting another.")
-        _stop(project, state.processes)
+        _stop_hung(project, state, say)
         return _bring_up(project, state, keep, say, again=False)
     if failure:
         raise StackError(failure)
@@ -152,8 +158,6 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
 
 
 def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
-    if "server" in state.processes:  # alive, yet it does not answer
-        raise StackError(f"Our Prefect server does not answer. Run `tba down`.\n{log_tail(project, 'server')}")
     configured = server.configured_url()
     preferred = (configured and server.is_loopback(configured) and urlsplit(configured).port) or 4200
     port = server.free_port(preferred)
@@ -218,6 +222,18 @@ def _environment(project: Path, state: State) -> dict[str, str]:
     if state.own_server:  # a server that was there before may need the credentials of the user's own PREFECT_HOME
         environment["PREFECT_HOME"] = str(local_folder(project) / "prefect")
     return environment
+
+
+def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
+    """Stop our server, which does not answer, and its worker. StackError where a flow still runs, or is waited for."""
+    ours = {process.pid for process in state.processes.values()}
+    if state.users or any(process.pid not in ours for process in find_processes(STACK_VARIABLE, str(project))):
+        raise StackError(
+            "Our Prefect server does not answer, but what it started still runs. `tba down` stops all of it; runs "
+            f"resume.\n{log_tail(project, 'server')}"
+        )
+    say("The Prefect server has stopped answering. Starting another.")
+    _stop(project, state.processes)
 
 
 # --- stopping, and the state's file -----------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from storage.store import RunStore, transfer_all
 HEARTBEAT = "trainer/heartbeat.json"
 _CHECKPOINT_COMPLETE = "state.json"
 _POLL_S = 0.2
-_CLOCK_SLACK_S = 5.0  # a process's start is reckoned from the boot, whose time moves when the clock is set
 
 
 # --- entries ----------------------------------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ def effective_syncs(store: RunStore, step: int) -> list[dict]:
 def start_attempt(store: RunStore, resumed_from: int, owner: dict, *, previous: int | None = None) -> int:
     """Begin a life of the Trainer at a checkpoint's step (0: from scratch). Returns its number; they count from 1.
 
-    owner: host, pid, started: who trains. previous: the attempt that refuse_live_trainer found to be over; None: the
+    owner: who trains, as this_process tells. previous: the attempt that refuse_live_trainer found to be over; None: the
     latest. AlreadyTraining if another Trainer has begun since. The number fences: a later attempt takes the run over,
     and what an earlier one writes after that does not count.
     """
@@ -225,16 +224,27 @@ def _heartbeat_bytes(store: RunStore) -> bytes | None:
         return None
 
 
+def this_process() -> dict:
+    """Who writes: enough to tell on the same machine whether it still lives."""
+    process = psutil.Process()
+    return {"host": socket.gethostname(), "pid": process.pid, "started": _since_boot_s(process)}
+
+
 def _is_gone(owner: dict) -> bool:
     """Whether the process is surely dead. On another machine that cannot be known."""
     if owner["host"] != socket.gethostname():
         return False
     try:
         process = psutil.Process(owner["pid"])
-        another = abs(process.create_time() - owner["started"]) > _CLOCK_SLACK_S  # the pid was used again
+        another = abs(_since_boot_s(process) - owner["started"]) > 0.1  # the pid was used again
         return another or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def _since_boot_s(process: psutil.Process) -> float:
+    """When it started, in a time that does not move when the clock is set (of both, psutil says the time of day)."""
+    return process.create_time() - psutil.boot_time()
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 
 from flows import stack
 from flows.cli import _refuse_live_trainer, app
-from flows.machine import this_process
 from flows.progress import Progress, duration
 from storage import ledger
 from storage.store import RunStore
@@ -133,7 +132,7 @@ def test_what_the_check_warns_of_is_printed(project, monkeypatch):
 
 def test_a_live_trainer_that_prefect_does_not_know_is_named(project, capsys):
     store = RunStore((project / ".tba").as_uri(), "elsewhere")
-    owner = this_process()
+    owner = ledger.this_process()
     ledger.start_attempt(store, 0, owner)
     stop = threading.Event()
 

@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 from flows import cli_sql
 from flows.cli import app
-from flows.machine import this_process
 from storage import ledger
 from storage.store import RunStore
 from tests.flows.prepared_run import heartbeat, prepare_run
@@ -51,7 +50,7 @@ def test_runs_tells_the_state_of_each(root):
     url = (root / ".tba").as_uri()
     prepare_run(url, "done", finished=True)
     ours = prepare_run(url, "ours")
-    ledger.start_attempt(ours, resumed_from=0, owner=this_process())
+    ledger.start_attempt(ours, resumed_from=0, owner=ledger.this_process())
     ledger.heartbeat(ours, heartbeat(2))
     lost = prepare_run(url, "lost")
     ledger.heartbeat(lost, heartbeat(1, state="failed", message="no room is left"))

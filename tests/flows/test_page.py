@@ -48,7 +48,6 @@ TRAINER = """
 import json, signal, sys, tempfile, threading
 from datetime import UTC, datetime
 from pathlib import Path
-from flows.machine import this_process
 from storage import ledger, policies
 from storage.store import RunStore
 from tests.storage.helpers import make_batch, make_training_step
@@ -56,7 +55,7 @@ from tests.storage.helpers import make_batch, make_training_step
 store, told = RunStore(*sys.argv[1:3]), threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: told.set())
 begun = policies.latest_policy(store).step if policies.latest_policy(store) else 0
-attempt = ledger.start_attempt(store, begun, this_process(), previous=ledger.latest_attempt(store))
+attempt = ledger.start_attempt(store, begun, ledger.this_process(), previous=ledger.latest_attempt(store))
 
 def publish(step):
     with tempfile.TemporaryDirectory() as folder:

@@ -31,7 +31,6 @@ from flows import control, search, train
 from flows.cli import app
 from flows.config import RunConfig
 from flows.heartbeat import Heartbeat
-from flows.machine import this_process
 from flows.training import StoreOutbox
 from storage import ledger
 from storage.errors import StoreUnreachable
@@ -189,7 +188,7 @@ def test_stop_refuses_where_nobody_trains(store):
 
 
 def test_stop_waits_until_the_trainer_has_stopped(store):
-    ledger.start_attempt(store, resumed_from=0, owner=this_process())
+    ledger.start_attempt(store, resumed_from=0, owner=ledger.this_process())
     ledger.heartbeat(store, heartbeat(41))
 
     def obey() -> None:

@@ -9,6 +9,7 @@
 - a checkpoint counts once complete; old ones and half ones are deleted, the newest are kept
 """
 
+import json
 import os
 import socket
 import threading
@@ -201,14 +202,22 @@ def test_a_trainer_of_another_machine_is_alive_if_its_heartbeat_goes_on_changing
 
 
 def test_a_trainer_of_this_machine_is_alive_while_its_process_is_there(local_store):
-    process = start_python("input()")
-    owner = {"host": socket.gethostname(), "pid": process.pid, "started": psutil.Process(process.pid).create_time()}
-    ledger.start_attempt(local_store, 0, owner)
+    process = start_python(
+        "import json; from storage import ledger; print(json.dumps(ledger.this_process()), flush=True); input()"
+    )
+    ledger.start_attempt(local_store, 0, json.loads(process.stdout.readline()))
     assert ledger.run_is_alive(local_store, watch_s=0.5), "it has not spoken yet"
     end = threading.Timer(0.5, process.communicate, ("\n",))
     end.start()
     assert not ledger.run_is_alive(local_store, watch_s=60), "it ended while it was watched"
     end.join()
+
+
+def test_setting_the_clock_makes_no_trainer_another(local_store, monkeypatch):
+    ledger.start_attempt(local_store, 0, ledger.this_process())
+    booted = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted + 3600)  # as /proc/stat has it from then on
+    assert ledger.run_is_alive(local_store, watch_s=0.5)
 
 
 def test_another_process_under_the_pid_is_not_the_trainer(local_store):
