@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from storage.errors import DamagedPolicy, NotFound, Superseded
@@ -53,7 +54,8 @@ def publish_policy(
 ) -> PolicyRef:
     """Upload a policy, then point policies/latest.json to it.
 
-    cache_dir: where fetch_policy of this machine's processes keeps its copies; a copy made there spares the download.
+    cache_dir: where fetch_policy of this machine's processes keeps its copies. One made there spares the download; it
+    shares its bytes with local_folder's files where both are on one filesystem, so these must not be written to again.
     Superseded if a later attempt has published: two Trainers would take turns at leading the Searchers.
     """
     local_folder = Path(local_folder)
@@ -74,8 +76,9 @@ def publish_policy(
     store.upload_folder(local_folder, path, last=MANIFEST)
     ref = PolicyRef(step, path, fingerprint, final, attempt, datetime.now(UTC).isoformat())
     if cache_dir is not None and store.local_path(path) is None:
+        link = partial(shutil.copytree, local_folder, copy_function=_link, dirs_exist_ok=True)
         with suppress(OSError):  # where the disk is full, it is downloaded
-            _into_cache(ref, Path(cache_dir), lambda folder: shutil.copytree(local_folder, folder, dirs_exist_ok=True))
+            _into_cache(ref, Path(cache_dir), link)
     store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
     return ref
 
@@ -124,6 +127,13 @@ def _into_cache(ref: PolicyRef, cache_dir: Path, fill: Callable[[Path], object])
             shutil.rmtree(incoming, ignore_errors=True)
         _trim_cache(cache_dir)
     return cached
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # on another filesystem, or on one without links
+        shutil.copyfile(source, target)
 
 
 def _check_whole(store: RunStore, ref: PolicyRef, folder: Path) -> None:

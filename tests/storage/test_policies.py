@@ -9,6 +9,7 @@
 - of a pruned policy the fingerprint stays; pruning that was killed half-way is finished by the next
 """
 
+import errno
 import json
 import os
 import time
@@ -85,6 +86,24 @@ def test_a_fetched_policy_is_not_downloaded_again(s3_store, publish, tmp_path, m
 
 @pytest.mark.s3
 def test_on_the_machine_that_published_nothing_is_downloaded(s3_store, publish, tmp_path, monkeypatch):
+    ref = publish(s3_store, 4, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(s3_store, "download_folder", None)
+    assert (fetch_policy(s3_store, ref, tmp_path / "cache") / "model.safetensors").read_text() == "w" * 1004
+
+
+@pytest.mark.s3
+def test_what_is_published_is_not_copied_again(s3_store, publish, tmp_path):
+    ref = publish(s3_store, 4, cache_dir=tmp_path / "cache")
+    (published,) = tmp_path.glob("policy-*/model.safetensors")
+    assert published.samefile(fetch_policy(s3_store, ref, tmp_path / "cache") / "model.safetensors")
+
+
+@pytest.mark.s3
+def test_on_another_filesystem_it_is_copied(s3_store, publish, tmp_path, monkeypatch):
+    def another_filesystem(source, target):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", another_filesystem)
     ref = publish(s3_store, 4, cache_dir=tmp_path / "cache")
     monkeypatch.setattr(s3_store, "download_folder", None)
     assert (fetch_policy(s3_store, ref, tmp_path / "cache") / "model.safetensors").read_text() == "w" * 1004
