@@ -225,14 +225,13 @@ def _environment(project: Path, state: State) -> dict[str, str]:
 
 
 def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
-    """Stop our server, which does not answer, and its worker. StackError where a flow still runs, or is waited for."""
-    ours = {process.pid for process in state.processes.values()}
-    if state.users or any(process.pid not in ours for process in find_processes(STACK_VARIABLE, str(project))):
+    """Stop our server, which does not answer, and what it ran. StackError where another `tba train` relies on it."""
+    if state.users:
         raise StackError(
-            "Our Prefect server does not answer, but what it started still runs. `tba down` stops all of it; runs "
-            f"resume.\n{log_tail(project, 'server')}"
+            f"Our Prefect server does not answer, and `tba train` (pid {state.users[0].pid}) waits for it. `tba down` "
+            f"stops all of it; runs resume.\n{log_tail(project, 'server')}"
         )
-    say("The Prefect server has stopped answering. Starting another.")
+    say("The Prefect server has stopped answering. Starting another; runs that it had resume by their commands.")
     _stop(project, state.processes)
 
 

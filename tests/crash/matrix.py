@@ -183,7 +183,8 @@ class CrashTest:
         deadline = time.monotonic() + CELL_TIMEOUT_S
         while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not in {CELL_TIMEOUT_S} s; see {self._output.name}")
+                said = Path(self._output.name).read_text()[-10_000:]
+                raise TimeoutError(f"{what}: not in {CELL_TIMEOUT_S} s. What the commands said last:\n{said}")
             self.resume()
             time.sleep(0.05)
 
