@@ -210,7 +210,7 @@ def test_a_server_that_hangs_while_it_is_deployed_to_is_replaced_unless_another_
     monkeypatch.setattr(stack, "_deploy", hang_and_deploy)
     assert stack.up(project, keep=False, say=said.append) == url
     assert any("The Prefect server has stopped answering. Starting another" in line for line in said)
-    assert not before & set(processes_of(project)) and flow.wait() == -signal.SIGTERM
+    assert not before & set(processes_of(project))
     with prefect_server.api(url) as client:
         assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)
     stack.leave(project)
