@@ -63,11 +63,6 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     threads = cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    import torch
-
-    if not torch.cuda.is_available():
-        # on cores that they share, the Trainer goes first: a late step makes the run late, a late sample does not
-        os.nice(10)
     from transformers import AutoTokenizer
 
     from tba.engine import make_engine
