@@ -59,11 +59,15 @@ def _may_pass(error: Exception) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     for cause in (error, error.__cause__):
-        status = getattr(cause, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        status = _response(cause).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         names = {ancestor.__name__ for ancestor in type(cause).__mro__}  # by name: botocore is not imported here
         if status >= 500 or names & {"ConnectionError", "HTTPClientError", "TimeoutError"}:
             return True
     return False
+
+
+def _response(error: BaseException | None) -> dict:
+    return getattr(error, "response", None) or {}  # of a connection that was cut it is there, and None
 
 
 class LocalFolder:
@@ -289,7 +293,6 @@ def _is_loopback(host: str) -> bool:
 
 def _lost_the_race(error: OSError) -> bool:
     """Whether a create-if-absent put failed because the object is there; stores word it in different ways."""
-    response = getattr(error.__cause__, "response", {})
-    code = response.get("Error", {}).get("Code")
+    code = _response(error.__cause__).get("Error", {}).get("Code")
     # 409: another writer was in the middle of it
     return isinstance(error, FileExistsError) or code in ("PreconditionFailed", "412", "ConditionalRequestConflict")

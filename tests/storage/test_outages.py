@@ -1,6 +1,7 @@
 """Claims about stores that fail for a while, or replace what they must not. Run: pytest tests/storage/test_outages.py
 
-- a gateway that answers 503, and one that is killed and comes back, are waited for; nothing is lost or written twice
+- a gateway that answers 503, one that hangs up, and one that is killed and comes back, are waited for; nothing is lost
+  or written twice
 - patience ends with an error that says what is wrong; a store's own refusal, and a run's first look, wait for nothing
 - a full disk is waited for; a file that did not fit leaves nothing behind; the error says that no room is left
 - a store without create-if-absent (rclone's) is warned of; a retried round is still refused there, and of two writers
@@ -53,6 +54,15 @@ def test_a_gateway_that_answers_503_is_waited_for(flaky):
         assert read_shards(store, "s0", [number]).equals(make_shard("s0", number))
         with pytest.raises(AlreadyExists):
             commit_shard(store, make_shard("s0", number))
+
+
+@pytest.mark.s3
+def test_a_gateway_that_closes_connections_without_an_answer_is_waited_for(flaky):
+    store, proxy = flaky
+    proxy.cutting.set()
+    threading.Timer(2 * OUTAGE_S, proxy.cutting.clear).start()  # longer than s3fs tries on by itself
+    store.put("a", b"1")
+    assert store.get("a") == b"1"
 
 
 @pytest.mark.s3
