@@ -179,6 +179,8 @@ class LocalS3:
             region_name=REGION,
         )
         client.create_bucket(Bucket=BUCKET)  # once more is no error
+        client.put_object(Bucket=BUCKET, Key=".first", Body=b"")  # the gateway makes its pools for it: seconds
+        client.delete_object(Bucket=BUCKET, Key=".first")
 
     # --- daemons ------------------------------------------------------------------------------------------------------
 

@@ -176,7 +176,7 @@ class TrainSettings(Settings):
         2, description="What they share out (DeepSpeed ZeRO): optimizer (1), gradients (2), weights (3), too."
     )
     sync_interval: int = Field(2, ge=1, description="k: steps between published policies, each followed by a sync.")
-    checkpoint_interval: int = Field(20, ge=1, description="Steps between checkpoints that training resumes from.")
+    checkpoint_interval: int = Field(25, ge=1, description="Steps between checkpoints that training resumes from.")
 
     @model_validator(mode="after")
     def _steps_and_their_schedule_go_together(self):
