@@ -26,7 +26,7 @@ from flows import (
     cli_sql,
     cli_steer,
 )
-from flows.cli_common import complete_run, fail, store_url
+from flows.cli_common import StoreOption, complete_run, fail, store_url
 
 if TYPE_CHECKING:
     from flows.config import RunConfig
@@ -99,7 +99,7 @@ def train(
     run: Annotated[
         str | None, typer.Argument(help="Name of the run; default: the task's name.", autocompletion=complete_run)
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")] = None,
+    store: StoreOption = None,
     task: Annotated[str | None, typer.Option(help="arithmetic, gsm8k, math, tldr, …, or dataset.")] = None,
     data: Annotated[str | None, typer.Option(help="Local JSONL file or Hugging Face dataset of the task.")] = None,
     model: Annotated[str | None, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = None,

@@ -16,8 +16,15 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
         return []
 
 
+def not_empty(store: str | None) -> str | None:
+    """--store "$S3_URL" where that is not set: this folder, or the usual store, is not what was meant."""
+    if store == "":
+        fail("--store: got nothing; name a store by URL or folder, or leave the option out", status=2)
+    return store
+
+
 RunName = Annotated[str, typer.Argument(help="Name of the run.", autocompletion=complete_run)]
-StoreOption = Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.")]
+StoreOption = Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.", callback=not_empty)]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 
 

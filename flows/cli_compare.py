@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli_common import fail, store_url
+from flows.cli_common import fail, not_empty, store_url
 
 app = typer.Typer()
 
@@ -15,7 +15,7 @@ def compare(
     theme: Annotated[str, typer.Argument(help="What to compare: staleness or sync.")] = "staleness",
     out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
     store: Annotated[
-        str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.")
+        str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.", callback=not_empty)
     ] = None,
     model: Annotated[
         str, typer.Option(help="adder (a small policy made here), or a model as tba train takes it.")

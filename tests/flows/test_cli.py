@@ -81,6 +81,13 @@ def test_bad_input_is_one_line_before_any_work(project, checked, arguments, mess
     assert [path.name for path in project.iterdir()] == ["prefect.yaml"]
 
 
+@pytest.mark.parametrize("command", [["train"], ["verify", "run"], ["sql", "run", "SELECT 1"], ["runs"], ["compare"]])
+def test_an_empty_store_is_no_store(project, checked, command):
+    result = tba(*command, "--store", "")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("--store: got nothing") and len(result.stderr.splitlines()) == 1
+
+
 def test_every_mistake_is_told_at_once(project, checked):
     result = tba("train", "--steps", "0", "--set", "train.beta=-1")
     assert len(result.stderr.splitlines()) == 2
