@@ -72,9 +72,8 @@ def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
             started = {name for name, process in state.processes.items() if process != before.get(name)}
             if "server" in started:
                 _stop(project, state.processes)
-            elif started:
-                _stop_workers(project, spared=state.processes.get("server"))
-                del state.processes["worker"]
+            elif started and (worker := state.processes.pop("worker").find()):
+                stop_processes([*worker.children(recursive=True), worker])
             raise
         if keep:
             state.keep = True

@@ -9,6 +9,7 @@ Claims
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
 - a server of ours that stops answering while it is deployed to is replaced, and what it ran with it; but not while
   another `tba train` relies on it: then nothing is stopped, and the error says what to do
+- a start that fails on a server that was there stops the worker that it started, nothing else
 - a recycled pid (another start time) is never taken for ours; setting the clock makes no process another
 
 Run: pytest tests/flows/test_stack.py -m slow
@@ -180,7 +181,7 @@ def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypa
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_while_it_is_deployed_to_is_replaced_unless_another_run_waits(project, monkeypatch):
+def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_unless_a_run_waits(project, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", unused_url())
     monkeypatch.setattr(stack, "ANSWER_TIMEOUT_S", 2)
     monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 3)
@@ -202,6 +203,11 @@ def test_a_server_that_hangs_while_it_is_deployed_to_is_replaced_unless_another_
 
     hung.resume()
     deploy, said = stack._deploy, []
+    stop_processes([stack._read_state(project).processes["worker"].find()])
+    monkeypatch.setattr(stack, "_deploy", lambda *_: "refused")
+    with pytest.raises(stack.StackError, match="refused"):
+        stack.up(project, keep=False)
+    assert set(processes_of(project)) == {hung, psutil.Process(flow.pid)}  # only the worker was this start's
 
     def hang_and_deploy(project: Path, state: stack.State) -> str | None:
         if hung.is_running():
