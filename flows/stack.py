@@ -24,9 +24,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
+
 from flows import server
-from flows.processes import Process, find_processes, stop_processes
+from flows.processes import find_processes, stop_processes
 from flows.server import StackError
+from storage.process import Process
 
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
 ANSWER_TIMEOUT_S = 30  # of a call that deploys, made three times where nothing comes; an idle server takes milliseconds
@@ -73,7 +76,8 @@ def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
             if "server" in started:
                 _stop(project, state.processes)
             elif started and (worker := state.processes.pop("worker").find()):
-                stop_processes([*worker.children(recursive=True), worker])
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, and `raise` says why
+                    stop_processes([*worker.children(recursive=True), worker])
             raise
         if keep:
             state.keep = True

@@ -16,16 +16,17 @@ attempt a at step t counts if no later attempt resumed from before t. Entries th
 import json
 import socket
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.errors import AlreadyExists, AlreadyTraining, NotFound, Superseded
+from storage.process import Process
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RunStore, transfer_all
@@ -226,25 +227,12 @@ def _heartbeat_bytes(store: RunStore) -> bytes | None:
 
 def this_process() -> dict:
     """Who writes: enough to tell on the same machine whether it still lives."""
-    process = psutil.Process()
-    return {"host": socket.gethostname(), "pid": process.pid, "started": _since_boot_s(process)}
+    return {"host": socket.gethostname()} | asdict(Process.current())
 
 
 def _is_gone(owner: dict) -> bool:
     """Whether the process is surely dead. On another machine that cannot be known."""
-    if owner["host"] != socket.gethostname():
-        return False
-    try:
-        process = psutil.Process(owner["pid"])
-        another = abs(_since_boot_s(process) - owner["started"]) > 0.1  # the pid was used again
-        return another or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _since_boot_s(process: psutil.Process) -> float:
-    """When it started, in a time that does not move when the clock is set (of both, psutil says the time of day)."""
-    return process.create_time() - psutil.boot_time()
+    return owner["host"] == socket.gethostname() and Process(owner["pid"], owner["started"]).find() is None
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from flows import doctor, stack
 from flows.cli import app
-from flows.processes import Process
+from storage.process import Process
 
 REPOSITORY = Path(__file__).parents[2]
 

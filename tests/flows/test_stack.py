@@ -30,7 +30,8 @@ import pytest
 
 from flows import processes, stack
 from flows import server as prefect_server
-from flows.processes import Process, find_processes, stop_processes
+from flows.processes import find_processes, stop_processes
+from storage.process import Process
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -223,18 +224,6 @@ def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_u
     stack.leave(project)
     assert stack.down(project) == ["server", "worker"]  # `tba up` had asked for it
     assert not processes_of(project)
-
-
-def test_a_recycled_pid_is_not_ours():
-    here = Process.current()
-    assert here.find().pid == os.getpid()
-    assert Process(here.pid, here.started - 60).find() is None
-
-
-def test_setting_the_clock_makes_no_process_another(monkeypatch):
-    here, booted = Process.current(), psutil.boot_time()
-    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted + 3600)  # as /proc/stat has it from then on
-    assert here.find().pid == os.getpid()
 
 
 def states(url: str, run: str) -> list[str]:
