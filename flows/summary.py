@@ -72,9 +72,17 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def intersection(these: list[Interval], those: list[Interval]) -> list[Interval]:
-    """The time in both, each given as disjoint intervals."""
-    both = [(max(a, c), min(b, d)) for a, b in these for c, d in those]
-    return [(start, end) for start, end in both if start < end]
+    """The time in both, each given as disjoint intervals in order. Linear: a long run has many."""
+    both, i, j = [], 0, 0
+    while i < len(these) and j < len(those):
+        start, end = max(these[i][0], those[j][0]), min(these[i][1], those[j][1])
+        if start < end:
+            both.append((start, end))
+        if these[i][1] < those[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both
 
 
 def length(intervals: list[Interval]) -> float:

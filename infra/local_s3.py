@@ -6,8 +6,9 @@
     .venv/bin/python infra/local_s3.py stop                 the data stays in the folder; `start` serves it again
 
 `start` installs the Debian packages if they are missing (that needs root). Default folder: .tba/.local/s3. Everything
-listens on 127.0.0.1, and only whoever may read this user's terminal has the keys; it is one copy on one disk, for
-development and tests, and no place for what must survive the disk. Takes about 15 s and 2 GB of memory.
+listens on 127.0.0.1. Ceph's own authentication is off, so whoever may log in to this machine can get at the data; it is
+one copy on one disk, for development and tests, and no place for what must survive the disk. Takes about 15 s and 2 GB
+of memory.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import uuid
 from pathlib import Path
 
 PACKAGES = ["radosgw", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph-common"]
+DAEMONS = ["radosgw", "ceph-osd", "ceph-mgr", "ceph-mon"]  # each writes to those behind it
 PROGRAMS = ["radosgw", "radosgw-admin", "monmaptool", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph"]
 START_TIMEOUT_S = 90  # 15 s on an idle machine of two cores
 REGION = "us-east-1"
@@ -87,10 +89,22 @@ class LocalS3:
     # --- for whoever uses it ------------------------------------------------------------------------------------------
 
     def start(self) -> dict[str, str]:
-        """Start all of it; returns the environment variables that reach it. What was stored before is served again."""
+        """Start all of it; returns the environment variables that reach it. What was stored before is served again.
+
+        Raises: LocalS3Error: it runs already, and goes on. Or it did not start, and nothing of it runs.
+        """
         install()
-        if self._running("radosgw"):
-            raise LocalS3Error(f"it runs already from {self.folder}; stop it first: its keys are not kept")
+        if running := [program for program in DAEMONS if self._running(program)]:
+            raise LocalS3Error(
+                f"it runs already from {self.folder} ({', '.join(running)}); stop it first: its keys are not kept"
+            )
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> dict[str, str]:
         new = not (self.folder / "made").exists()
         if new:
             shutil.rmtree(self.folder, ignore_errors=True)  # left by a start that was interrupted
@@ -115,7 +129,7 @@ class LocalS3:
 
     def stop(self) -> None:
         """Stop all of it: whoever writes first, then what is written to."""
-        for program in ("radosgw", "ceph-osd", "ceph-mgr", "ceph-mon"):
+        for program in DAEMONS:
             self._stop_daemon(program, signal.SIGTERM)
 
     def start_gateway(self) -> None:
@@ -285,7 +299,6 @@ def main() -> None:
             for name, value in local_s3.start().items():
                 print(f"export {name}={value}")
     except LocalS3Error as error:
-        local_s3.stop()
         sys.exit(f"local S3: {error}")
 
 
