@@ -119,7 +119,7 @@ class Rounds:
             found = self._searcher.round(number)
             rows = [row | {"schema_version": SCHEMA_VERSION} for row in found.trajectories]
             shards.commit_shard(self._store, to_table(rows, TRAJECTORY))
-            ledger.record_search_round(self._store, found.metrics | {"quarantined": False})
+            ledger.record_search_round(self._store, found.metrics)
 
     def draw(self, step: int) -> Batch:
         rows = shards.read_shards(self._store, "s0", [step - 1])
@@ -178,7 +178,8 @@ class Recorder:
             write_weights(weights, folder)
             self._searcher.load(Path(folder), step)
         if step == 0 or final:
-            ledger.record_evaluation(self._store, self._searcher.evaluate(self._num_heldout))
+            result = self._searcher.evaluate(self._num_heldout) | {"attempt": self._attempt}
+            ledger.record_evaluation(self._store, result)
 
 
 def _outcome(arm: Arm, seed: int, store: RunStore, seconds: float) -> Outcome:

@@ -49,7 +49,7 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
             served = policy
             if evaluates and (policy.step == 0 or policy.final or policy.step >= due):
                 due = next_evaluation(config, policy.step)
-                evaluate(run_store, searcher, config.task.num_heldout, policy.step)
+                evaluate(run_store, searcher, config.task.num_heldout, policy.step, policy.attempt)
         if policy.final:
             break
         as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number)
@@ -125,9 +125,8 @@ def search_round(store: RunStore, searcher, number: int) -> None:
         rows = [trajectory | {"schema_version": SCHEMA_VERSION} for trajectory in found.trajectories]
         table = to_table(rows, TRAJECTORY)
         reasons = quality.validate_shard(table, searcher.vocabulary_size)
-        ledger_row = found.metrics | {"quarantined": bool(reasons)}
         if not reasons:
-            commit(store, table, ledger_row)
+            commit(store, table, found.metrics)
             return
         kept = shards.quarantine_shard(store, table, reasons)
         get_run_logger().error("round %d failed validation and is kept in %s: %s", number, kept, "; ".join(reasons))
@@ -135,11 +134,11 @@ def search_round(store: RunStore, searcher, number: int) -> None:
 
 
 @task(task_run_name="evaluate policy step {policy_step}", cache_policy=NO_CACHE, persist_result=False)
-def evaluate(store: RunStore, searcher, num_problems: int, policy_step: int) -> None:
-    """Greedy accuracy on held-out problems, once for a policy step."""
-    if policy_step in ledger.evaluated_steps(store):
+def evaluate(store: RunStore, searcher, num_problems: int, policy_step: int, attempt: int) -> None:
+    """Greedy accuracy on held-out problems, once for a policy step that counts."""
+    if policy_step in ledger.evaluations(store):
         return
-    result = searcher.evaluate(num_problems)
+    result = searcher.evaluate(num_problems) | {"attempt": attempt}
     with contextlib.suppress(AlreadyExists):
         ledger.record_evaluation(store, result)
     get_run_logger().info(

@@ -39,7 +39,7 @@ def run_status(store: RunStore) -> RunStatus:
     beat = read(store, ledger.HEARTBEAT) or {}
     summary = read(store, "summary.json")
     attempts = ledger.attempts(store)
-    evaluated = ledger.evaluated_steps(store)
+    evaluated = list(ledger.evaluations(store).values())
     known = beat | (summary or {})
     if summary:
         state = "finished"

@@ -232,7 +232,7 @@ def await_evaluation(store: RunStore, searchers: Searchers) -> None:
     """
     final = policies.latest_policy(store).step
     deadline = time.monotonic() + EVALUATION_TIMEOUT_S
-    while final not in ledger.evaluated_steps(store):
+    while final not in ledger.evaluations(store):
         if time.monotonic() > deadline:
             raise TimeoutError(f"policy step {final} was not evaluated within {EVALUATION_TIMEOUT_S} s")
         searchers.keep_up()

@@ -193,14 +193,17 @@ class ReplayBuffer:
         """
         self._clear()
         records, expired = ledger.effective_syncs(self._store, step), expired_through(self._store)
-        syncs: dict[int, dict[str, range]] = defaultdict(dict)
+        syncs: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for record in records:
             first = max(record["first_round"], expired.get(record["searcher"], -1) + 1)
-            syncs[record["sync"]][record["searcher"]] = range(first, record["last_round"] + 1)
+            syncs[record["sync"]][record["searcher"]] += range(first, record["last_round"] + 1)
         with self._transaction():
             rewards = self._take_in(syncs)
+        # What has expired since was drawn, so it counts as taken in. Older versions did not record how many.
+        recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
+        num_taken_in = len(rewards) if None in recorded else sum(recorded)
         newest_sync = max((record["sync"] for record in records), default=0)
-        self._advance(newest_sync, {record["searcher"]: [record["last_round"]] for record in records}, len(rewards))
+        self._advance(newest_sync, {record["searcher"]: [record["last_round"]] for record in records}, num_taken_in)
 
     def draw(self, step: int) -> pa.Table:
         """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).

@@ -7,17 +7,19 @@
     batches/attempt=00000001/step=00000012.parquet           the slots that a batch drew
     metrics/training/attempt=00000001/step=00000012.parquet  one training step
     metrics/search/searcher=<id>/round=00000042.parquet      one search round
-    metrics/evaluations/step=00000000.parquet                one policy on held-out problems
+    metrics/evaluations/step=00000000.parquet                one policy on held-out problems (of a 2nd attempt: -a0002)
 
 A resumed Trainer starts from a checkpoint, and what its predecessors did after that checkpoint is undone: an entry of
 attempt a at step t counts if no later attempt resumed from before t. Entries that do not count are kept.
 """
 
 import json
+import re
 import socket
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ from storage.store import RunStore, transfer_all
 
 HEARTBEAT = "trainer/heartbeat.json"
 _CHECKPOINT_COMPLETE = "state.json"
+_CHECKPOINT_NAME = re.compile(r"step=(?P<step>\d{8})")
+_EVALUATION_NAME = re.compile(r"metrics/evaluations/step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?\.parquet")
 _POLL_S = 0.2
 
 
@@ -66,51 +70,70 @@ def record_search_round(store: RunStore, row: dict) -> None:
 
 
 def record_evaluation(store: RunStore, row: dict) -> None:
-    """row: EVALUATION columns. AlreadyExists if that policy step was evaluated before."""
-    path = f"metrics/evaluations/step={row['policy_step']:08d}.parquet"
+    """row: EVALUATION columns. AlreadyExists if that attempt's policy of that step was evaluated before."""
+    of_attempt = f"-a{row['attempt']:04d}" if row["attempt"] > 1 else ""
+    path = f"metrics/evaluations/step={row['policy_step']:08d}{of_attempt}.parquet"
     store.put_new(path, parquet_bytes(to_table([row], EVALUATION)))
 
 
-def evaluated_steps(store: RunStore) -> list[int]:
-    return [_number(path) for path in store.list("metrics/evaluations")]
+def evaluations(store: RunStore) -> dict[int, str]:
+    """By policy step the evaluations that count: their paths, in order."""
+    resumes, found = attempts(store), {}
+    for path in store.list("metrics/evaluations"):
+        if match := _EVALUATION_NAME.fullmatch(path):
+            step, attempt = int(match["step"]), int(match["attempt"] or 1)
+            if _counts(attempt, step, resumes):
+                found[step] = path
+    return found
 
 
-def accuracy(store: RunStore, policy_step: int) -> float:
-    """NotFound if that policy step was not evaluated."""
-    data = store.get(f"metrics/evaluations/step={policy_step:08d}.parquet")
-    return pq.ParquetFile(pa.BufferReader(data)).read()["accuracy"][0].as_py()
+def accuracy(store: RunStore, path: str) -> float:
+    """path: of an evaluation."""
+    return pq.ParquetFile(pa.BufferReader(store.get(path))).read()["accuracy"][0].as_py()
 
 
 def record_sync(store: RunStore, sync: Any) -> None:
-    """sync: a storage.buffer.Sync that took something in; `rounds` of each searcher are in order and without gaps."""
+    """sync: a storage.buffer.Sync that took something in; `rounds` of each searcher are in order.
+
+    One row for all of them, or, where a torn shard was moved away, one for each stretch without gaps.
+    """
     rows = [
         {
             "attempt": sync.attempt,
             "sync": sync.number,
             "step": sync.step,
             "searcher": searcher,
-            "first_round": rounds[0],
-            "last_round": rounds[-1],
+            "first_round": stretch[0],
+            "last_round": stretch[-1],
+            "num_trajectories": sync.num_trajectories,
         }
         for searcher, rounds in sync.rounds.items()
+        for stretch in _stretches(rounds)
     ]
     path = f"syncs/attempt={sync.attempt:08d}/sync={sync.number:08d}.parquet"
     store.put_new(path, parquet_bytes(to_table(rows, SYNC)))
+
+
+def _stretches(numbers: list[int]) -> list[list[int]]:
+    """Numbers in order, cut where one is missing."""
+    by_offset = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    return [[number for _, number in stretch] for _, stretch in by_offset]
 
 
 def effective_syncs(store: RunStore, step: int) -> list[dict]:
     """SYNC rows up to `step` that count, in the order of syncs."""
     resumes = attempts(store)
 
-    def counts(row: dict) -> bool:
-        later = (resume for resume in resumes if resume["attempt"] > row["attempt"])
-        return all(row["step"] <= resume["resumed_from"] for resume in later)
-
     def read(path: str) -> list[dict]:
         return pq.read_table(pa.BufferReader(store.get(path))).to_pylist()
 
     rows = [row for rows in transfer_all(read, store.list("syncs")) for row in rows]
-    return [row for row in rows if row["step"] <= step and counts(row)]
+    return [row for row in rows if row["step"] <= step and _counts(row["attempt"], row["step"], resumes)]
+
+
+def _counts(attempt: int, step: int, resumes: list[dict]) -> bool:
+    """Whether no later attempt resumed from before that step."""
+    return all(step <= later["resumed_from"] for later in resumes if later["attempt"] > attempt)
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------
@@ -249,18 +272,19 @@ def save_checkpoint(store: RunStore, step: int, local_folder: str | Path) -> Non
 
 def list_checkpoints(store: RunStore) -> list[int]:
     """Steps of the complete checkpoints, in order."""
-    steps = [_number(name) for name in store.folders("trainer")]
-    return [step for step in steps if store.exists(f"{checkpoint_path(step)}/{_CHECKPOINT_COMPLETE}")]
+    return [
+        step for step in _checkpoint_steps(store) if store.exists(f"{checkpoint_path(step)}/{_CHECKPOINT_COMPLETE}")
+    ]
 
 
 def delete_checkpoints(store: RunStore, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints, and what is left of incomplete ones before them."""
     kept = list_checkpoints(store)[-keep:]
-    for name in store.folders("trainer"):
-        if kept and _number(name) < kept[0]:
-            store.delete_folder(f"trainer/{name}", first=_CHECKPOINT_COMPLETE)
+    for step in _checkpoint_steps(store):
+        if kept and step < kept[0]:
+            store.delete_folder(checkpoint_path(step), first=_CHECKPOINT_COMPLETE)
 
 
-def _number(path: str) -> int:
-    """The 42 of …/step=00000042.parquet."""
-    return int(path.rpartition("=")[2].removesuffix(".parquet"))
+def _checkpoint_steps(store: RunStore) -> list[int]:
+    names = map(_CHECKPOINT_NAME.fullmatch, store.folders("trainer"))
+    return [int(name["step"]) for name in names if name]  # of folders named otherwise nothing is read

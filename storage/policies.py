@@ -185,8 +185,9 @@ def prune_policies(store: RunStore, keep: int) -> None:
 
     files: dict[str, list[str]] = defaultdict(list)
     for path in store.list("policies"):
-        if path != LATEST:
-            files["/".join(path.split("/")[:2])].append(path)
+        folder = "/".join(path.split("/")[:2])
+        if _FOLDER.fullmatch(Path(folder).name):  # what is named otherwise is not ours
+            files[folder].append(path)
     unpruned = [folder for folder, paths in files.items() if paths != [f"{folder}/{MANIFEST}"]]
     for folder in sorted(unpruned, key=age)[:-keep]:
         manifest = f"{folder}/{MANIFEST}"

@@ -110,7 +110,6 @@ SEARCH_ROUND = pa.schema(
         "num_trajectories": pa.int64(),
         "num_response_tokens": pa.int64(),
         "reward_mean": pa.float64(),
-        "quarantined": pa.bool_(),
     }
 )
 
@@ -123,6 +122,7 @@ SYNC = pa.schema(
         "searcher": pa.string(),
         "first_round": pa.int64(),
         "last_round": pa.int64(),
+        "num_trajectories": pa.int64(),  # that the whole sync took in; the same in each of its rows
     }
 )
 
@@ -139,6 +139,7 @@ ATTEMPT = pa.schema(
 
 EVALUATION = pa.schema(
     {
+        "attempt": pa.int64(),  # the life of the Trainer that published the policy
         "policy_step": pa.int64(),
         "split": pa.string(),
         "num_problems": pa.int64(),

@@ -29,13 +29,16 @@ from storage.store import RunStore, transfer_all
 
 # The folder's name must read as text to whoever infers types from it: DuckDB turns searcher=7 into a number, and
 # searcher=epoch into a date.
-_SEARCHER = re.compile(r"(?!(?:epoch|infinity)$)[a-z][a-z0-9-]{0,31}")
+_SEARCHER = re.compile(r"(?!(?:epoch|infinity)(?![a-z0-9-]))[a-z][a-z0-9-]{0,31}")
 # Block b is rounds 32 b to 32 b + 31. A part of the format: whoever compacts, the blocks are the same, so that no two
 # files ever hold one round.
 ROUNDS_PER_BLOCK = 32
 _COMPACTED = "trajectories/compacted"
-_SHARD_NAME = re.compile(r"trajectories/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
-_BLOCK_NAME = re.compile(rf"{_COMPACTED}/(?P<searcher>[^/]+)-(?P<first>\d{{8}})-(?P<last>\d{{8}})\.parquet")
+_SHARD_NAME = re.compile(rf"trajectories/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.parquet")
+_MARK_NAME = re.compile(rf"expired/searcher=(?P<searcher>{_SEARCHER.pattern})/through=(?P<through>\d{{8}})\.json")
+_BLOCK_NAME = re.compile(
+    rf"{_COMPACTED}/(?P<searcher>{_SEARCHER.pattern})-(?P<first>\d{{8}})-(?P<last>\d{{8}})\.parquet"
+)
 
 
 def check_searcher_id(searcher: str) -> str:
@@ -108,10 +111,6 @@ def _log(searcher: str) -> str:
     return f"trajectories/searcher={check_searcher_id(searcher)}"
 
 
-def _round_number(path: str) -> int:
-    return int(path.rpartition("round=")[2].removesuffix(".parquet"))
-
-
 def parquet_bytes(table: pa.Table) -> bytes:
     # a dictionary of tokens or log-probabilities is larger than they are, and takes longer than all the rest
     repeating = [field.name for field in table.schema if not pa.types.is_list(field.type)]
@@ -149,8 +148,8 @@ def quarantine_shard(store: RunStore, table: pa.Table, reasons: list[str]) -> st
 
 def next_round(store: RunStore, searcher: str) -> int:
     """One past the searcher's last committed round; 0 if it has none."""
-    paths = store.list(_log(searcher))
-    return _round_number(paths[-1]) + 1 if paths else 0
+    files = files_named(store.list(_log(searcher)))
+    return files[-1].rounds[-1] + 1 if files else 0
 
 
 def compacted_blocks(files: list[File]) -> dict[str, set[int]]:
@@ -175,8 +174,8 @@ def marked_through(marks: list[str]) -> dict[str, int]:
     """Per searcher the last round of some marks in expired/."""
     through: dict[str, int] = {}
     for path in marks:  # in order: a searcher's last one wins
-        _, searcher, name = path.split("/")
-        through[searcher.removeprefix("searcher=")] = int(name.removeprefix("through=").removesuffix(".json"))
+        if match := _MARK_NAME.fullmatch(path):
+            through[match["searcher"]] = int(match["through"])
     return through
 
 
@@ -212,10 +211,10 @@ def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
     def listed_after_seen(searcher: str) -> list[int]:
         last = max(seen.get(searcher, -1), marked.get(searcher, -1))
         start_after = shard_path(searcher, last) if last >= 0 else None
-        return [_round_number(path) for path in store.list(_log(searcher), start_after=start_after)]
+        return [file.rounds[0] for file in files_named(store.list(_log(searcher), start_after=start_after))]
 
-    names = [name for name in store.folders("trajectories") if name.startswith("searcher=")]
-    searchers = [name.removeprefix("searcher=") for name in names]
+    names = [name.removeprefix("searcher=") for name in store.folders("trajectories") if name.startswith("searcher=")]
+    searchers = [name for name in names if _SEARCHER.fullmatch(name)]
     listed = dict(zip(searchers, transfer_all(listed_after_seen, searchers), strict=True))
     blocks = _list_blocks(store)  # after the shards: one that was deleted before it could be listed is in a file
     expired = whole_blocks(marked, blocks)

@@ -15,7 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -90,6 +90,8 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
     Raises: NotFound: there is no such run. StoreUnreachable.
     """
     store.get("run.json")
+    if faults := list(_torn_records(store)):  # what counts goes by these, so nothing else can be looked at
+        return Report(faults, num_shards=0, num_trajectories=0, num_policies=0, num_steps=0)
     faults: list[Fault] = []
     ledgers = _LEDGER if fingerprint else {folder: _asked(columns) for folder, columns in _LEDGER.items()}
     resumes = ledger.attempts(store)
@@ -115,6 +117,28 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
         num_policies=len(published),
         num_steps=len(_effective_steps(resumes, entries["batches"])),
     )
+
+
+# --- what the rest goes by --------------------------------------------------------------------------------------------
+
+
+def _torn_records(store: RunStore) -> Iterator[Fault]:
+    """Attempts, and policies' manifests."""
+    of_attempts = [path for path in store.list("trainer") if path.startswith("trainer/attempt=")]
+    manifests = [path for path in store.list("policies") if path.endswith(f"/{policies.MANIFEST}")]
+    wanted = dict.fromkeys(of_attempts, ("attempt", "resumed_from", "owner", "created_at"))
+    wanted |= dict.fromkeys(manifests, ("step", "fingerprint", "attempt", "files"))
+
+    def read(path: str) -> Fault | None:
+        try:
+            missing = set(wanted[path]) - json.loads(store.get(path)).keys()
+        except NotFound:
+            return None  # deleted since it was listed
+        except (ValueError, AttributeError) as error:
+            return Fault("torn record", path, f"it is no JSON object ({error})")
+        return Fault("torn record", path, f"it does not say {', '.join(sorted(missing))}") if missing else None
+
+    yield from filter(None, transfer_all(read, wanted))
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
@@ -310,10 +334,10 @@ def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Call
 def _read_pointer(store: RunStore) -> dict | str | None:
     """What latest.json says; why it cannot be read; None where it is not there."""
     try:
-        return json.loads(store.get(policies.LATEST))
+        return asdict(policies.PolicyRef(**json.loads(store.get(policies.LATEST))))
     except NotFound:
         return None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # no JSON, or other keys
         return str(error)
 
 

@@ -1,7 +1,7 @@
 -- How old what the buffer has taken in is, in policy steps, at $num_bins moments of training: what has expired or made
 -- room for newer responses to its prompt counts too, so this is an upper bound of the buffer's age.
 WITH
--- trajectories by the policy that sampled them and the step before which a sync took them in
+-- trajectories by the policy that sampled them and the first step that could draw them
 arrivals AS (
     SELECT policy_step, syncs.step AS arrived, count(*) AS num
     FROM report_trajectories AS stored
@@ -20,7 +20,7 @@ ages AS (
         moments.step - 1 - policy_step AS age,
         sum(sum(num)) OVER (PARTITION BY moments.step ORDER BY moments.step - 1 - policy_step) AS num_younger,
         sum(sum(num)) OVER (PARTITION BY moments.step) AS num_all
-    FROM moments JOIN arrivals ON arrived < moments.step
+    FROM moments JOIN arrivals ON arrived <= moments.step
     GROUP BY moments.step, policy_step
 )
 SELECT

@@ -7,8 +7,7 @@ SELECT
     epoch(max(ended_at) - min(started_at)) AS present_s,
     sum(epoch(sampling_ended_at - sampling_started_at)) AS sampling_s,
     sum(epoch(ended_at - sampling_ended_at)) AS scoring_s,
-    sum(epoch(sampling_started_at - started_at)) AS preparing_s,
-    count(*) FILTER (quarantined) AS num_quarantined
+    sum(epoch(sampling_started_at - started_at)) AS preparing_s
 FROM report_rounds
 GROUP BY searcher
 ORDER BY searcher;

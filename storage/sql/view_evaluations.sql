@@ -1,8 +1,14 @@
--- One row an evaluated policy.
+-- The evaluations that count. What counts: no later attempt resumed from before the policy's step (storage/ledger.py).
 CREATE VIEW evaluations AS
-SELECT * FROM stored_evaluations;
+SELECT *
+FROM stored_evaluations
+WHERE NOT EXISTS (
+    SELECT 1 FROM stored_attempts AS later
+    WHERE later.attempt > stored_evaluations.attempt AND later.resumed_from < stored_evaluations.policy_step
+);
 
-COMMENT ON VIEW evaluations IS 'One row an evaluated policy.';
+COMMENT ON VIEW evaluations IS 'One row an evaluated policy; without policies that a resumed Trainer undid.';
+COMMENT ON COLUMN evaluations.attempt IS 'Which life of the Trainer published it; NULL in runs of an older version.';
 COMMENT ON COLUMN evaluations.policy_step IS 'Step of the policy.';
 COMMENT ON COLUMN evaluations.split IS 'Problems it was asked: heldout ones are never trained on.';
 COMMENT ON COLUMN evaluations.num_problems IS 'How many problems.';

@@ -13,4 +13,3 @@ COMMENT ON COLUMN search_rounds.ended_at IS 'When the round was ready to commit,
 COMMENT ON COLUMN search_rounds.num_trajectories IS 'Trajectories in the round.';
 COMMENT ON COLUMN search_rounds.num_response_tokens IS 'Response tokens in the round.';
 COMMENT ON COLUMN search_rounds.reward_mean IS 'Mean reward of the round.';
-COMMENT ON COLUMN search_rounds.quarantined IS 'Whether the quality gate refused it.';

@@ -72,7 +72,7 @@ def generate_run(
                 "reward_mean": float(np.mean(shard["reward"])),
             },
         )
-        ledger.record_sync(store, _sync(number + 1, done, searcher, round_number))
+        ledger.record_sync(store, _sync(number + 1, done, searcher, round_number, rows_per_shard))
         ids += shard["trajectory_id"].to_pylist()
         rewards += shard["reward"].to_pylist()
         spoken += [done] * rows_per_shard
@@ -80,7 +80,13 @@ def generate_run(
             done += 1
             _train(store, random, done, steps, number, ids, rewards, spoken, num_response_tokens, began)
     for step in sorted(set(np.linspace(0, steps, EVALUATIONS, dtype=int).tolist())):
-        row = {"policy_step": step, "split": "heldout", "num_problems": 256, "accuracy": _skill(step, steps)}
+        row = {
+            "attempt": 1,
+            "policy_step": step,
+            "split": "heldout",
+            "num_problems": 256,
+            "accuracy": _skill(step, steps),
+        }
         ledger.record_evaluation(store, row | {"mean_response_tokens": 40.0, "created_at": NOON})
 
 
@@ -134,8 +140,8 @@ def _lists(values: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(ends, pa.array(values.ravel()))
 
 
-def _sync(number, step, searcher, round_number):
-    return Sync(number, step, 1, {searcher: [round_number]}, num_trajectories=0, reward_mean=0.0)
+def _sync(number, step, searcher, round_number, num_trajectories):
+    return Sync(number, step, 1, {searcher: [round_number]}, num_trajectories, reward_mean=0.0)
 
 
 def _train(store, random, step, steps, num_syncs, ids, rewards, spoken, num_response_tokens, began) -> None:

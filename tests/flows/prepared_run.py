@@ -27,7 +27,14 @@ def prepare_run(url: str, run: str = "arithmetic", *, steps: int = 3, finished: 
     for step in range(1, steps + 1):
         ledger.record_batch(store, 1, step, make_batch([0, 0, 0, 0]))
         ledger.record_training_step(store, make_training_step(1, step))
-    evaluation = {"policy_step": 0, "split": "heldout", "num_problems": 8, "accuracy": 0.25, "created_at": NOON}
+    evaluation = {
+        "attempt": 1,
+        "policy_step": 0,
+        "split": "heldout",
+        "num_problems": 8,
+        "accuracy": 0.25,
+        "created_at": NOON,
+    }
     ledger.record_evaluation(store, evaluation | {"mean_response_tokens": 4.0})
     ledger.heartbeat(store, heartbeat(steps))
     if finished:

@@ -210,14 +210,14 @@ def test_every_served_policy_was_a_published_one(project):
 def test_a_run_killed_after_its_final_policy_is_evaluated_and_not_trained_again(project):
     run_folder = project / ".tba" / "killed"
     (run_folder / "summary.json").unlink()
-    (run_folder / "metrics" / "evaluations" / f"step={STEPS:08d}.parquet").unlink()
+    (run_folder / "metrics" / "evaluations" / f"step={STEPS:08d}-a0002.parquet").unlink()
     before = {file: file.stat().st_mtime_ns for file in run_folder.rglob("*.parquet")}
     assert "Accuracy before" in finish(train(project, "killed", "--steps", str(STEPS)))
     summary = json.loads((run_folder / "summary.json").read_text())
     assert summary["attempts"] == 2 and summary["steps"] == STEPS and 0 <= summary["accuracy_after"] <= 1
     after = {file: file.stat().st_mtime_ns for file in run_folder.rglob("*.parquet")}
     assert {str(file.relative_to(run_folder)) for file in after.keys() - before.keys()} == {
-        f"metrics/evaluations/step={STEPS:08d}.parquet"
+        f"metrics/evaluations/step={STEPS:08d}-a0002.parquet"
     }
     assert {file: after[file] for file in before} == before
     assert not (run_folder / "trainer" / "attempt=00000003.json").exists()

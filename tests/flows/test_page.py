@@ -78,7 +78,7 @@ for step in range(begun + 1, {steps} + 1):
     if told.is_set():
         beat("stopped", step)
         sys.exit(0)
-evaluation = {{"policy_step": {steps}, "split": "heldout", "num_problems": 1, "accuracy": 0.75}}
+evaluation = {{"attempt": attempt, "policy_step": {steps}, "split": "heldout", "num_problems": 1, "accuracy": 0.75}}
 ledger.record_evaluation(store, evaluation | {{"mean_response_tokens": 1.0, "created_at": datetime.now(UTC)}})
 beat("finished", {steps})
 """

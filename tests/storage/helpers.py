@@ -125,5 +125,4 @@ def make_search_round(searcher: str, round_number: int) -> dict:
         "num_trajectories": 4,
         "num_response_tokens": 8,
         "reward_mean": 0.5,
-        "quarantined": False,
     }

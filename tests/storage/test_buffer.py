@@ -7,6 +7,7 @@
 - an error while taking in (a lost race for the sync record, a torn shard) changes nothing
 - every sync that took something in is recorded; one that did not is not
 - from the shards and the sync records alone a new buffer draws the same batch of any step, to the last bit
+- a shard that was moved away does not keep a run from resuming
 - syncs of an attempt that was resumed from an earlier step do not count
 - bad settings are refused; before `min_size` trajectories came in, NotEnoughExperience
 """
@@ -192,6 +193,21 @@ def test_after_a_rebuild_the_next_sync_takes_in_the_rest(store):
     assert resumed.draw(9).equals(straight.draw(9))
 
 
+def test_a_run_resumes_though_a_torn_shard_was_moved_away(store):
+    buffer = new_buffer(store, **SAMPLING)
+    for number in range(4):
+        commit(store, "s0", number, distinct("ab", 4, start=4 * number))
+    store.put(shard_path("s0", 1), b"torn")
+    with pytest.raises(TornShard, match="move it away to go on without it"):
+        buffer.sync(step=1, attempt=1)
+    store.delete(shard_path("s0", 1))
+    assert buffer.sync(step=1, attempt=1).rounds == {"s0": [0, 2, 3]}
+    resumed = new_buffer(store, **SAMPLING)
+    resumed.rebuild(1)
+    assert resumed.draw(1).equals(buffer.draw(1))
+    assert resumed.sync(step=2, attempt=1) is None
+
+
 def test_syncs_after_the_step_a_later_attempt_resumed_from_do_not_count(store):
     run_of_three_syncs(store, new_buffer(store, **SAMPLING))  # syncs before steps 1, 3 and 5; then the Trainer dies
     resumed = new_buffer(store, **SAMPLING)
@@ -216,10 +232,11 @@ def test_a_sync_is_recorded_if_it_took_something_in(store):
     assert buffer.sync(step=3, attempt=1) is None
     commit(store, "s0", 2, distinct("a", 2))
     buffer.sync(step=4, attempt=1)
-    assert ledger.effective_syncs(store, step=4) == [
-        {"attempt": 1, "sync": 1, "step": 2, "searcher": "s0", "first_round": 0, "last_round": 1},
-        {"attempt": 1, "sync": 1, "step": 2, "searcher": "s1", "first_round": 0, "last_round": 0},
-        {"attempt": 1, "sync": 2, "step": 4, "searcher": "s0", "first_round": 2, "last_round": 2},
+    names = ("sync", "step", "searcher", "first_round", "last_round", "num_trajectories")
+    assert [tuple(row[name] for name in names) for row in ledger.effective_syncs(store, step=4)] == [
+        (1, 2, "s0", 0, 1, 6),
+        (1, 2, "s1", 0, 0, 6),
+        (2, 4, "s0", 2, 2, 2),
     ]
 
 

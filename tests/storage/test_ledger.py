@@ -36,6 +36,7 @@ class Sync:
     step: int
     attempt: int
     rounds: dict[str, list[int]]
+    num_trajectories: int = 8
 
 
 def read(store, path: str) -> pa.Table:
@@ -75,6 +76,7 @@ def test_a_batch_is_stored_without_tokens_and_with_its_staleness(store):
         (
             ledger.record_evaluation,
             {
+                "attempt": 2,
                 "policy_step": 40,
                 "split": "heldout",
                 "num_problems": 256,
@@ -82,7 +84,7 @@ def test_a_batch_is_stored_without_tokens_and_with_its_staleness(store):
                 "mean_response_tokens": 3.0,
                 "created_at": NOON,
             },
-            "metrics/evaluations/step=00000040.parquet",
+            "metrics/evaluations/step=00000040-a0002.parquet",
             EVALUATION,
         ),
     ],
@@ -103,12 +105,17 @@ def test_wrong_columns_are_refused_by_name():
     assert to_table([], SEARCH_ROUND).schema.equals(SEARCH_ROUND)
 
 
-def test_evaluated_steps_are_listed(store):
-    assert ledger.evaluated_steps(store) == []
-    for step in (0, 100):
-        row = {"policy_step": step, "split": "heldout", "num_problems": 1, "accuracy": 1.0}
-        ledger.record_evaluation(store, row | {"mean_response_tokens": 1.0, "created_at": NOON})
-    assert ledger.evaluated_steps(store) == [0, 100]
+def test_evaluations_of_policies_that_a_resumed_trainer_undid_do_not_count(store):
+    assert ledger.evaluations(store) == {}
+    for attempt, resumed_from in ((1, 0), (2, 25)):
+        ledger.start_attempt(store, resumed_from, OWNER)
+        for step in ((20, 40), (40,))[attempt - 1]:
+            row = {"attempt": attempt, "policy_step": step, "split": "heldout", "num_problems": 1}
+            row |= {"accuracy": step / 100 + attempt, "mean_response_tokens": 1.0, "created_at": NOON}
+            ledger.record_evaluation(store, row)
+    store.put("metrics/evaluations/notes.txt", b"nothing reads this")
+    found = ledger.evaluations(store)
+    assert {step: ledger.accuracy(store, path) for step, path in found.items()} == {20: 1.2, 40: 2.4}
 
 
 # --- attempts and what counts

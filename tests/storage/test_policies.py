@@ -205,6 +205,14 @@ def has_weights(store: RunStore, name: str) -> bool:
     return store.exists(f"policies/{name}/model.safetensors")
 
 
+def test_pruning_leaves_what_is_named_otherwise(store, publish):
+    store.put("policies/.DS_Store", b"?")
+    for step in (0, 1):
+        publish(store, step)
+    prune_policies(store, keep=1)
+    assert store.exists("policies/.DS_Store") and not store.exists("policies/step=00000000/model.safetensors")
+
+
 def test_of_a_pruned_policy_the_fingerprint_stays(store, publish):
     refs = {ref.path: ref for ref in (publish(store, 2), publish(store, 4), publish(store, 4, attempt=2))}
     prune_policies(store, keep=1)

@@ -6,6 +6,7 @@
 - finding what is new lists nothing that was seen
 - a torn shard, and one of another version, is named
 - a quarantined shard is kept with its reasons, and does not use up its round
+- files named otherwise are in nobody's way
 - searcher ids are checked: no tool may take the folder's name for a number or a date
 - plain DuckDB reads all shards with one glob, searcher stays text
 """
@@ -138,6 +139,21 @@ def test_the_next_round_follows_the_last_committed(store):
     commit_shard(store, make_shard("s0", 1))
     commit_shard(store, make_shard("s00", 7))  # another searcher, though its name begins alike
     assert next_round(store, "s0") == 2
+
+
+def test_what_is_named_otherwise_is_in_nobodys_way(store):
+    commit_shard(store, make_shard("s0", 0))
+    names = [
+        "notes.txt",
+        "searcher=s0/round=00000001.parquet.bad",
+        "searcher=s0/zz",
+        "searcher=Foo/round=00000000.parquet",
+    ]
+    for name in names:
+        store.put(f"trajectories/{name}", b"?")
+    store.put("expired/searcher=s0/through=all.json", b"?")
+    assert new_shards(store, {}) == {"s0": [0]} and new_shards(store, {"s0": 0}) == {}
+    assert next_round(store, "s0") == 1 and next_round(store, "s1") == 0
 
 
 def test_rounds_are_read_in_the_order_asked(store):

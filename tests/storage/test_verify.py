@@ -218,6 +218,14 @@ PRUNED = "policies/step=00000001"
 BATCH = "batches/attempt=00000002/step=00000005.parquet"
 SYNC = "syncs/attempt=00000002/sync=00000005.parquet"
 CHECKPOINT = "trainer/step=00000005"
+STRAY = [
+    "trajectories/.DS_Store",
+    "trajectories/searcher=Foo/round=00000000.parquet",
+    "trajectories/searcher=s0/round=00000003.parquet.bad",
+    "expired/searcher=s0/notes.txt",
+    "policies/.DS_Store",
+    "trainer/step=00000005.bak/state.json",
+]
 
 # S0[4] is a shard that nothing was trained on, S0[6] one of BATCH's.
 
@@ -255,6 +263,10 @@ FAULTS: dict[str, tuple[Callable[[RunStore], object], list[tuple[str, str]]]] = 
     "stray file": (
         lambda s: s.put("trajectories/searcher=s0/notes.txt", b"?"),
         [("stray file", "trajectories/searcher=s0/notes.txt")],
+    ),
+    "stray files of all kinds": (
+        lambda s: [s.put(path, b"?") for path in STRAY],
+        [("stray file", path) for path in STRAY if path.startswith("trajectories")],
     ),
     "policy nobody published": (
         lambda s: rewrite(s, S0[3], lambda rows: [row.update(policy_fingerprint="e" * 32) for row in rows]),
@@ -304,6 +316,15 @@ FAULTS: dict[str, tuple[Callable[[RunStore], object], list[tuple[str, str]]]] = 
         [("broken pointer", LATEST)],
     ),
     "pointer that is no JSON": (lambda s: s.put(LATEST, b"{"), [("broken pointer", LATEST)]),
+    "pointer without a path": (lambda s: s.put(LATEST, b"{}"), [("broken pointer", LATEST)]),
+    "torn manifest": (
+        lambda s: s.put(f"{NEWEST}/policy.json", b'{"step": 5'),
+        [("torn record", f"{NEWEST}/policy.json")],
+    ),
+    "torn attempts": (
+        lambda s: [s.put(f"trainer/attempt=0000000{number}.json", text) for number, text in ((1, b"{}"), (2, b"[]"))],
+        [("torn record", f"trainer/attempt=0000000{number}.json") for number in (1, 2)],
+    ),
     "lost pointer": (lambda s: s.delete(LATEST), [("broken pointer", LATEST)]),
     "truncated checkpoint": (
         lambda s: s.put(f"{CHECKPOINT}/trainer.safetensors", s.get(f"{CHECKPOINT}/trainer.safetensors")[:-1]),
