@@ -25,11 +25,12 @@ def profile(
     """
     from flows.machine import model_folder
     from tba.config import TrainSettings
+    from tba.precision import default_device
     from tba.profile import profile_step, random_draws
     from tba.trainer import Trainer
 
     try:
-        trainer = Trainer(model_folder(model), TrainSettings())
+        trainer = Trainer(model_folder(model), TrainSettings(), default_device())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     draws = random_draws(trainer.vocabulary, prompts, responses, prompt_tokens, response_tokens)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tba.config import TrainSettings
+from tba.precision import default_device
 from tba.trainer import Trainer
 
 DEEPSPEED = Path(__file__).parents[1] / "infra" / "deepspeed"
@@ -28,7 +29,7 @@ log = logging.getLogger("tba.devices")
 def trainer_of(model: Path, settings: TrainSettings) -> Iterator[Trainer]:
     """The run's Trainer, and for the time of the context the other processes that it needs."""
     if settings.processes == 1:
-        yield Trainer(model, settings)
+        yield Trainer(model, settings, default_device())
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,6 +1,7 @@
 """What a process of a run asks of the machine it is on."""
 
 import logging
+import math
 import os
 import re
 import shutil
@@ -44,6 +45,22 @@ def model_folder(name: str) -> Path:
 def cpu_threads(num_processes: int) -> int:
     """Threads for each of so many processes that work at the same time, on this machine's cores."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+def take_gpu(index: int, num_processes: int) -> float:
+    """Makes one of this machine's GPUs this process' own, or shares it where so many processes have fewer GPUs.
+
+    Which one says `index`. By CUDA_VISIBLE_DEVICES, so to be called before this process uses CUDA. Returns the share of
+    its memory that is this process'; without a GPU 1.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        return 1.0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index % num_gpus]
+    return 1 / math.ceil(num_processes / num_gpus)
 
 
 def code_version() -> str:

@@ -4,6 +4,8 @@ import contextlib
 import hashlib
 import math
 import os
+import re
+import socket
 import time
 
 from prefect import flow, get_run_logger, task
@@ -12,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows import control
 from flows.config import RunConfig, load_run
-from flows.machine import code_version, cpu_threads, model_folder, policy_cache
+from flows.machine import code_version, cpu_threads, model_folder, policy_cache, take_gpu
 from flows.page import asset_key
 from storage import ledger, policies, quality, shards
 from storage.errors import AlreadyExists, NotFound
@@ -63,6 +65,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     threads = cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gpu_share = take_gpu(*place_among_gpus(config, name))
     from transformers import AutoTokenizer
 
     from tba.engine import make_engine
@@ -83,6 +86,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
         # Not the run's seed alone: Searchers, and lives of one Searcher, must not sample alike.
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
         threads=threads,
+        gpu_share=gpu_share,
     )
     return Searcher(
         name,
@@ -96,6 +100,14 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
         seed=config.seed,
         code_version=code_version(),
     )
+
+
+def place_among_gpus(config: RunConfig, name: str) -> tuple[int, int]:
+    """Which of the run's processes a Searcher is, and of how many: its Trainer's are the first where that is here."""
+    owner = ledger.trainer(RunStore(config.store, config.run))
+    trainers = config.train.processes if owner and owner[0] == socket.gethostname() else 0
+    number = re.search(r"\d+$", name)
+    return trainers + (int(number[0]) if number else config.searchers), trainers + max(config.searchers, 1)
 
 
 def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef):

@@ -127,7 +127,7 @@ class RunSource:
     def trajectories(self, rows: pa.Table, copy: "Copy") -> pa.Table:
         if self._is_for_other_temperature:
             tokens = (rows[name].to_pylist() for name in ("prompt_tokens", "response_tokens"))
-            rows = replace_columns(rows, {"reference_logprobs": copy.reference.logprobs(*tokens)})
+            rows = replace_columns(rows, {"reference_logprobs": copy.reference.logprobs(*tokens, copy.temperature)})
         return rows
 
 
@@ -189,7 +189,8 @@ class Copy:
     def __init__(self, store: RunStore, config: RunConfig) -> None:
         from transformers import AutoConfig, AutoTokenizer
 
-        from tba.demonstrations import Demonstrations, ReferencePolicy
+        from tba.demonstrations import Demonstrations
+        from tba.reference import ReferencePolicy
 
         folder = model_folder(config.model)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -197,8 +198,8 @@ class Copy:
         self._store = store
         self._vocab_size = AutoConfig.from_pretrained(folder).vocab_size
         self._heldout = pa.array([problem.prompt for problem in task_.heldout], pa.string())
-        self.reference = ReferencePolicy(folder, config.train.temperature)
-        self.demonstrations = Demonstrations(task_, tokenizer, self.reference)
+        self.reference, self.temperature = ReferencePolicy(folder), config.train.temperature
+        self.demonstrations = Demonstrations(task_, tokenizer, self.reference, self.temperature)
 
     def all_of(self, source: RunSource | FileSource, searcher: str, parts: list) -> dict:
         """Commits a source as the shards of a searcher of that name. Returns how much was taken and left out."""

@@ -288,3 +288,18 @@ def delete_checkpoints(store: RunStore, keep: int) -> None:
 def _checkpoint_steps(store: RunStore) -> list[int]:
     names = map(_CHECKPOINT_NAME.fullmatch, store.folders("trainer"))
     return [int(name["step"]) for name in names if name]  # of folders named otherwise nothing is read
+
+
+def broken_safetensors(store: RunStore, path: str) -> str | None:
+    """Why the file cannot be whole, from its header and size alone: a checkpoint is several times the weights."""
+    filesystem, base = store.arrow_filesystem()
+    with filesystem.open_input_file(f"{base}/{path}") as file:
+        size = file.size()
+        header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
+        try:
+            header = json.loads(file.read_at(min(header_length, size - 8), 8) if size > 8 else b"")
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"its header cannot be read ({error!r})"
+        expected = 8 + header_length + max(ends, default=0)
+        return None if size == expected else f"it has {size} bytes, its header says {expected}"

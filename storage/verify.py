@@ -119,9 +119,6 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
     )
 
 
-# --- what the rest goes by --------------------------------------------------------------------------------------------
-
-
 def _torn_records(store: RunStore) -> Iterator[Fault]:
     """Attempts, and policies' manifests."""
     of_attempts = [path for path in store.list("trainer") if path.startswith("trainer/attempt=")]
@@ -391,23 +388,8 @@ def _bad_checkpoint(store: RunStore, step: int) -> Iterator[Fault]:
     if not weights:
         yield Fault("damaged checkpoint", folder, "it has no safetensors file")
     for path in weights:
-        if message := _broken_safetensors(store, path):
+        if message := ledger.broken_safetensors(store, path):
             yield Fault("damaged checkpoint", path, message)
-
-
-def _broken_safetensors(store: RunStore, path: str) -> str | None:
-    """Why the file cannot be whole, from its header and size alone: a checkpoint is several times the weights."""
-    filesystem, base = store.arrow_filesystem()
-    with filesystem.open_input_file(f"{base}/{path}") as file:
-        size = file.size()
-        header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
-        try:
-            header = json.loads(file.read_at(min(header_length, size - 8), 8) if size > 8 else b"")
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"its header cannot be read ({error!r})"
-        expected = 8 + header_length + max(ends, default=0)
-        return None if size == expected else f"it has {size} bytes, its header says {expected}"
 
 
 def _some(ids: list[str]) -> str:

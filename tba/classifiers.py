@@ -74,8 +74,9 @@ class SequenceClassifier:
 
     @cached_property
     def _loaded(self):
-        import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        from tba.precision import default_device
 
         tokenizer = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False, truncation_side="left")
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -84,7 +85,7 @@ class SequenceClassifier:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the score is read before the padding
-        return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        return tokenizer, model.eval().to(default_device())
 
 
 class WordList:

@@ -54,6 +54,8 @@ class TaskSettings(Settings):
         """From a command line: text with commas, not those in parentheses. From Python: functions, by their names."""
         if isinstance(value, str):
             value = [part.strip() for part in re.split(r",(?![^(]*\))", value) if part.strip()]
+        if callable(value) or isinstance(value, (int, float)):
+            value = [value]
         return [importable_name(part) if callable(part) else part for part in value] if value is not None else None
 
     @field_validator("data", mode="before")
@@ -201,6 +203,13 @@ class TrainSettings(Settings):
         if self.processes > 1 and self.objective not in ("tb", "tba_prime"):
             raise ValueError(
                 f"train.processes is {self.processes} with {self.objective}: baselines train on one device; set it to 1"
+            )
+        tempered = self.reward_tempering != 1 or self.fluency_temperature != 1
+        if tempered and self.objective not in ("tb", "tba_prime"):
+            raise ValueError(
+                f"train.reward_tempering is {self.reward_tempering} and train.fluency_temperature "
+                f"{self.fluency_temperature} with {self.objective}: only tb and tba_prime have a target to temper; "
+                "leave both at 1"
             )
         if self.objective == "tba_prime" and self.reference_reset_interval is None:
             raise ValueError("train.objective: tba_prime resets its reference; set train.reference_reset_interval (50)")

@@ -5,48 +5,18 @@ prompt: a prompt with one response alone, and no Searcher that adds to it, teach
 """
 
 import hashlib
-from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-
-from tba.policy import Group, load_policy, response_logprobs
+from tba.reference import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.tasks.base import stop_tokens
-
-GROUPS_PER_PASS = 8  # prompts in a forward pass; 20 responses of 512 tokens to each are 80,000 tokens
-
-
-class ReferencePolicy:
-    """Log-probabilities of given responses under the reference policy. The model loads when first asked."""
-
-    def __init__(self, folder: Path, temperature: float) -> None:
-        """`temperature` is the objective's T, which the logits are divided by."""
-        self._folder, self._temperature, self._model = folder, temperature, None
-
-    def logprobs(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[list[float]]:
-        """Of each response to the prompt at its place: the log-probability of each token."""
-        self._model = self._model or load_policy(self._folder)
-        by_prompt: dict[tuple, dict[tuple, list[float]]] = {}
-        keys = [(tuple(prompt), tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
-        for prompt, response in keys:
-            by_prompt.setdefault(prompt, {})[response] = []
-        distinct = list(by_prompt.items())
-        for start in range(0, len(distinct), GROUPS_PER_PASS):
-            part = distinct[start : start + GROUPS_PER_PASS]
-            with torch.inference_mode():
-                scored = response_logprobs(self._model, [Group(p, list(of)) for p, of in part], self._temperature)
-            for (_, of_prompt), tensors in zip(part, scored, strict=True):
-                # rounding can leave +1e-8
-                of_prompt |= zip(list(of_prompt), (tensor.clamp(max=0).tolist() for tensor in tensors), strict=True)
-        return [by_prompt[prompt][response] for prompt, response in keys]
 
 
 class Demonstrations:
     """Adds to rows of prompt and response what they lack to be trajectories."""
 
-    def __init__(self, task: RewardedTask, tokenizer, reference: ReferencePolicy) -> None:
-        self._task, self._tokenizer, self._reference = task, tokenizer, reference
+    def __init__(self, task: RewardedTask, tokenizer, reference: ReferencePolicy, temperature: float) -> None:
+        """`temperature` is the objective's T, which the reference's logits are divided by."""
+        self._task, self._tokenizer, self._reference, self._temperature = task, tokenizer, reference, temperature
         self._stop_tokens = stop_tokens(task, tokenizer)
         self._problems = {problem.prompt: problem for problem in [*task.train, *task.heldout]}
 
@@ -59,7 +29,7 @@ class Demonstrations:
         rows = [self._with_tokens(row) for row in rows]
         if "reference_logprobs" not in rows[0]:
             tokens = ([row[name] for row in rows] for name in ("prompt_tokens", "response_tokens"))
-            for row, logprobs in zip(rows, self._reference.logprobs(*tokens), strict=True):
+            for row, logprobs in zip(rows, self._reference.logprobs(*tokens, self._temperature), strict=True):
                 row["reference_logprobs"] = logprobs
         if "reward" not in rows[0]:
             for row in rows:

@@ -8,8 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from tba.precision import compute_dtype
+from tba.precision import compute_dtype, default_device
 from tba.weights import Fingerprint, fingerprint, read_weights
+
+# Of a Searcher's GPU memory, what vLLM takes: the rest is for the reference policy, a victim, a reward model.
+ENGINE_SHARE = 0.6
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,18 @@ class Engine(Protocol):
         """`num_samples` responses to each prompt, in the prompts' order. `sampling`: of all, or of each."""
 
 
-def make_engine(folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> Engine:
+def make_engine(
+    folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int, gpu_share: float = 1.0
+) -> Engine:
     """An engine for policies of the shape in `folder`. No policy is served until `load`.
 
     Args: max_tokens: of prompt and response together. max_sequences: responses in flight at once. threads: CPU threads.
+        gpu_share: of its GPU's memory, what the process may take; others share it.
     """
-    kind = VllmEngine if importlib.util.find_spec("vllm") else TransformersEngine
-    return kind(folder, max_tokens=max_tokens, max_sequences=max_sequences, seed=seed, threads=threads)
+    limits = {"max_tokens": max_tokens, "max_sequences": max_sequences, "seed": seed, "threads": threads}
+    if importlib.util.find_spec("vllm"):
+        return VllmEngine(folder, **limits, gpu_share=gpu_share)
+    return TransformersEngine(folder, **limits)
 
 
 def _of_each(prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
@@ -83,7 +91,9 @@ class PolicyLoader:
 class VllmEngine:
     """vLLM in this process: nothing to connect to, and nothing that outlives a killed Searcher."""
 
-    def __init__(self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> None:
+    def __init__(
+        self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int, gpu_share: float
+    ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -105,6 +115,7 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             enforce_eager=current_platform.is_cpu(),  # compiling costs minutes there and gains nothing at this size
             disable_log_stats=True,
+            gpu_memory_utilization=ENGINE_SHARE * gpu_share,  # a CPU goes by VLLM_CPU_KVCACHE_SPACE
             trust_remote_code=False,
             worker_extension_cls="tba.engine.PolicyLoader",
         )
@@ -144,15 +155,17 @@ class TransformersEngine:
 
     def __init__(self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._max_sequences = max_sequences
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = default_device()
         dtype = compute_dtype(self._device)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model.to(self._device).eval()
+        # What the folder's generation_config.json would add (a repetition penalty, min_p) is not the policy's sampling.
+        self._model.generation_config = GenerationConfig()
 
     def load(self, folder: Path) -> str:
         missing, unexpected = self._model.load_state_dict(dict(read_weights(folder)), strict=False)

@@ -17,17 +17,25 @@ class NearDuplicates:
     def __init__(self, distance: float) -> None:
         """`distance`: as a share of both lengths' sum, in (0, 1)."""
         self._distance = distance
-        self._kept: dict[str, list[tuple[float, str]]] = {}  # by prompt_id: reward and text, the best first
+        # by prompt_id: reward, text and round, the best first
+        self._kept: dict[str, list[tuple[float, str, int]]] = {}
+        self._newest_round = None
 
-    def keep(self, prompt_ids: Sequence[str], texts: Sequence[str], rewards: Sequence[float]) -> list[bool]:
-        """For each response whether it is kept: nothing near it is worth as much, in this round or before."""
+    def keep(
+        self, number: int, prompt_ids: Sequence[str], texts: Sequence[str], rewards: Sequence[float]
+    ) -> list[bool]:
+        """For each response of round `number` whether it is kept: nothing near it is worth as much, there or before."""
+        if number == self._newest_round:  # it is tried again: what the last try kept was not stored
+            for known in self._kept.values():
+                known[:] = [entry for entry in known if entry[2] != number]
+        self._newest_round = number
         keeps = [False] * len(texts)
         for index in sorted(range(len(texts)), key=lambda index: -rewards[index]):
             known = self._kept.setdefault(prompt_ids[index], [])
-            if not any(reward >= rewards[index] and self._is_near(texts[index], text) for reward, text in known):
+            if not any(reward >= rewards[index] and self._is_near(texts[index], text) for reward, text, _ in known):
                 keeps[index] = True
-                known.append((rewards[index], texts[index]))
-                known.sort(key=lambda pair: -pair[0])
+                known.append((rewards[index], texts[index], number))
+                known.sort(key=lambda entry: -entry[0])
                 del known[REMEMBERED:]
         return keeps
 

@@ -20,6 +20,11 @@ BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 NUM_PLACES = 1 << 20  # which all tensors take in turn
 
 
+def default_device() -> str:
+    """Where a model computes: this process' first GPU, or the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def compute_dtype(device_type: str = "cpu") -> torch.dtype:
     """What the Trainer, the reference policy and the engine compute in.
 

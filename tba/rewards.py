@@ -36,19 +36,24 @@ class Rewarding(Protocol):
 class FunctionReward:
     """A function in TRL's signature."""
 
-    def __init__(self, function: Callable[..., list[float | None]], path: str | None = None) -> None:
-        """`path`: module:function, where it came from; its name is what is behind the colon."""
+    def __init__(
+        self, function: Callable[..., list[float | None]], path: str | None = None, arguments: str = ""
+    ) -> None:
+        """`path`: module:function, where it came from; its name is what is behind the colon.
+
+        `arguments`: where that makes the function, what it was called with, as it was written.
+        """
         self.path = path or getattr(function, "__name__", type(function).__name__)
         self.name = self.path.rpartition(":")[2]
-        self._function = function
+        self._function, self._arguments = function, arguments
 
     @property
     def source(self) -> str:
-        """Text that changes when the function does, as far as that can be seen."""
+        """Text that changes when the function or its arguments do, as far as that can be seen."""
         try:
-            return inspect.getsource(self._function)
+            return self._arguments + inspect.getsource(self._function)
         except (OSError, TypeError):  # an object with __call__, or made at a prompt
-            return repr(type(self._function))
+            return self._arguments + repr(type(self._function))
 
     def values(
         self, problems: list[Problem], responses: list[str], tokens: Sequence[Sequence[int]]
@@ -156,18 +161,18 @@ def load_reward(name: str) -> FunctionReward:
 
     Raises: ValueError: there is no such module or function, or its arguments are not literals.
     """
-    path, parenthesis, _ = name.partition("(")
+    path, parenthesis, arguments = name.partition("(")
     function = load_function(path, "reward")
     if not parenthesis:
         return FunctionReward(function, path)
     try:
-        call = ast.parse(f"f({name.partition('(')[2]}", mode="eval").body
+        call = ast.parse(f"f({arguments}", mode="eval").body
         positional = [ast.literal_eval(value) for value in call.args]
         named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         made = function(*positional, **named)
     except Exception as error:  # not Python, not literals, or refused by the function
         raise ValueError(f"reward {name}: cannot be called so ({type(error).__name__}: {error})") from error
-    return FunctionReward(made, path)
+    return FunctionReward(made, path, parenthesis + arguments)
 
 
 def _checked(

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling
 from tba.near_duplicates import NearDuplicates
-from tba.policy import Group, load_policy, response_logprobs
+from tba.reference import ReferencePolicy
 from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 
@@ -53,9 +51,9 @@ class Searcher:
         self._name, self.task, self._tokenizer, self._engine = name, task, tokenizer, engine
         self._settings, self._temperature, self._seed = settings, temperature, seed
         self._max_response_tokens, self._code_version = max_response_tokens, code_version
-        self._reference = load_policy(reference)
+        self._reference = ReferencePolicy(reference)
         self._stop_tokens = stop_tokens(task, tokenizer)
-        self.vocabulary_size = self._reference.config.vocab_size
+        self.vocabulary_size = self._reference.vocabulary_size  # loads it
         distance = settings.near_duplicate_distance
         self._near_duplicates = NearDuplicates(distance) if distance else None
         self._policy_step = self._fingerprint = None
@@ -80,25 +78,28 @@ class Searcher:
         asked = [problem.encode(self._tokenizer, system) for problem, system in zip(problems, systems, strict=True)]
         responses = self._engine.sample(asked, samplings)
         sampling_ended = datetime.now(UTC)
-        references = self._reference_logprobs(prompts, responses)
         flat = [
-            (problem, prompt, sampling, system, response, reference)
-            for problem, prompt, sampling, system, of_prompt, of_reference in zip(
-                problems, prompts, samplings, systems, responses, references, strict=True
+            (problem, prompt, sampling, system, response)
+            for problem, prompt, sampling, system, of_prompt in zip(
+                problems, prompts, samplings, systems, responses, strict=True
             )
-            for response, reference in zip(of_prompt, of_reference, strict=True)
+            for response in of_prompt
         ]
-        answers = [response for *_, response, _ in flat]
+        answers = [response for *_, response in flat]
+        prompts, tokens = [prompt for _, prompt, *_ in flat], [response.tokens for response in answers]
+        references = self._reference.logprobs(prompts, tokens, self._temperature)
         texts = [self.text(response) for response in answers]
         scores = self._score([problem for problem, *_ in flat], texts, answers)
-        rows = list(zip(flat, texts, scores.rewards, scores.components, strict=True))
+        rows = list(zip(flat, references, texts, scores.rewards, scores.components, strict=True))
         if self._near_duplicates:
-            keeps = self._near_duplicates.keep([problem.prompt_id for problem, *_ in flat], texts, scores.rewards)
+            keeps = self._near_duplicates.keep(
+                number, [problem.prompt_id for problem, *_ in flat], texts, scores.rewards
+            )
             kept = [row for row, is_kept in zip(rows, keeps, strict=True) if is_kept]
             rows = kept or rows[:1]  # a round is not empty
         trajectories = [
-            self._trajectory(number, index, *parts, text, reward, components)
-            for index, (parts, text, reward, components) in enumerate(rows)
+            self._trajectory(number, index, *parts, reference, text, reward, components)
+            for index, (parts, reference, text, reward, components) in enumerate(rows)
         ]
         metrics = {
             "searcher": self._name,
@@ -156,27 +157,8 @@ class Searcher:
 
     def reference_logprobs(self, problems: list[Problem], responses: list[Response]) -> list[list[float]]:
         """Log-probability of each response token under the reference policy, at temperature 1."""
-        groups = [
-            Group(problem.encode(self._tokenizer), [response.tokens])
-            for problem, response in zip(problems, responses, strict=True)
-        ]
-        with torch.inference_mode():
-            return [only.tolist() for (only,) in response_logprobs(self._reference, groups, 1.0)]
-
-    def _reference_logprobs(self, prompts: list[list[int]], responses: list[list[Response]]) -> list[list[list[float]]]:
-        """For each prompt, each response: the reference policy's log-probability of each token; equal ones once."""
-        distinct = [list({tuple(response.tokens): None for response in of_prompt}) for of_prompt in responses]
-        groups = [Group(prompt, of_prompt) for prompt, of_prompt in zip(prompts, distinct, strict=True)]
-        with torch.inference_mode():
-            scored = response_logprobs(self._reference, groups, self._temperature)
-        by_tokens = [
-            {tokens: logprobs.tolist() for tokens, logprobs in zip(*pair, strict=True)}
-            for pair in zip(distinct, scored, strict=True)
-        ]
-        return [
-            [known[tuple(response.tokens)] for response in of_prompt]
-            for known, of_prompt in zip(by_tokens, responses, strict=True)
-        ]
+        prompts = [problem.encode(self._tokenizer) for problem in problems]
+        return self._reference.logprobs(prompts, [response.tokens for response in responses], 1.0)
 
     def _trajectory(
         self,
@@ -200,7 +182,7 @@ class Searcher:
             "prompt_tokens": prompt,
             "response_tokens": response.tokens,
             "behavior_logprobs": response.logprobs,
-            "reference_logprobs": [min(value, 0.0) for value in reference],  # rounding can leave +1e-8
+            "reference_logprobs": reference,
             "reward": reward,
             "rewards": components,
             "finish_reason": response.finish_reason,

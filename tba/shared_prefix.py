@@ -15,8 +15,9 @@ Dimensions: N packed tokens, G groups, K responses of a group, C tokens of the c
 prompt, P = C + S, R response tokens (padded, in attention only), H heads, D head size, M response tokens scored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from transformers import AttentionInterface
 ATTENTION = "tba_shared_prefix"  # its name in transformers
 # Groups up to so many tokens attend together under one mask: many small calls cost more than the masked-out products.
 TOGETHER_TOKENS = 256
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,29 @@ class Group:
     def num_tokens(self) -> int:
         """Tokens that the packed row holds for this group at most; fewer where responses begin alike."""
         return len(self.prompt) + sum(len(response) - 1 for response in self.responses)
+
+    def split(self, max_tokens: int) -> list["Group"]:
+        """The prompt with as many of its responses at a time as fit, at least one."""
+        parts, responses = [], []
+        for response in self.responses:
+            if responses and Group(self.prompt, [*responses, response]).num_tokens > max_tokens:
+                parts.append(Group(self.prompt, responses))
+                responses = []
+            responses.append(response)
+        return [*parts, Group(self.prompt, responses)]
+
+
+def in_passes(items: Sequence[Item], num_tokens: Callable[[Item], int], max_tokens: int) -> Iterator[list[Item]]:
+    """Whole items, such as groups, as many at a time as fit, and at least one."""
+    of_pass, tokens = [], 0
+    for item in items:
+        if of_pass and tokens + num_tokens(item) > max_tokens:
+            yield of_pass
+            of_pass, tokens = [], 0
+        of_pass.append(item)
+        tokens += num_tokens(item)
+    if of_pass:
+        yield of_pass
 
 
 @dataclass(frozen=True)

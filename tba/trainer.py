@@ -12,7 +12,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ from tba.config import TrainSettings
 from tba.objective import log_partition, residual, trajectory_balance_loss
 from tba.policy import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.precision import to_bfloat16
+from tba.shared_prefix import in_passes
 
 # One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -84,11 +85,14 @@ class Outbox(Protocol):
 class Trainer:
     """Policy, optimizer and the step: float32 master weights, learning rate from the step."""
 
-    def __init__(self, model: str | Path, settings: TrainSettings) -> None:
+    def __init__(self, model: str | Path, settings: TrainSettings, device: str | None = None) -> None:
+        """`device`: where it computes; None: where the model loads, for ZeRO-3 to share out."""
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
         self._policy = load_policy(model, checkpointing=settings.gradient_checkpointing)
+        if device:
+            self._policy.to(device)
         if settings.lora_rank:
             adapters.add(self._policy, settings.lora_rank)
         self._reference: PreTrainedModel | None = None  # the stored log-probabilities' own, until it is reset
@@ -120,7 +124,8 @@ class Trainer:
         if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise RuntimeError(
                 f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps running, to step {self.step}: "
-                "the policy is as it was before them. Lower train.learning_rate or raise train.beta, and resume."
+                "the policy is as it was before them. Start another run with a lower train.learning_rate or a "
+                "higher train.beta; --warm-start takes this one's trajectories along."
             )
         only_balance = {"log_z_mean": None, "residual_abs_mean": None}
         return (
@@ -338,34 +343,10 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
 def _passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:
     """Micro-batches of whole prompts, and prompts that one pass cannot hold, in parts that it can."""
     whole, split = [], []
-    for micro_batch in _micro_batches(draws, max_tokens):
-        parts = _split(micro_batch[0].group, max_tokens)
+    for micro_batch in in_passes(draws, lambda draw: draw.group.num_tokens, max_tokens):
+        parts = micro_batch[0].group.split(max_tokens)
         if len(micro_batch) == 1 and len(parts) > 1:
             split.append((micro_batch[0], parts))
         else:
             whole.append(micro_batch)
     return whole, split
-
-
-def _micro_batches(draws: Sequence[Draw], max_tokens: int) -> Iterator[list[Draw]]:
-    """Whole prompts, as many as fit, and at least one."""
-    micro_batch, tokens = [], 0
-    for draw in draws:
-        if micro_batch and tokens + draw.group.num_tokens > max_tokens:
-            yield micro_batch
-            micro_batch, tokens = [], 0
-        micro_batch.append(draw)
-        tokens += draw.group.num_tokens
-    if micro_batch:
-        yield micro_batch
-
-
-def _split(group: Group, max_tokens: int) -> list[Group]:
-    """The group's prompt with as many of its responses at a time as fit, at least one."""
-    parts, responses = [], []
-    for response in group.responses:
-        if responses and Group(group.prompt, [*responses, response]).num_tokens > max_tokens:
-            parts.append(Group(group.prompt, responses))
-            responses = []
-        responses.append(response)
-    return [*parts, Group(group.prompt, responses)]

@@ -55,11 +55,14 @@ def _problem(row: Mapping, where: str) -> Problem:
 
 
 def _messages(prompt: object, where: str) -> tuple[Mapping[str, str], ...]:
-    messages = [dict(message) for message in prompt] if isinstance(prompt, list) else []
-    known = all(message.get("role") in ROLES and isinstance(message.get("content"), str) for message in messages)
+    messages = list(prompt) if isinstance(prompt, list) else []
+    known = all(
+        isinstance(message, Mapping) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+        for message in messages
+    )
     if not messages or not known or messages[-1]["role"] == "assistant":
         raise ValueError(
             f"task.data: {where}: prompt is {str(prompt)[:80]!r}; it must be text, or a list of messages with role "
             f"({', '.join(ROLES)}) and content, of which the last is not the assistant's"
         )
-    return tuple(messages)
+    return tuple(map(dict, messages))

@@ -43,7 +43,8 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(tba.engine, "make_engine", tba.engine.TransformersEngine)
+    engine = tba.engine.TransformersEngine
+    monkeypatch.setattr(tba.engine, "make_engine", lambda folder, gpu_share, **limits: engine(folder, **limits))
     (tmp_path / "prefect.yaml").touch()
     configs = []
     monkeypatch.setattr(cli, "_train", lambda project, config, store: configs.append(config))

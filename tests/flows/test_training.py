@@ -7,6 +7,7 @@ Claims
 - a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
 - an error of its writers stops the Trainer, also where it waits
 - what is published is what the Trainer hands over, and its fingerprint
+- a run's processes take a GPU each, its Trainer the first; where there are fewer, each has its share of the memory
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
 Run: pytest tests/flows/test_training.py
@@ -29,6 +30,7 @@ from flows import machine, training
 from flows.config import RunConfig
 from flows.heartbeat import Heartbeat
 from flows.learn import learn
+from flows.search import place_among_gpus
 from storage import ledger, policies
 from storage.schema import TRAINING_STEP
 from storage.store import RunStore
@@ -205,3 +207,34 @@ def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch)
     with machine.temporary_folder("checkpoint", "mine") as folder:
         machine.remove_leftovers("mine")
         assert Path(folder).is_dir()
+
+
+# --- GPUs
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "given", "took", "shares"),
+    [
+        (4, "", ["1", "2", "3"], [1, 1, 1]),
+        (2, "", ["1", "0", "1"], [0.5] * 3),
+        (1, "", ["0", "0", "0"], [0.25] * 3),
+        (3, "5,6,7", ["6", "7", "5"], [0.5] * 3),
+        (0, "", [""] * 3, [1, 1, 1]),
+    ],
+)
+def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatch, num_gpus, given, took, shares):
+    """What torch says of the machine is made up: this one may have no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = RunConfig(run=store.run, store=store.url, searchers=3)
+    ledger.start_attempt(store, 0, ledger.this_process())
+    found = []
+    for name in ("s0", "s1", "s2"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        found.append((machine.take_gpu(*place_among_gpus(config, name)), os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert found == list(zip(shares, took, strict=True))
+
+
+def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
+    config = RunConfig(run=store.run, store=store.url, searchers=3)
+    ledger.start_attempt(store, 0, ledger.this_process() | {"host": "elsewhere"})
+    assert [place_among_gpus(config, name) for name in ("s0", "s2", "evaluate")] == [(0, 3), (2, 3), (3, 3)]

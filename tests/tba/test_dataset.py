@@ -80,6 +80,7 @@ def test_without_a_chat_template_a_chat_is_refused():
         ({"prompt": ""}, "line 1: the prompt is empty"),
         ({"prompt": 3}, "line 1: prompt is '3'; it must be text, or a list of messages"),
         ({"prompt": []}, "it must be text, or a list of messages"),
+        ({"prompt": ["What is 2+2?"]}, "line 1: prompt is .*it must be text, or a list of messages"),
         ({"prompt": [{"role": "user"}]}, "it must be text, or a list of messages"),
         ({"prompt": [{"role": "god", "content": "Be."}]}, r"with role \(system, user, assistant, tool\)"),
         ({"prompt": [{"role": "assistant", "content": "Hi."}]}, "the last is not the assistant's"),

@@ -112,6 +112,16 @@ def check_samples(engine, base, tokens) -> None:
     assert len({tuple(response.tokens) for response in responses[0]}) > 1
 
 
+def test_transformers_answers_as_the_policy_does_whatever_its_folder_asks_of_chats(base, tokens, tmp_path):
+    """Instruct models come with a repetition penalty and the like, which vLLM with its own parameters does not add."""
+    for file in base.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 9.0, "no_repeat_ngram_size": 1}')
+    plain, asked = TransformersEngine(base, **LIMITS), TransformersEngine(tmp_path, **LIMITS)
+    assert greedy_tokens(asked, tokens) == greedy_tokens(plain, tokens)
+
+
 def test_transformers_samples_with_their_logprobs(base, tokens):
     check_samples(TransformersEngine(base, **LIMITS), base, tokens)
 

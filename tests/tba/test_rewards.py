@@ -4,7 +4,8 @@
 - Three of TRL's own run unchanged, one of them made by a call.
 - The sum is weighted, components are kept before weights; None leaves a component out; a cut-off response is worth what
   is set.
-- The version changes with weights and functions. Lambdas, names that are not there, arguments that are code: refused.
+- The version changes with weights, functions and what made them.
+- Lambdas, names that are not there, arguments that are code: refused.
 
 python -m pytest tests/tba/test_rewards.py
 """
@@ -34,6 +35,13 @@ class Counting:
 
 def half(prompts, completions, **columns):
     return [0.5] * len(completions)
+
+
+def longer(n):
+    def longer_than(completions, **columns):
+        return [float(len(text) > n) for text in completions]
+
+    return longer_than
 
 
 def only_long(completions, **columns):
@@ -96,6 +104,10 @@ def test_the_version_tells_what_counts():
     ]  # fmt: skip
     assert len({"letters-1", *versions}) == 6
     assert version((FunctionReward(half), 1.0)) == versions[1]
+    made = [
+        version((load_reward(f"{__name__}:{name}"), 1.0)) for name in ("longer(n=3)", "longer(n=300)", "longer(n=3)")
+    ]
+    assert made[0] == made[2] != made[1]
 
 
 def test_two_rewards_of_one_name_are_refused():
@@ -152,6 +164,7 @@ def test_settings_take_names_and_python_objects():
     settings = TaskSettings(rewards="task, a:f, b:g(x=1, y=2)", reward_weights="1,0.5,2")
     assert settings.rewards == ("task", "a:f", "b:g(x=1, y=2)") and settings.reward_weights == (1.0, 0.5, 2.0)
     assert TaskSettings(rewards=[half, "task"]).rewards == (f"{__name__}:half", "task")
+    assert TaskSettings(rewards=half, reward_weights=2) == TaskSettings(rewards=[half], reward_weights=[2.0])
     assert TaskSettings.model_validate(settings.model_dump(mode="json")) == settings
     with pytest.raises(ValueError, match="cannot be imported by other processes"):
         TaskSettings(rewards=[lambda **columns: [0]])

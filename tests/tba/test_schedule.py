@@ -47,11 +47,18 @@ def test_beta_without_a_floor_is_constant():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"learning_rate_schedule": "warmup-stable-decay"}, {"decay_steps": 3}, {"beta_steps": 3}, {"beta_final": 0}],
+    [
+        {"learning_rate_schedule": "warmup-stable-decay"},
+        {"decay_steps": 3},
+        {"beta_steps": 3},
+        {"beta_final": 0},
+        {"objective": "rloo", "reward_tempering": 2},
+        {"objective": "online_dpo", "fluency_temperature": 2},
+    ],
     ids=str,
 )
 def test_settings_that_contradict_each_other_are_refused(settings):
-    with pytest.raises(ValueError, match=r"decay_steps|beta_"):
+    with pytest.raises(ValueError, match=r"decay_steps|beta_|a target to temper"):
         TrainSettings(**settings)
 
 

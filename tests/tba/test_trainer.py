@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tba.config import TrainSettings
 from tba.policy import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
-from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Stopped, Trainer, _split, train
+from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Stopped, Trainer, train
 from tba.weights import fingerprint, read_weights, write_weights
 
 DRAWS = [
@@ -85,8 +85,8 @@ def test_a_split_group_has_the_whole_groups_gradient(model_folder, rms_norms_in_
 
 def test_a_group_is_split_into_parts_that_fit():
     group = Group([1, 2], [[3, 4, 5], [6], [7, 8], [9, 9, 9, 9, 9, 9]])  # 2 + 2, 0, 1, 5 tokens
-    assert [part.responses for part in _split(group, 5)] == [[[3, 4, 5], [6], [7, 8]], [[9, 9, 9, 9, 9, 9]]]
-    assert _split(group, 100) == [group]
+    assert [part.responses for part in group.split(5)] == [[[3, 4, 5], [6], [7, 8]], [[9, 9, 9, 9, 9, 9]]]
+    assert group.split(100) == [group]
 
 
 def test_after_a_reset_the_policy_is_the_reference(model_folder, tmp_path):
