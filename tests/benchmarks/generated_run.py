@@ -72,7 +72,7 @@ def generate_run(
                 "reward_mean": float(np.mean(shard["reward"])),
             },
         )
-        ledger.record_sync(store, _sync(number + 1, done, searcher, round_number, rows_per_shard))
+        ledger.record_sync(store, _sync(number + 1, done + 1, searcher, round_number, rows_per_shard))
         ids += shard["trajectory_id"].to_pylist()
         rewards += shard["reward"].to_pylist()
         spoken += [done] * rows_per_shard

@@ -61,7 +61,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
         searcher.load(model, 0)
         search_round(store, searcher, 0)
         learn(config.store, config.run, os.getppid())
-        evaluate.fn(store, searcher, 2, 0)
+        evaluate.fn(store, searcher, 2, 0, 1)
     rows = query(store, "SELECT prompt, rewards, reward FROM trajectories").to_pylist()
     assert len(rows) == 18 * 4
     for row in rows:

@@ -4,6 +4,7 @@ Claims
 - one file without scripts, with nothing to load, with every section and chart
 - a response that is HTML is shown as text, and long ones are cut
 - the numbers are those of the store: staleness, shares, log-probability gaps, where time went
+- time that is in two sets of intervals is found, however they lie
 - a run without data, and one without training steps, have a report
 - faults of the store are on the page
 - the command writes into the store, or where it is told to
@@ -14,6 +15,7 @@ Run: pytest tests/flows/test_report.py
 """
 
 import re
+from random import Random
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 from flows import charts
 from flows.cli import app
 from flows.report import MAX_TEXT, render
+from flows.summary import intersection, union
 from storage.report import report_tables
 from storage.shards import commit_shard
 from storage.store import RunStore
@@ -62,6 +65,16 @@ def test_hostile_text_is_only_text(page):
     assert HOSTILE not in page and "&lt;script&gt;document.title" in page
     assert "{{ 7 * 6 }}" in page and "<img" not in page
     assert f"{'z' * MAX_TEXT}… (1,234 more characters)" in page
+
+
+def test_time_in_both_is_what_lies_in_each():
+    random = Random(0)
+    for _ in range(200):
+        these, those = ([(a, a + random.randint(1, 9)) for a in random.sample(range(60), 6)] for _ in range(2))
+        seconds = [{s for a, b in intervals for s in range(a, b)} for intervals in (these, those)]
+        found = intersection(union(these), union(those))
+        assert {s for a, b in found for s in range(a, b)} == seconds[0] & seconds[1]
+        assert sum(b - a for a, b in found) == len(seconds[0] & seconds[1])
 
 
 def test_the_numbers_are_those_of_the_store(run_store):

@@ -4,6 +4,7 @@
   or written twice
 - patience ends with an error that says what is wrong; a store's own refusal, and a run's first look, wait for nothing
 - a full disk is waited for; a file that did not fit leaves nothing behind; the error says that no room is left
+- a second start of the local S3 is refused, and the one that runs goes on
 - a store without create-if-absent (rclone's) is warned of; a retried round is still refused there, and of two writers
   in the same moment the trajectories that stay are counted once
 """
@@ -81,6 +82,15 @@ def test_patience_ends_with_an_error_and_a_refusal_waits_for_nothing(flaky):
     with pytest.raises(StoreUnreachable, match="store: cannot write to"):
         store.check_writable()
     assert time.monotonic() - started < 60, "a run's start waited as a running one does"
+
+
+@pytest.mark.s3
+def test_a_second_start_of_the_local_s3_leaves_the_one_that_runs_alone(radosgw_url, local_s3):
+    script = Path(__file__).parents[2] / "infra" / "local_s3.py"
+    command = [sys.executable, script, "start", "--folder", local_s3[0].folder]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "it runs already" in done.stderr and not done.stdout
+    RunStore(radosgw_url, "run").put("whole", b"there")
 
 
 @pytest.mark.s3

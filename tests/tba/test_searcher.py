@@ -2,6 +2,7 @@
 
 - Rows have what the schema asks for; ids follow from (searcher, round, place); rewards are the task's.
 - Reference log-probabilities are the reference policy's own, one a token.
+- They are scored in passes of so many tokens at most, and are the same however that divides prompts and responses.
 - A round's prompts depend on (seed, searcher, round) alone: a retried round asks the same.
 - Exploration draws temperature and top_p by prompt, in their ranges, and each row says its own.
 - Responses are sampled behind a drawn system prompt, each row says which, and stored and scored without it.
@@ -21,6 +22,7 @@ from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from tba.config import SearchSettings
 from tba.engine import Response, Sampling
 from tba.policy import Group, load_policy, response_logprobs
+from tba.reference import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.searcher import Searcher
 from tba.tasks.base import Problem, stop_tokens
@@ -108,6 +110,27 @@ def test_a_round_is_whole_and_right(tokenizer, reference):
         group = Group(row["prompt_tokens"], [row["response_tokens"]])
         ((expected,),) = response_logprobs(policy, [group], temperature=0.5)
         assert row["reference_logprobs"] == pytest.approx(expected.tolist(), abs=0.05)  # bfloat16
+
+
+@pytest.mark.parametrize("pass_tokens", [1, 5, 9, 100])
+def test_the_reference_scores_a_bounded_pass_at_a_time(reference, monkeypatch, pass_tokens):
+    monkeypatch.setattr("tba.reference.PASS_TOKENS", pass_tokens)
+    passes = []
+
+    def spy(model, groups, temperature):
+        passes.append(sum(group.num_tokens for group in groups))
+        return response_logprobs(model, groups, temperature)
+
+    monkeypatch.setattr("tba.reference.response_logprobs", spy)
+    prompts = [[2, 3], [2, 3], [4, 5], [2, 3], [2, 3]]
+    responses = [[4, 5, 6], [1], [6, 1], [5, 5, 5, 1], [1]]
+    found = ReferencePolicy(reference).logprobs(prompts, responses, 0.5)
+    policy = load_policy(reference)
+    for prompt, response, logprobs in zip(prompts, responses, found, strict=True):
+        ((expected,),) = response_logprobs(policy, [Group(prompt, [response])], temperature=0.5)
+        assert logprobs == pytest.approx(expected.tolist(), abs=0.05)  # bfloat16
+    # the largest alone: two prompt tokens and three that a response of four makes
+    assert max(passes) <= max(pass_tokens, 5) and sum(passes) >= 2 + 2 + 3 + 2 + 1
 
 
 def test_a_retried_round_asks_the_same_and_others_do_not(tokenizer, reference):
