@@ -18,6 +18,7 @@ CREATE TEMP TABLE report_batches AS
 SELECT step, trajectory_id, recent, staleness, reward
 FROM batches;
 
+-- A skipped step's loss and gradient are not finite: no mean counts them, no chart could draw them.
 CREATE TEMP TABLE report_steps AS
 SELECT
     attempt,
@@ -26,11 +27,11 @@ SELECT
     ended_at,
     wait_s,
     step_s,
-    loss,
+    if(isfinite(loss), loss, NULL) AS loss,
     reward_mean,
     fresh_reward_mean,
-    logprob_gap_mean,
-    gradient_norm,
+    if(isfinite(logprob_gap_mean), logprob_gap_mean, NULL) AS logprob_gap_mean,
+    if(isfinite(gradient_norm), gradient_norm, NULL) AS gradient_norm,
     num_trajectories,
     samples_per_insert,
     num_response_tokens,

@@ -5,7 +5,7 @@ Claims
 - a response that is HTML is shown as text, and long ones are cut
 - the numbers are those of the store: staleness, shares, log-probability gaps, where time went
 - time that is in two sets of intervals is found, however they lie
-- a run without data, and one without training steps, have a report
+- a run without data, and one without training steps, have a report; skipped steps leave their neighbours' curves be
 - faults of the store are on the page
 - the command writes into the store, or where it is told to
 - in a browser: no sideways scrolling, no label cut off, colours follow the system, on a laptop and on a phone; hostile
@@ -14,6 +14,7 @@ Claims
 Run: pytest tests/flows/test_report.py
 """
 
+import math
 import re
 from random import Random
 
@@ -24,12 +25,13 @@ from flows import charts
 from flows.cli import app
 from flows.report import MAX_TEXT, render
 from flows.summary import intersection, union
+from storage.ledger import record_batch, record_training_step
 from storage.report import report_tables
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tests.benchmarks.generated_run import generate_run
 from tests.browser import CLIPPED_LABELS, LAPTOP, PHONE, browser
-from tests.storage.helpers import make_shard
+from tests.storage.helpers import make_batch, make_shard, make_training_step
 
 HOSTILE = (
     '</pre><script>document.title = "owned"</script><img src=x onerror="document.title=\'owned\'">&amp;{{ 7 * 6 }}'
@@ -113,6 +115,22 @@ def test_a_run_that_has_just_begun_has_a_report(tmp_path):
     commit_shard(store, make_shard())
     page = render(store)
     assert "step 0 of 80" in page and "broken pointer" in page  # it samples, but no policy is published
+
+
+def test_a_skipped_step_is_no_point_of_a_curve(tmp_path):
+    """Its loss and gradient are stored as they were: not finite."""
+    store = RunStore(tmp_path.as_uri(), "skipped")
+    store.create_run({"run": "skipped", "train": {"steps": 3}})
+    commit_shard(store, make_shard())
+    nothing = {"loss": math.nan, "gradient_norm": math.inf, "logprob_gap_mean": -math.inf, "skipped": True}
+    for step in (1, 2, 3):
+        record_batch(store, 1, step, make_batch([0]))
+        record_training_step(store, make_training_step(1, step) | (nothing if step == 2 else {}))
+    page = render(store)
+    assert "nan" not in "".join(re.findall("<svg.*?</svg>", page, re.DOTALL))
+    rows = report_tables(store)["training"].to_pylist()
+    curves = [(row["step"], row["loss"], row["gradient_norm"], row["policy_reference_gap"]) for row in rows]
+    assert curves == [(1, 0.5, 1.0, 0.0), (2, None, None, None), (3, 0.5, 1.0, 0.0)]
 
 
 def test_faults_are_on_the_page(tmp_path):
