@@ -64,6 +64,7 @@ def show(
     """
     import duckdb
 
+    from flows.table import json_text
     from storage.errors import StoreError
 
     run_store = existing_run(run, store)
@@ -80,7 +81,7 @@ def show(
         fail(f"Run {run!r} has no step {step}: {trained}.", status=2)
     facts = next((row for row in steps if row["step"] == step), {})
     if as_json:
-        typer.echo(json.dumps({"run": run, "step": step, "facts": facts, "batch": rows}, default=str, indent=2))
+        typer.echo(json_text({"run": run, "step": step, "facts": facts, "batch": rows}))
         return
     console = _console()
     for part in _batch_parts(run, step, facts, rows):

@@ -5,7 +5,7 @@ Claims
 - options and --set come together in one RunConfig; a run is called after its task; local paths become absolute
 - a finished run prints its summary and starts nothing
 - what the input check refuses, and a Trainer of which Prefect does not know, end the command before it submits
-- `tba sql` prints a table, JSON or CSV; refuses to write; says when there is no such run
+- `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
 - without a terminal, progress is plain lines, each with every field the heartbeat has
 
 Run: pytest tests/flows/test_cli.py
@@ -14,6 +14,7 @@ Run: pytest tests/flows/test_cli.py
 import io
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -179,8 +180,24 @@ def test_sql_prints_json(stored_run):
     assert json.loads(result.stdout) == [{"number": 1, "text": "a, b"}, {"number": 2, "text": "[c]"}]
 
 
+def test_what_is_no_number_is_null_in_json(stored_run):
+    """As in a skipped step's loss. NaN is no JSON: jq and JavaScript refuse all of it."""
+    rows = "SELECT 'nan'::FLOAT AS loss, [1.5, '-inf'::FLOAT] AS more"
+    printed = tba("sql", "some", rows, "--format", "json").stdout
+    assert json.loads(printed, parse_constant=pytest.fail) == [{"loss": None, "more": [1.5, None]}]
+
+
 def test_sql_prints_csv(stored_run):
     assert tba("sql", "some", ROWS, "--format", "csv").stdout == 'number,text\n1,"a, b"\n2,[c]\n'
+
+
+def test_two_columns_of_one_name_keep_their_values(stored_run):
+    """As `SELECT * FROM trajectories JOIN batches` has them."""
+    rows = "SELECT 1 AS reward, 2 AS reward_1, 3 AS reward, 4 AS step"
+    assert tba("sql", "some", rows, "--format", "csv").stdout == "reward,reward_1,reward_2,step\n1,2,3,4\n"
+    (row,) = json.loads(tba("sql", "some", rows, "--format", "json").stdout)
+    assert row == {"reward": 1, "reward_1": 2, "reward_2": 3, "step": 4}
+    assert re.findall(r"\d+", tba("sql", "some", rows).stdout.splitlines()[3]) == ["1", "2", "3", "4"]
 
 
 def test_sql_prints_a_table(stored_run):
