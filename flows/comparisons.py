@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -110,9 +111,9 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
             run = f"{mode}-seed{seed}"
             command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
             command += ["--seed", str(seed), "--model", model, *settings]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            if done.returncode:  # of a finished run it is 0 at once
-                raise ValueError(f"tba train {run} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
+            status, output = run_to_its_end(command)
+            if status:  # of a finished run it is 0 at once
+                raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
             run_store = RunStore(store, run)
             summary = json.loads(run_store.get("summary.json"))
             curves.append(sampled_accuracy(run_store))
@@ -151,6 +152,23 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
     table.write_text("\n".join(lines) + "\n")
     write_numbers(table.with_suffix(".json"), about, rows)
     return table
+
+
+def run_to_its_end(command: list[str]) -> tuple[int, str]:
+    """Status and output of a `tba train`. Interrupted, it waits for that one to stop its run: killed, it would not."""
+    with tempfile.TemporaryFile("w+") as output:
+        # a process group of its own: Ctrl-C in a terminal would reach it beside what is sent here
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        )
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+        output.seek(0)
+        return process.returncode, output.read()
 
 
 def sampled_accuracy(store: RunStore) -> list[tuple[float, float]]:

@@ -5,6 +5,7 @@
 - What has run with other settings is not taken for a run of these; results name the code that sampled them.
 - Of the step sizes tried, each arm gets the one that was best for it.
 - Of runs in both modes, the time to equal accuracy is that to the highest which all came to.
+- Interrupted, it ends when the `tba train` that it started has stopped its run.
 - Confidence intervals and losses by seed are worked out; the table and the plot have every arm.
 
 python -m pytest tests/flows/test_compare.py
@@ -12,6 +13,8 @@ python -m pytest tests/flows/test_compare.py
 
 import json
 import math
+import sys
+import time
 
 import pytest
 
@@ -24,7 +27,7 @@ from storage.ledger import first_attempt_at, start_attempt
 from storage.store import RunStore
 from tests.character_model import save_character_model
 from tests.storage.buffer_runs import commit
-from tests.storage.helpers import NOON, OWNER
+from tests.storage.helpers import NOON, OWNER, start_python
 
 STEPS = 5
 
@@ -108,6 +111,45 @@ def test_each_arm_gets_the_step_size_that_is_best_for_it(monkeypatch):
         ("tb-lag1", 1, {"beta": 0.05, "learning_rate": 1e-4}),
         ("tb-lag16", 16, {"beta": 0.05, "learning_rate": 1e-5}),
     ]
+
+
+# In the place of Python: `tba train`, which takes a moment to stop its run.
+STAND_IN_TRAIN = """#!{python}
+import signal, time
+from pathlib import Path
+
+def stop(*_):
+    time.sleep(1)
+    Path("stopped").touch()
+    raise SystemExit(130)
+
+signal.signal(signal.SIGTERM, stop)
+Path("training").touch()
+time.sleep(60)
+"""
+COMPARE = """
+import os, sys
+from flows import cli
+os.chdir(sys.argv[1])
+sys.executable = os.path.abspath("train")
+sys.argv = ["tba", "compare", "sync"]
+cli.main()
+"""
+
+
+def test_interrupted_it_lets_its_run_stop_in_order(tmp_path):
+    """By its pid, as `timeout` does: Ctrl-C in a terminal is the same to it."""
+    train = tmp_path / "train"
+    train.write_text(STAND_IN_TRAIN.format(python=sys.executable))
+    train.chmod(0o700)
+    command = start_python(COMPARE, str(tmp_path))
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "training").exists():
+        assert command.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    command.terminate()
+    assert command.wait(60) == 130
+    assert (tmp_path / "stopped").exists()
 
 
 def test_equal_accuracy_is_what_all_runs_came_to():
