@@ -31,7 +31,7 @@ class RunConfig(Settings):
     )
     synchronous: bool = Field(
         False,
-        description="Search, then learn, in turns, each with all CPU cores: for comparison. Replays nothing.",
+        description="One Searcher and the Trainer in turns, each with all CPU cores: for comparison. Replays nothing.",
     )
     evaluate_interval: int | None = Field(
         None, ge=1, description="Published policies from one evaluation to the next; None: the first and the last only."
@@ -85,22 +85,26 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _turns_can_be_taken(self):
-        """In turns, a draw is of the newest policy's round alone: `sampling.max_age` follows."""
+        """In turns, a draw is of the newest policy's round alone: `sampling.max_age` follows, and one Searcher."""
         if not self.synchronous:
             return self
-        newest_only, prompts = self.train.sync_interval - 1, self.searchers * self.search.prompts_per_round
+        if self.searchers != 1:
+            raise ValueError(
+                f"synchronous: searchers is {self.searchers}, but one Searcher and the Trainer take turns: with more, "
+                "training would begin on the first one's round while the others sample. Set searchers=1"
+            )
+        newest_only, prompts = self.train.sync_interval - 1, self.search.prompts_per_round
         fresh = prompts * self.search.samples_per_prompt
         if self.sampling.max_age not in (None, newest_only) or self.sampling.samples_per_insert is not None:
             raise ValueError(
-                f"synchronous draws from the newest policy's rounds alone (sampling.max_age {newest_only}, no "
+                f"synchronous draws from the newest policy's round alone (sampling.max_age {newest_only}, no "
                 "samples_per_insert): leave both out"
             )
         if self.sampling.min_size > fresh or self.sampling.prompts_per_batch > prompts:
             raise ValueError(
-                f"synchronous: all Searchers' rounds together bring {fresh} trajectories of {prompts} prompts, but "
-                f"sampling.min_size is {self.sampling.min_size} and sampling.prompts_per_batch (B) "
-                f"{self.sampling.prompts_per_batch}: nobody would ever go on. Lower those, or raise "
-                "search.prompts_per_round"
+                f"synchronous: a round brings {fresh} trajectories of {prompts} prompts, but sampling.min_size is "
+                f"{self.sampling.min_size} and sampling.prompts_per_batch (B) {self.sampling.prompts_per_batch}: "
+                "nobody would ever go on. Lower those, or raise search.prompts_per_round"
             )
         object.__setattr__(self, "sampling", self.sampling.model_copy(update={"max_age": newest_only}))
         return self

@@ -129,17 +129,18 @@ def test_a_synchronous_searcher_waits_for_another_policy(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": {"max_age": 5}}, "draws from the newest policy's rounds alone"),
+        ({"sampling": {"max_age": 5}}, "draws from the newest policy's round alone"),
         ({"search": {"prompts_per_round": 2}}, "nobody would ever go on"),
+        ({"searchers": 2, "search": {"prompts_per_round": 16}}, "Set searchers=1"),
     ],
 )
 def test_turns_that_nobody_could_take_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        RunConfig.model_validate({"synchronous": True} | changes)
+        RunConfig.model_validate({"synchronous": True, "searchers": 1} | changes)
 
 
 def test_taking_turns_draws_the_newest_rounds_alone():
-    settings = {"synchronous": True, "search": {"prompts_per_round": 16}, "train": {"sync_interval": 3}}
+    settings = {"synchronous": True, "searchers": 1, "search": {"prompts_per_round": 16}, "train": {"sync_interval": 3}}
     config = RunConfig.model_validate(settings)
     assert config.sampling.max_age == 2  # the third step after a policy draws what that one said
     assert RunConfig.model_validate(config.recorded() | {"store": config.store}) == config
