@@ -25,11 +25,11 @@ from flows.page import Page
 from flows.processes import ALREADY_TRAINING
 from flows.summary import summarise
 from flows.warm_start import take_over
-from storage import ledger, policies
+from storage import ledger, policies, shards
 from storage.errors import AlreadyTraining, NotFound, StoreError
 from storage.store import RunStore
 
-# A Searcher that fell is replaced; one that falls this often has a fault that a new one would share.
+# A Searcher that fell is replaced; one that falls more often without a round between has a fault that a new one shares.
 MAX_REPLACEMENTS = 3
 POLL_S = 2.0
 # A step with its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
@@ -155,8 +155,9 @@ class Searchers:
     """The run's Searchers, each a flow run of its own on whatever machine the work pool has."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._replacements = config, 0
+        self._config = config
         self._store, self._wanted = RunStore(config.store, config.run), config.searchers
+        self._falls: dict[str, tuple[int, int]] = {}  # by name: the round that it fell at, and how often
         self._runs: dict[str, FlowRun] = {}  # the first one evaluates
         self._leaving: list[FlowRun] = []
         self._num_names = 0  # no name is used twice: who leaves may not be gone yet
@@ -164,7 +165,7 @@ class Searchers:
     def keep_up(self) -> None:
         """Starts those not started yet, and anew each that failed, crashed or was lost; lets go whom nobody wants.
 
-        How many are wanted may change during a run (`tba searchers`). Raises: RuntimeError: too many fell.
+        How many are wanted may change during a run (`tba searchers`). Raises: RuntimeError: one fell too often.
         """
         with contextlib.suppress(StoreError):  # a store that is away has no new wishes
             self._wanted = control.wanted_searchers(self._store, self._config.searchers)
@@ -176,14 +177,8 @@ class Searchers:
             control.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
         for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
-            # one that gave up on a Trainer that was long in coming back has no fault that a new one would share
-            self._replacements += not self._state(self._runs[name]).is_completed()
-            if self._replacements > MAX_REPLACEMENTS:
-                raise RuntimeError(
-                    f"searchers fell {self._replacements} times, last {name}; its flow run's log in Prefect says why"
-                )
-            get_run_logger().warning("searcher %s fell and is started again", name)
-            self._runs[name] = self._start(name)
+            with contextlib.suppress(StoreError):  # a store that is away: later
+                self._replace(name)
 
     def stop(self) -> None:
         """Ends those that still run. Nothing is lost: what they committed is in the store."""
@@ -192,6 +187,22 @@ class Searchers:
                 state = client.read_flow_run(run.id).state
                 if not state.is_final():
                     client.set_flow_run_state(run.id, Cancelling(message="the run is over"), force=True)
+
+    def _replace(self, name: str) -> None:
+        """Starts one anew. Raises: RuntimeError: it fell too often. StoreError: the store is away; nothing was done."""
+        at = shards.next_round(self._store, name)
+        before, falls = self._falls.get(name, (at, 0))
+        if before != at:  # it has committed since
+            falls = 0
+        # one that gave up on a Trainer that was long in coming back has no fault that a new one would share
+        falls += not self._state(self._runs[name]).is_completed()
+        if falls > MAX_REPLACEMENTS:
+            raise RuntimeError(
+                f"searcher {name} fell {falls} times at its round {at}; its flow run's log in Prefect says why"
+            )
+        self._runs[name] = self._start(name)
+        self._falls[name] = at, falls
+        get_run_logger().warning("searcher %s fell and is started again", name)
 
     def _start(self, name: str) -> FlowRun:
         config = self._config
@@ -235,7 +246,8 @@ def await_evaluation(store: RunStore, searchers: Searchers) -> None:
     while final not in ledger.evaluations(store):
         if time.monotonic() > deadline:
             raise TimeoutError(f"policy step {final} was not evaluated within {EVALUATION_TIMEOUT_S} s")
-        searchers.keep_up()
+        with contextlib.suppress(httpx.HTTPError):  # evaluation goes on while the Prefect server is away
+            searchers.keep_up()
         time.sleep(POLL_S)
 
 

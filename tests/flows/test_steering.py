@@ -3,10 +3,11 @@
 Claims
 - the flow keeps as many Searchers as were asked for last, across its own lives; a new one has a name of its own
 - a Searcher that gave up on a silent Trainer is started again, as often as that takes; at the final policy none is
+- so is one that fell and had committed a round; one that falls again and again at the same round ends the run
 - who is to leave is told so in the store and nobody takes its name; the first, which evaluates, stays
 - a Searcher that is to leave finishes its round and begins no other
 - the Trainer's process hears within a heartbeat that it is to stop, once
-- a store that is away changes nothing
+- a store that is away changes nothing, nor does a Prefect server that is away during the final evaluation
 - `tba searchers` refuses what is no change, what would leave nobody to evaluate, and a finished run
 - `tba stop` waits until the Trainer says that it has stopped, and says so; refuses where nobody trains
 
@@ -22,9 +23,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from prefect.logging import disable_run_logger
-from prefect.states import Completed
+from prefect.states import Completed, Crashed
 from typer.testing import CliRunner
 
 from flows import control, search, train
@@ -35,9 +37,11 @@ from flows.training import StoreOutbox
 from storage import ledger
 from storage.errors import StoreUnreachable
 from storage.policies import PolicyRef
+from storage.shards import commit_shard
 from storage.store import RunStore
 from tba.trainer import Stopped
 from tests.flows.prepared_run import heartbeat, prepare_run
+from tests.storage.helpers import NOON, make_shard
 
 
 @pytest.fixture
@@ -73,6 +77,10 @@ def names(started: list[dict]) -> list[str]:
     return [parameters["name"] for parameters in started]
 
 
+def away(*_: object):
+    raise StoreUnreachable("away")
+
+
 def test_the_flow_keeps_as_many_searchers_as_are_wanted(store, started):
     searchers = new_flow(store)
     searchers.keep_up()
@@ -102,9 +110,6 @@ def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
     tba("searchers", "arithmetic", "+1")
     searchers.keep_up()
 
-    def away(*_: object):
-        raise StoreUnreachable("away")
-
     monkeypatch.setattr(train.control, "wanted_searchers", away)
     searchers.keep_up()
     assert names(started) == ["s0", "s1"]
@@ -125,6 +130,70 @@ def test_who_gave_up_on_a_silent_trainer_is_started_again(store, monkeypatch):
         latest.final = True
         searchers.keep_up()
     assert len(parameters) == 1 + 2 * train.MAX_REPLACEMENTS
+
+
+@pytest.fixture
+def fallen(monkeypatch) -> list[dict]:
+    """The parameters of the flow runs that were started, in order; each of them has crashed when it is looked at."""
+    parameters = []
+    monkeypatch.setattr(train, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
+    monkeypatch.setattr(train.Searchers, "_state", staticmethod(lambda run: Crashed()))
+    return parameters
+
+
+def test_who_falls_now_and_then_is_replaced_as_often_as_that_takes(store, fallen):
+    """A preempted machine each day, of which a run of many days has many, is no fault."""
+    searchers = new_flow(store)
+    with disable_run_logger():
+        for number in range(2, 3 + 2 * train.MAX_REPLACEMENTS):
+            searchers.keep_up()
+            commit_shard(store, make_shard("s0", number))
+    assert names(fallen) == ["s0"] * (2 + 2 * train.MAX_REPLACEMENTS)
+
+
+def test_each_of_many_may_fall(store, fallen):
+    searchers = train.Searchers(RunConfig(run=store.run, store=store.url, searchers=2 * train.MAX_REPLACEMENTS))
+    with disable_run_logger():
+        searchers.keep_up()
+    assert names(fallen)[2 * train.MAX_REPLACEMENTS :] == names(fallen)[: 2 * train.MAX_REPLACEMENTS]
+
+
+def test_who_falls_again_and_again_ends_the_run(store, fallen):
+    searchers = new_flow(store)
+    with disable_run_logger():
+        for _ in range(train.MAX_REPLACEMENTS):
+            searchers.keep_up()
+        with pytest.raises(RuntimeError, match="searcher s0 fell 4 times at its round 2"):
+            searchers.keep_up()
+    assert names(fallen) == ["s0"] * (1 + train.MAX_REPLACEMENTS)
+
+
+def test_who_falls_while_the_store_is_away_is_replaced_when_it_is_back(store, fallen, monkeypatch):
+    searchers = new_flow(store)
+    with disable_run_logger():
+        searchers.keep_up()
+        with monkeypatch.context() as outage:
+            outage.setattr(RunStore, "list", away)
+            outage.setattr(RunStore, "get", away)
+            for _ in range(2 * train.MAX_REPLACEMENTS):
+                searchers.keep_up()
+        assert names(fallen) == ["s0", "s0"]
+        searchers.keep_up()
+    assert names(fallen) == ["s0"] * 3
+
+
+def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatch):
+    monkeypatch.setattr(train.policies, "latest_policy", lambda store: SimpleNamespace(step=80))
+    monkeypatch.setattr(train, "POLL_S", 0)
+
+    def keep_up() -> None:
+        """Meanwhile the Searcher evaluates."""
+        row = {"policy_step": 80, "split": "heldout", "num_problems": 8, "accuracy": 0.75, "created_at": NOON}
+        ledger.record_evaluation(store, row | {"mean_response_tokens": 4.0})
+        raise httpx.ConnectError("the server is away")
+
+    train.await_evaluation.fn(store, SimpleNamespace(keep_up=keep_up))
+    assert ledger.accuracy(store, 80) == 0.75
 
 
 def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
