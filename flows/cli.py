@@ -232,7 +232,8 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         fail(str(error))
     except KeyboardInterrupt:
         if submitted:
-            runs.cancel(url, flow_run)
+            with _uninterrupted():
+                runs.cancel(url, flow_run)
         _say(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
         raise typer.Exit(130) from None
     finally:

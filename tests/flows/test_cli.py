@@ -6,27 +6,32 @@ Claims
 - a finished run prints its summary and starts nothing
 - what the input check refuses, and a Trainer of which Prefect does not know, end the command before it submits
 - `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
+- a second Ctrl-C waits until the run is stopped
 - without a terminal, progress is plain lines, each with every field the heartbeat has
 
 Run: pytest tests/flows/test_cli.py
 """
 
+import contextlib
 import io
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flows import stack
+from flows import cli, runs, server, stack
 from flows.cli import _refuse_live_trainer, app
+from flows.config import RunConfig
 from flows.progress import Progress, duration
 from storage import ledger
 from storage.store import RunStore
@@ -156,6 +161,32 @@ def test_a_live_trainer_that_prefect_does_not_know_is_named(project, capsys):
     thread.join()
     assert exit_.value.exit_code == 1
     assert f"pid {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_second_interrupt_waits_until_the_run_is_stopped(project, monkeypatch):
+    """Else it would train on under a stack that stays."""
+    stopped = []
+
+    def cancel(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        stopped.append("run")
+
+    def follow(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stack, "up", lambda *_, **__: "http://127.0.0.1:1/api")
+    monkeypatch.setattr(stack, "leave", lambda *_, **__: stopped.append("stack"))
+    monkeypatch.setattr(server, "api", lambda url: contextlib.nullcontext())
+    monkeypatch.setattr(runs, "live_run", lambda *_: None)
+    monkeypatch.setattr(runs, "mark_crashed", lambda *_: 0)
+    monkeypatch.setattr(runs, "submit", lambda *_: SimpleNamespace(id=uuid4()))
+    monkeypatch.setattr(runs, "cancel", cancel)
+    monkeypatch.setattr(cli, "_follow", follow)
+    config = RunConfig(store=(project / ".tba").as_uri())
+    with pytest.raises((typer.Exit, KeyboardInterrupt)) as exit_:
+        cli._train(project, config, RunStore(config.store, config.run))
+    assert stopped == ["run", "stack"]
+    assert exit_.value.exit_code == 130
 
 
 def test_outside_the_project_it_says_where_to_go(tmp_path, monkeypatch):
