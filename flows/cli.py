@@ -221,7 +221,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
             else:
                 _refuse_live_trainer(store)
                 if num_dead := runs.mark_crashed(client, config):
-                    _say(f"Marked {num_dead} flow runs of a stack that was killed as Crashed.")
+                    _say(f"Ended {num_dead} flow runs that a killed stack or flow had left behind.")
                 _say(f"{'Starting' if old is None else 'Resuming'} run {config.run!r}.")
                 flow_run, submitted = runs.submit(client, config), True
             _say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")

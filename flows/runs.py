@@ -6,6 +6,7 @@ On a server that is not on this machine they cannot be seen, and there the recor
 """
 
 import contextlib
+from datetime import UTC, datetime, timedelta
 
 from pydantic import ValidationError
 
@@ -14,6 +15,8 @@ from flows.config import RunConfig
 from flows.processes import find_processes, stop_processes
 
 FLOWS = ["tba", "search"]
+# By then a worker has ended what it was told to.
+PATIENCE = timedelta(minutes=10)
 
 
 def live_run(client, config: RunConfig):
@@ -23,18 +26,33 @@ def live_run(client, config: RunConfig):
 
 def mark_crashed(client, config: RunConfig) -> int:
     """Mark flow runs of this run that a killed stack or flow left behind as Crashed, stopping what is left of them.
+    What may be left elsewhere the worker there is to stop.
 
     Only where no flow trains the run (live_run): a Searcher that a flow started has then outlived it, and would search
     beside the next flow's Searcher of its name. Returns how many. Those still waiting for a worker count too."""
     from prefect.states import Crashed
 
-    found = unfinished(client, config)
-    dead = [r for r in found if r.parent_task_run_id is not None or not is_alive(client, r)]
+    dead = unfinished(client, config, ["tba"])
+    dead += [r for r in unfinished(client, config, ["search"]) if r.parent_task_run_id or not is_alive(client, r)]
     for flow_run in dead:
+        state = _ended(client, flow_run, Crashed(message="Its stack or flow was killed; found by a later `tba train`."))
         stop_processes(_processes(flow_run))
-        state = Crashed(message="Its stack or flow was killed; found by a later `tba train`.")
         client.set_flow_run_state(flow_run.id, state, force=True)
     return len(dead)
+
+
+def _ended(client, flow_run, state):
+    """`state`, or Cancelling where the flow run's process may run elsewhere: a worker there reacts to nothing else."""
+    from prefect.states import Cancelling
+
+    old = flow_run.state
+    may_run = old.is_running() or (old.is_cancelling() and _age(old) < PATIENCE)
+    is_here = server.is_loopback(str(client.api_url)) or _processes(flow_run)
+    return Cancelling(message=state.message) if may_run and not is_here else state
+
+
+def _age(state) -> timedelta:
+    return datetime.now(UTC) - state.timestamp
 
 
 def submit(client, config: RunConfig):
@@ -61,8 +79,10 @@ def cancel(url: str, flow_run) -> None:
     with contextlib.suppress(httpx.HTTPError), server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5}) as client:
         children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]))
         family += [r for r in client.read_flow_runs(flow_run_filter=children) if not r.state.is_final()]
+        family[0] = client.read_flow_run(flow_run.id)  # it was submitted some time ago
         for member in family:  # before their processes end: the worker does not overwrite a final state with Crashed
-            client.set_flow_run_state(member.id, Cancelled(message="Stopped by `tba train`."), force=True)
+            state = _ended(client, member, Cancelled(message="Stopped by `tba train`."))
+            client.set_flow_run_state(member.id, state, force=True)
     stop_processes([process for member in family for process in _processes(member)])
 
 

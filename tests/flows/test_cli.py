@@ -7,6 +7,7 @@ Claims
 - what the input check refuses, and a Trainer of which Prefect does not know, end the command before it submits
 - `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
 - a second Ctrl-C waits until the run is stopped
+- what runs elsewhere is stopped by the worker there
 - without a terminal, progress is plain lines, each with every field the heartbeat has
 
 Run: pytest tests/flows/test_cli.py
@@ -22,10 +23,11 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 import typer
+from prefect.states import Running, Scheduled
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -187,6 +189,52 @@ def test_a_second_interrupt_waits_until_the_run_is_stopped(project, monkeypatch)
         cli._train(project, config, RunStore(config.store, config.run))
     assert stopped == ["run", "stack"]
     assert exit_.value.exit_code == 130
+
+
+class RemoteServer:
+    """A Prefect server on another machine, with these flow runs."""
+
+    api_url = "http://elsewhere:4200/api"
+
+    def __init__(self, *flow_runs: SimpleNamespace) -> None:
+        self._flow_runs = flow_runs
+
+    def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
+        return next(flow_run for flow_run in self._flow_runs if flow_run.id == flow_run_id)
+
+    def read_flow_runs(self, flow_run_filter, flow_filter=None) -> list[SimpleNamespace]:
+        flows = flow_filter.name.any_ if flow_filter else ["search"]  # without: one's children
+        return [flow_run for flow_run in self._flow_runs if flow_run.flow in flows]
+
+    def set_flow_run_state(self, flow_run_id: UUID, state, force: bool) -> None:
+        self.read_flow_run(flow_run_id).state = state
+
+
+def flow_run(flow: str, config: RunConfig, state, *, parent: UUID | None = None) -> SimpleNamespace:
+    """A flow run with no process on this machine."""
+    parameters = {"config": config.model_dump(mode="json")} if flow == "tba" else {"store": config.store, "run": "run"}
+    return SimpleNamespace(id=uuid4(), flow=flow, state=state, parent_task_run_id=parent, parameters=parameters)
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    return RunConfig(run="run", store=tmp_path.as_uri())
+
+
+def test_what_runs_elsewhere_is_ended_by_the_worker_there(config, monkeypatch):
+    """Which reacts to Cancelling alone; what has no process yet needs none."""
+    flow, searcher = flow_run("tba", config, Running()), flow_run("search", config, Running(), parent=uuid4())
+    waiting = flow_run("search", config, Scheduled(), parent=uuid4())
+    client = RemoteServer(flow, searcher, waiting)
+    monkeypatch.setattr(server, "api", lambda *_: contextlib.nullcontext(client))
+    runs.cancel(client.api_url, SimpleNamespace(id=flow.id, state=Scheduled()))  # as it was submitted
+    assert [run.state.name for run in (flow, searcher, waiting)] == ["Cancelling", "Cancelling", "Cancelled"]
+
+
+def test_searchers_that_a_dead_flow_left_elsewhere_are_ended_and_those_that_joined_are_not(config):
+    orphan, joined = flow_run("search", config, Running(), parent=uuid4()), flow_run("search", config, Running())
+    assert runs.mark_crashed(RemoteServer(orphan, joined), config) == 1
+    assert (orphan.state.name, joined.state.name) == ("Cancelling", "Running")
 
 
 def test_outside_the_project_it_says_where_to_go(tmp_path, monkeypatch):
