@@ -54,7 +54,6 @@ for part in (
 
 SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back
 PROCESS_SILENCE_S = 30  # a flow process ends a moment before its last state is known
-TRAINER_WATCH_S = 15  # several heartbeats
 
 
 def main() -> None:
@@ -221,7 +220,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
             else:
                 _refuse_live_trainer(store)
                 if num_dead := runs.mark_crashed(client, config):
-                    _say(f"Ended {num_dead} flow runs that a killed stack or flow had left behind.")
+                    _say(f"Ended {num_dead} flow runs that a killed stack, flow or machine had left behind.")
                 _say(f"{'Starting' if old is None else 'Resuming'} run {config.run!r}.")
                 flow_run, submitted = runs.submit(client, config), True
             _say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")
@@ -255,6 +254,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
 
 def _refuse_live_trainer(store: "RunStore") -> None:
     """A Trainer that no flow run of this server accounts for: another server's, or one that lost its flow."""
+    from flows.runs import TRAINER_WATCH_S
     from flows.status import read
     from storage.ledger import HEARTBEAT, run_is_alive
 

@@ -2,7 +2,8 @@
 
 A flow run's own record does not tell whether it is alive: after a SIGKILL it says Running for ever. Its processes tell:
 each carries the flow run's id in its environment (PREFECT__FLOW_RUN_ID), which the worker sets and children inherit.
-On a server that is not on this machine they cannot be seen, and there the record is believed.
+On a server that is not on this machine they may be elsewhere, where they cannot be seen. There the record is believed
+until the run's store tells that nobody trains it any more.
 """
 
 import contextlib
@@ -13,15 +14,35 @@ from pydantic import ValidationError
 from flows import server
 from flows.config import RunConfig
 from flows.processes import find_processes, stop_processes
+from storage import ledger, policies
+from storage.store import RunStore
 
 FLOWS = ["tba", "search"]
-# By then a worker has ended what it was told to.
+TRAINER_WATCH_S = 15  # several heartbeats
+# By then a resumed flow has its Trainer, and a worker has ended what it was told to.
 PATIENCE = timedelta(minutes=10)
 
 
 def live_run(client, config: RunConfig):
-    """The flow run that trains this run now, or None. Returns prefect.client.schemas.FlowRun."""
-    return next((r for r in unfinished(client, config, ["tba"]) if is_alive(client, r)), None)
+    """The flow run that trains this run now, or None. Returns prefect.client.schemas.FlowRun.
+
+    Takes up to `TRAINER_WATCH_S` where one is elsewhere and silent."""
+    store = RunStore(config.store, config.run)
+    found = [r for r in unfinished(client, config, ["tba"]) if is_alive(client, r)]
+    return next((r for r in found if _processes(r) or not _has_died_elsewhere(r, store)), None)
+
+
+def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
+    """Whether a flow run of another machine has died with it, as far as its record and the run's store tell."""
+    if flow_run.state.is_cancelling():  # it ends; a Trainer that it still has is another's question
+        return True
+    if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
+        return False
+    if ledger.trainer(store) is None:  # a warm start may take hours
+        return False
+    policy = policies.latest_policy(store)
+    in_last_evaluation = policy is not None and policy.final  # which needs no Trainer
+    return not in_last_evaluation and not ledger.run_is_alive(store, TRAINER_WATCH_S)
 
 
 def mark_crashed(client, config: RunConfig) -> int:

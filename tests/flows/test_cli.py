@@ -8,6 +8,7 @@ Claims
 - `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
 - a second Ctrl-C waits until the run is stopped
 - what runs elsewhere is stopped by the worker there
+- a flow whose machine died is followed no more, also where the server's record says that it runs
 - without a terminal, progress is plain lines, each with every field the heartbeat has
 
 Run: pytest tests/flows/test_cli.py
@@ -22,12 +23,13 @@ import signal
 import sys
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from uuid import UUID, uuid4
 
 import pytest
 import typer
-from prefect.states import Running, Scheduled
+from prefect.states import Cancelling, Running, Scheduled
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -35,8 +37,9 @@ from flows import cli, runs, server, stack
 from flows.cli import _refuse_live_trainer, app
 from flows.config import RunConfig
 from flows.progress import Progress, duration
-from storage import ledger
+from storage import ledger, policies
 from storage.store import RunStore
+from tests.storage.helpers import OWNER
 
 
 @pytest.fixture
@@ -235,6 +238,39 @@ def test_searchers_that_a_dead_flow_left_elsewhere_are_ended_and_those_that_join
     orphan, joined = flow_run("search", config, Running(), parent=uuid4()), flow_run("search", config, Running())
     assert runs.mark_crashed(RemoteServer(orphan, joined), config) == 1
     assert (orphan.state.name, joined.state.name) == ("Cancelling", "Running")
+
+
+def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch):
+    """Where the server is elsewhere its record says Running for ever; the store tells that nobody trains."""
+    monkeypatch.setattr(runs, "TRAINER_WATCH_S", 2)
+    store = RunStore(config.store, config.run)
+    flow = flow_run("tba", config, Running(timestamp=datetime.now(UTC) - timedelta(minutes=11)))
+    client = RemoteServer(flow)
+    assert runs.live_run(client, config) is flow  # its warm start has not ended
+
+    ledger.start_attempt(store, 0, OWNER)
+    assert runs.live_run(client, config) is None
+    young = flow_run("tba", config, Running(timestamp=datetime.now(UTC) - timedelta(minutes=9)))
+    assert runs.live_run(RemoteServer(young), config) is young
+
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.1):
+            ledger.heartbeat(store, {"at": time.time()})
+
+    trainer = threading.Thread(target=beat)
+    trainer.start()
+    assert runs.live_run(client, config) is flow
+    stop.set()
+    trainer.join()
+
+    (tmp_path / "policy").mkdir()
+    policies.publish_policy(store, tmp_path / "policy", 7, "a fingerprint", attempt=1, final=True)
+    assert runs.live_run(client, config) is flow  # its last evaluation has no Trainer
+
+    flow.state = Cancelling()
+    assert runs.live_run(client, config) is None
 
 
 def test_outside_the_project_it_says_where_to_go(tmp_path, monkeypatch):
