@@ -22,6 +22,8 @@ def export(
 
     Example: tba export arithmetic
     """
+    import duckdb
+
     from storage.errors import StoreError
     from storage.export import export as export_run
 
@@ -31,6 +33,8 @@ def export(
         follows = export_run(run_store, file)
     except (StoreError, OSError) as error:
         fail(str(error), status=2)
+    except duckdb.IOException as error:  # of the unfinished file, whose name nobody has given
+        fail(f"{file} cannot be written: {error}", status=2)
     kind = "It follows the run" if follows else "It is a copy of the run as it is now"
     typer.echo(
         f'{kind}. In Python: duckdb.connect("{file}", read_only=True). In a browser: duckdb -ui -readonly {file}'

@@ -4,6 +4,7 @@ Claims
 - `tba runs` lists every run of a store with its state, and nothing else that lies there; a live Trainer is alive
 - `tba show` tells of each drawn response reward, draw probability, age, weights; says which steps there are
 - `tba sql` takes its query from standard input; its prompt takes several lines, survives a mistake, ends by \\q
+- `tba export` says which file cannot be written
 - names of runs complete in a shell, from the store that the line names
 - no command that only reads imports a heavy library, nor does --help
 - every command's help has an example
@@ -101,6 +102,11 @@ def test_an_absent_run_is_told_with_those_there_are(root):
     result = tba("show", "absent", "1")
     assert result.exit_code == 2
     assert "There is no run 'absent'" in result.stderr and "Runs there: arithmetic." in result.stderr
+
+
+def test_a_database_that_cannot_be_written_is_named(root):
+    result = tba("export", "arithmetic", "absent/run.duckdb")
+    assert result.exit_code == 2 and result.stderr.startswith("absent/run.duckdb cannot be written: ")
 
 
 def test_sql_takes_its_query_from_standard_input(root):
