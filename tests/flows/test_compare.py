@@ -16,7 +16,9 @@ import math
 import sys
 import time
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from flows import compare, comparisons
 from flows.compare import Arm, Outcome, confidence_interval, run_arm, summarise_arms
@@ -65,6 +67,10 @@ def test_the_lag_is_what_was_asked(tmp_path, model, lag):
 def test_intervals_are_students():
     # 0.5, 0.6, 0.7: sd 0.1; t of 2 degrees of freedom 4.303; 4.303 * 0.1 / sqrt(3) = 0.24843
     assert confidence_interval([0.5, 0.6, 0.7]) == (pytest.approx(0.6), pytest.approx(0.24843, abs=1e-5))
+    for number in (*range(2, 31), 40):
+        values = np.linspace(0, 1, number)
+        exact = stats.t.ppf(0.975, number - 1) * stats.sem(values)
+        assert exact < 1.0005 * confidence_interval(list(values))[1] < (1.001 if number <= 30 else 1.02) * exact
     mean, half_width = confidence_interval([0.5])
     assert mean == 0.5 and math.isnan(half_width)
 
