@@ -17,7 +17,7 @@ OK, WARNING, FAULT = "ok", "warning", "fault"
 PYTHONS = ((3, 11), (3, 13))  # from, up to but not including
 DEFAULT_PORT = 4200
 SERVER_TIMEOUT_S = 10.0
-REINSTALL = "rm .venv/installed && make .venv/installed"
+REINSTALL = "rm -f .venv/installed && make .venv/installed"
 GB = 1e9
 # A checkpoint of the embedded model is 1.6 GB (3 x its float32 weights). Less than one, and the first one fails.
 LEAST_FREE_BYTES = 2 * GB
@@ -52,7 +52,7 @@ def check_python() -> Finding:
     version = platform.python_version()
     if PYTHONS[0] <= sys.version_info[:2] < PYTHONS[1]:
         return Finding("python", OK, version)
-    return Finding("python", FAULT, f"this is Python {version}", "make clean && make PYTHON=python3.11 train")
+    return Finding("python", FAULT, f"this is Python {version}", "make clean && make PYTHON=python3.11 .venv/installed")
 
 
 def check_packages() -> Finding:
@@ -62,7 +62,7 @@ def check_packages() -> Finding:
     try:
         asked = [Requirement(line) for line in metadata.requires("tba") or []]
     except metadata.PackageNotFoundError:
-        return Finding("packages", FAULT, "tba itself is not installed in this environment", "make")
+        return Finding("packages", FAULT, "tba itself is not installed in this environment", REINSTALL)
     problems, num_found = [], 0
     for requirement in asked:
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):

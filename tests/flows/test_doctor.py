@@ -162,8 +162,20 @@ def test_a_missing_engine_is_named(project):
     assert (state, what[:22], remedy) == (
         "fault",
         "vLLM is not installed:",
-        "rm .venv/installed && make .venv/installed",
+        "rm -f .venv/installed && make .venv/installed",
     )
+
+
+def test_what_installs_does_not_train(monkeypatch):
+    """`make` alone is `make train`."""
+
+    def absent(name: str) -> list[str]:
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "requires", absent)
+    monkeypatch.setattr(doctor, "PYTHONS", ((4, 0), (5, 0)))
+    for finding in (doctor.check_packages(), doctor.check_python()):
+        assert finding.state == "fault" and finding.remedy.endswith(" .venv/installed")
 
 
 def test_a_package_of_a_version_that_does_not_fit_is_named(monkeypatch):
