@@ -108,7 +108,10 @@ def searchers(
     if by == 0 or change[0] not in "+-":
         fail(f"change: got {change!r}; write how many more or fewer, such as +1 or -1", status=2)
     try:
-        configured = json.loads(run_store.get("run.json")).get("searchers", 1)
+        recorded = json.loads(run_store.get("run.json"))
+        if recorded.get("synchronous"):
+            fail(f"change: run {run!r} is synchronous: one Searcher and the Trainer take turns", status=2)
+        configured = recorded.get("searchers", 1)
         before = control.wanted_searchers(run_store, configured)
         wanted = before + by
         if wanted < (least := min(1, configured)):

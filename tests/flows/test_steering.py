@@ -250,6 +250,13 @@ def test_a_finished_run_needs_no_searchers(store):
     assert (result.exit_code, result.stderr) == (2, "Run 'done' is finished.\n")
 
 
+def test_who_takes_turns_is_one_searcher(store):
+    store.put("run.json", json.dumps(json.loads(store.get("run.json")) | {"synchronous": True}).encode())
+    result = tba("searchers", "arithmetic", "+1")
+    assert (result.exit_code, "one Searcher and the Trainer take turns" in result.stderr) == (2, True)
+    assert control.wanted_searchers(store, 1) == 1
+
+
 def test_stop_refuses_where_nobody_trains(store):
     result = tba("stop", "arithmetic")
     assert (result.exit_code, "Nobody trains run 'arithmetic' now" in result.stderr) == (2, True)
