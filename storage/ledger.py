@@ -82,7 +82,7 @@ def evaluations(store: RunStore) -> dict[int, str]:
     for path in store.list("metrics/evaluations"):
         if match := _EVALUATION_NAME.fullmatch(path):
             step, attempt = int(match["step"]), int(match["attempt"] or 1)
-            if _counts(attempt, step, resumes):
+            if counts(attempt, step, resumes):
                 found[step] = path
     return found
 
@@ -128,10 +128,10 @@ def effective_syncs(store: RunStore, step: int) -> list[dict]:
         return pq.read_table(pa.BufferReader(store.get(path))).to_pylist()
 
     rows = [row for rows in transfer_all(read, store.list("syncs")) for row in rows]
-    return [row for row in rows if row["step"] <= step and _counts(row["attempt"], row["step"], resumes)]
+    return [row for row in rows if row["step"] <= step and counts(row["attempt"], row["step"], resumes)]
 
 
-def _counts(attempt: int, step: int, resumes: list[dict]) -> bool:
+def counts(attempt: int, step: int, resumes: list[dict]) -> bool:
     """Whether no later attempt resumed from before that step."""
     return all(step <= later["resumed_from"] for later in resumes if later["attempt"] > attempt)
 

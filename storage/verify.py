@@ -265,11 +265,7 @@ def _is_expired(name: str, shards: _Shards) -> bool:
 def _effective_steps(resumes: list[dict], rows: pa.Table) -> set[int]:
     """The steps whose entries count: what was trained after a checkpoint that training resumed from does not."""
     places = set(zip(rows["attempt"].to_pylist(), rows["step"].to_pylist(), strict=True))
-    return {
-        step
-        for attempt, step in places
-        if all(step <= later["resumed_from"] for later in resumes if later["attempt"] > attempt)
-    }
+    return {step for attempt, step in places if ledger.counts(attempt, step, resumes)}
 
 
 def _unrecorded_steps(resumes: list[dict], entries: dict[str, pa.Table]) -> Iterator[Fault]:
