@@ -115,7 +115,7 @@ def train(
 ) -> None:
     """Train a run, or resume it (same name, same settings), starting the local stack if none runs.
 
-    Example: tba train digits --steps 300 --searchers 1 --set train.beta=0.1
+    Example: tba train digits --steps 300 --searchers 2 --set train.beta=0.1
     """
     project = _project()
     given = {

@@ -18,7 +18,7 @@ class RunConfig(Settings):
     store: str = Field(default_factory=default_store, description="Root URL: file:///folder or s3://bucket/prefix.")
     model: str = Field("smollm2-135m-instruct", description="The embedded model, a local folder or a Hugging Face id.")
     seed: int = Field(0, ge=0, description="Of prompts' order, sampling and every draw.")
-    searchers: int = Field(2, ge=0, description="Searchers that the flow starts; more may join at any time.")
+    searchers: int = Field(1, ge=0, description="Searchers that the flow starts; more may join at any time.")
     warm_start: tuple[str, ...] = Field(
         (),
         description="URLs of runs (<store>/<run>) and .parquet files of demonstrations to begin with.",

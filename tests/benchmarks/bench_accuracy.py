@@ -1,7 +1,7 @@
 """How long until the policy adds? `make bench-accuracy`: `make train` beside TRL's GRPOTrainer, one after the other.
 
 Both post-train the embedded SmolLM2-135M-Instruct on two-digit addition until the mean reward of what ten steps sampled
-is 0.6; a table, then one JSON object. Ours is `tba train` with its defaults: two Searchers (vLLM) and the Trainer share
+is 0.6; a table, then one JSON object. Ours is `tba train` with its defaults: a Searcher (vLLM) and the Trainer share
 the cores. TRL's steps generate 4 prompts x 16 responses with transformers and learn from them by the Dr. GRPO loss; its
 step size is constant and as large as ours is at most (no other was tried), its precision the machine's fastest
 (bfloat16 autocast where that is multiplied in hardware), all cores are its own. Seconds are from the first round's
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 TARGET, STEPS, GIVE_UP_S = 0.6, 10, 1200
-PROMPTS, RESPONSES, LEARNING_RATE = 4, 16, 8e-6
+PROMPTS, RESPONSES, LEARNING_RATE = 4, 16, 1.2e-5
 # Of every TRL run that ours is measured beside: its objective, and nothing but training.
 TRL = {
     "use_cpu": True,
