@@ -143,7 +143,7 @@ class TrainSettings(Settings):
     objective: Literal["tb", "tba_prime", "dr_grpo", "rloo", "prox_rloo", "online_dpo"] = Field(
         "tb", description="Trajectory Balance, the same with a moving reference and no replay, or a baseline."
     )
-    steps: int = Field(100, ge=1, description="Policy steps to train for.")
+    steps: int = Field(120, ge=1, description="Policy steps to train for.")
     beta: float = Field(0.05, ge=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
     beta_final: float | None = Field(None, gt=0, description="beta goes there in a line; None: it stays.")
     beta_steps: int | None = Field(None, ge=1, description="Steps that beta takes to beta_final; None: all steps.")
@@ -159,7 +159,7 @@ class TrainSettings(Settings):
     )
     fluency_steps: int | None = Field(None, ge=1, description="Steps that this takes; None: all steps.")
     temperature: float = Field(1.0, gt=0, description="T that policy and reference logits are divided by.")
-    learning_rate: float = Field(1.2e-5, gt=0, description="AdamW's step size, after warm-up.")
+    learning_rate: float = Field(1e-5, gt=0, description="AdamW's step size, after warm-up.")
     warmup_steps: int = Field(5, ge=0, description="Steps over which the learning rate rises from zero.")
     learning_rate_schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field(
         "linear", description="Of the learning rate after warm-up; the decay of the last one is a cosine."
