@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 TARGET, STEPS, GIVE_UP_S = 0.6, 10, 1200
-PROMPTS, RESPONSES, LEARNING_RATE = 4, 16, 1e-5
+PROMPTS, RESPONSES = 4, 16
 # Of every TRL run that ours is measured beside: its objective, and nothing but training.
 TRL = {
     "use_cpu": True,
@@ -59,6 +59,7 @@ def trl(folder: Path) -> dict:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from tba.config import TrainSettings
     from tba.precision import compute_dtype
     from tba.tasks.arithmetic import Arithmetic
 
@@ -101,7 +102,7 @@ def trl(folder: Path) -> dict:
             num_generations=RESPONSES,
             max_completion_length=Arithmetic.max_response_tokens,
             max_steps=200,
-            learning_rate=LEARNING_RATE,
+            learning_rate=TrainSettings().learning_rate,
         ),
     )
     trainer.train()
