@@ -1,5 +1,6 @@
 """tba compare: objectives beside each other, everything else equal."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -17,18 +18,15 @@ def compare(
     store: Annotated[
         str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.", callback=not_empty)
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="adder (a small policy made here), or a model as tba train takes it.")
-    ] = "adder",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
-    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 120, of sync 50.")] = None,
-    num_heldout: Annotated[int, typer.Option(min=1, help="Held-out problems of an evaluation.")] = 512,
+    model: Annotated[str, typer.Option(help="Of sync: a model as tba train takes it.")] = "smollm2-135m-instruct",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each; default: 10, of sync 3.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 300, of sync 50.")] = None,
 ) -> None:
-    """Run named configurations by seeds in this process; write one table and one plot with confidence intervals.
+    """Run named configurations by seeds; write one table and one plot with confidence intervals.
 
-    staleness: Trajectory Balance, Dr. GRPO and proximal RLOO at an enforced policy lag of 1, 4 and 16. Interrupted, the
-    same command goes on. sync: asynchronous and synchronous training by tba train, with the embedded model, and the
-    time of each to equal accuracy.
+    staleness: Trajectory Balance with and without the taper, Dr. GRPO and proximal RLOO at an enforced policy lag of 1
+    to 128, with a small policy made for it. Interrupted, the same command goes on. Its last line is a JSON object.
+    sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
 
     Example: tba compare staleness --seeds 3
     """
@@ -37,13 +35,14 @@ def compare(
 
     if theme not in ("staleness", "sync"):
         fail(f"compare: got {theme!r}; known are staleness and sync", status=2)
-    root = store_url(store or ".tba/compare")
+    root, numbers = store_url(store or ".tba/compare"), None
     try:
         if theme == "sync":
-            model = "smollm2-135m-instruct" if model == "adder" else model
-            table = comparisons.turns(root, out, model, seeds, steps or 50, typer.echo)
+            table = comparisons.turns(root, out, model, seeds or 3, steps or 50, typer.echo)
         else:
-            table = comparisons.staleness(root, out, model, seeds, steps or 120, num_heldout, typer.echo)
+            table, numbers = comparisons.staleness(root, out, seeds or 10, steps or 300, typer.echo)
     except (StoreError, ValueError) as error:
         fail(str(error))
     typer.echo(f"Written: {table}")
+    if numbers:
+        typer.echo(json.dumps(numbers))

@@ -1,9 +1,9 @@
 """What is compared, and how it is written down: a table, a plot and the numbers, in one folder."""
 
 import json
-import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -12,19 +12,16 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flows.compare import Arm, Outcome, Summary, confidence_interval, run_arm, summarise_arms, tune
-from flows.config import RunConfig
-from flows.machine import model_folder
+from flows.compare import Arm, Bench, Interval, Outcome, by_arm, confidence_interval, paired_differences
 from storage.inspect import query
 from storage.ledger import first_attempt_at
 from storage.store import RunStore
-from tba.adder import make_adder
 
-ADDER = "adder"  # in place of a model's name: the small policy of tba/adder.py
-LAGS = (1, 4, 16)
+LAGS = (1, 4, 16, 64, 128)
 # Published: TBA 0.004 to 0.014, Dr. GRPO 0. RLOO gets TBA's, as both have the KL in the reward.
 OBJECTIVES = {
     "tb": {"objective": "tb", "beta": 0.05},
+    "tb_plain": {"objective": "tb", "beta": 0.05, "residual_weight": "plain"},
     "dr_grpo": {"objective": "dr_grpo", "beta": 0.0},
     "prox_rloo": {"objective": "prox_rloo", "beta": 0.05},
 }
@@ -49,54 +46,87 @@ SUMMARISED = {
     "staleness_mean": "Staleness",
 }
 WINDOW = 1024  # trajectories that sampled accuracy is the mean of: 64 prompts
-RATES = (1e-5, 3e-5, 1e-4)
 
 
-def staleness(
-    store: str, out: Path, model: str, seeds: int, steps: int, num_heldout: int, say: Callable[[str], None]
-) -> Path:
-    """Each objective at each lag, with the learning rate of `RATES` that is best there. Returns the table's file.
+def staleness(store: str, out: Path, seeds: int, steps: int, say: Callable[[str], None]) -> tuple[Path, dict]:
+    """Each objective at each lag, with the step size that is best there. Returns the table's file and its numbers.
 
     Interrupted, it goes on where it was: what has run is in the store.
     """
-    folder = make_adder(Path.cwd() / ".tba" / ".local" / "adder") if model == ADDER else model_folder(model)
-    base = comparison_config(store, model, steps)
-    arms = [Arm(f"{name}-lag{lag}", lag, settings) for lag in LAGS for name, settings in OBJECTIVES.items()]
-    arms = tune(arms, list(RATES), base, folder, num_heldout, say)
-    outcomes = []
-    for seed in range(seeds):
-        for arm in arms:
-            outcome = run_arm(arm, base, folder, seed, num_heldout)
-            outcomes.append(outcome)
-            say(
-                f"{arm.name}, seed {seed}: {outcome.accuracy_before:.3f} -> {outcome.accuracy_after:.3f}, "
-                f"staleness {outcome.staleness_mean:.1f}, {outcome.seconds:.0f} s"
-            )
+    from tba import testbed
+
+    first_policy = Path.cwd() / ".tba" / ".local" / "testbed.safetensors"
+    testbed.first_policy(first_policy)
+    arms = [Arm(name, lag, settings | {"steps": steps}) for lag in LAGS for name, settings in OBJECTIVES.items()]
+    with Bench(store, first_policy, say) as bench:
+        arms = bench.tune(arms)
+        outcomes = bench.run([(arm, seed) for seed in range(seeds) for arm in arms])
     about = {
-        "model": "0.2 M parameters, made by tba/adder.py" if model == ADDER else model,
+        "policy": f"{sum(p.numel() for p in testbed.Policy().parameters()):,} parameters (tba/testbed.py)",
         "task": "two-digit addition",
-        "samples": outcomes[0].num_trajectories,
+        "batch": f"{testbed.B} prompts x {testbed.K} responses, no replay",
         "steps": steps,
-        "learning rates tried": list(RATES),
-        "learning rates chosen": {arm.name: arm.settings["learning_rate"] for arm in arms},
-        "held-out sums": num_heldout,
+        "seeds": seeds,
+        "held-out sums": testbed.NUM_SUMS - testbed.NUM_TRAIN,
+        "accuracy before training": f"{outcomes[0].accuracy_before:.3f}",
+        "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
+        "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
     }
-    stores = [RunStore(store, f"{outcome.arm}-seed{outcome.seed}") for outcome in outcomes]
-    return write_results("staleness", out, outcomes, about | results_about(stores))
+    return write_staleness(out, outcomes, about | hardware())
 
 
-def comparison_config(store: str, model: str, steps: int) -> RunConfig:
-    """What all runs of the comparison share: 32 prompts x 8 responses a step, sampled as the loss scores them."""
-    return RunConfig.model_validate(
-        {
-            "run": "base",
-            "store": store,
-            "model": model,
-            "search": {"prompts_per_round": 32, "samples_per_prompt": 8},
-            "sampling": {"prompts_per_batch": 32, "responses_per_prompt": 8},
-            "train": {"steps": steps, "warmup_steps": 5, "learning_rate_schedule": "linear", "sync_interval": 1},
-        }
-    )
+def write_staleness(out: Path, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
+    """`staleness_cpu_<date>`: .md with the table, .png with the plot, .json with every run. Returns table and numbers.
+
+    about: what the table begins with; its "date" is part of the name.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"staleness_cpu_{about['date']}"
+    accuracies = {arm: confidence_interval(list(of_arm.values())) for arm, of_arm in by_arm(outcomes).items()}
+    rates = {outcome.arm: outcome.learning_rate for outcome in outcomes}
+    first, last = LAGS[0], LAGS[-1]
+    lost_pairs = [(f"{objective}-lag{first}", f"{objective}-lag{last}") for objective in OBJECTIVES]
+    lost = dict(zip(OBJECTIVES, paired_differences(outcomes, lost_pairs), strict=True))
+    others = [objective for objective in OBJECTIVES if objective != "tb"]
+    ahead = {
+        lag: list(paired_differences(outcomes, [(f"tb-lag{lag}", f"{other}-lag{lag}") for other in others]))
+        for lag in LAGS
+    }
+    write_numbers(out / f"{name}.json", about, [asdict(outcome) for outcome in outcomes])
+    plot_staleness(accuracies, out / f"{name}.png")
+    header = f"| Lag | {' | '.join(OBJECTIVES)} |"
+    lines = [
+        "# Staleness: accuracy by the age of the samples",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        "Greedy accuracy on held-out sums, mean over seeds with its 95 % confidence interval (Student's t):",
+        "",
+        header,
+        f"|---|{'---|' * len(OBJECTIVES)}",
+        *(f"| {lag} | {' | '.join(str(accuracies[f'{name}-lag{lag}']) for name in OBJECTIVES)} |" for lag in LAGS),
+        f"| lost from {first} to {last}, by seed | {' | '.join(map(str, lost.values()))} |",
+        "",
+        "Accuracy of tb less that of the others, by seed:",
+        "",
+        f"| Lag | {' | '.join(others)} |",
+        f"|---|{'---|' * len(others)}",
+        *(f"| {lag} | {' | '.join(map(str, of_lag))} |" for lag, of_lag in ahead.items()),
+        "",
+        "Step size of each, the best of a grid by factors of 3.16 whose best is at no edge, found with other seeds:",
+        "",
+        header,
+        f"|---|{'---|' * len(OBJECTIVES)}",
+        *(f"| {lag} | {' | '.join(format(rates[f'{name}-lag{lag}'], '.2g') for name in OBJECTIVES)} |" for lag in LAGS),
+        "",
+        f"![accuracy by lag]({name}.png)",
+    ]
+    table = out / f"{name}.md"
+    table.write_text("\n".join(lines) + "\n")
+    return table, {
+        "arms": {arm: asdict(interval) for arm, interval in accuracies.items()},
+        "lost": {objective: asdict(interval) for objective, interval in lost.items()},
+    }
 
 
 def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callable[[str], None]) -> Path:
@@ -135,8 +165,7 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
     for mode in MODES:
         of_mode = [row for row in rows if row["mode"] == mode]
         intervals = (confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)
-        cells = (f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}" for mean, half in intervals)
-        lines.append(f"| {mode} | {' | '.join(cells)} |")
+        lines.append(f"| {mode} | {' | '.join(map(str, intervals))} |")
     name = f"sync_cpu_{about['date']}"
     lines += [
         "",
@@ -219,44 +248,14 @@ def results_about(stores: list[RunStore]) -> dict:
     versions = set()
     for store in stores:
         versions.update(query(store, "SELECT DISTINCT code_version FROM trajectories").column(0).to_pylist())
+    return {"commit": ", ".join(sorted(versions))} | hardware()
+
+
+def hardware() -> dict:
     return {
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-        "commit": ", ".join(sorted(versions)),
         "date": datetime.now(UTC).date().isoformat(),
     }
-
-
-def write_results(theme: str, out: Path, outcomes: list[Outcome], about: dict) -> Path:
-    """`<theme>_cpu_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table.
-
-    about: what the table begins with; its "date" is part of the name.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    name = f"{theme}_cpu_{about['date']}"
-    summaries = summarise_arms(outcomes)
-    write_numbers(out / f"{name}.json", about, [asdict(outcome) for outcome in outcomes])
-    plot(summaries, out / f"{name}.png")
-    lines = [
-        f"# {theme.capitalize()}: what an old policy's samples cost",
-        "",
-        *(f"- {key}: {value}" for key, value in about.items()),
-        "",
-        "| Objective | Lag | Staleness measured (mean, most) | Accuracy (95 % CI) | By seed |",
-        "|---|---|---|---|---|",
-        *(_row(summary) for summary in summaries),
-        "",
-        "| Objective | Accuracy lost from the smallest lag to the largest (95 % CI, by seed) |",
-        "|---|---|",
-        *(_loss_row(objective, outcomes) for objective in dict.fromkeys(s.arm.split("-lag")[0] for s in summaries)),
-        "",
-        f"Before training: {outcomes[0].accuracy_before:.3f}. Accuracy is greedy, on held-out sums; the interval is "
-        "Student's t over seeds. Staleness is that of the batches of the second half, from the ledger.",
-        "",
-        f"![accuracy by lag]({name}.png)",
-    ]
-    table = out / f"{name}.md"
-    table.write_text("\n".join(lines) + "\n")
-    return table
 
 
 def write_numbers(file: Path, about: dict, runs: list[dict]) -> None:
@@ -265,31 +264,7 @@ def write_numbers(file: Path, about: dict, runs: list[dict]) -> None:
     file.write_text(f'{{"about": {json.dumps(about)},\n"runs": [\n{lines}\n]}}\n')
 
 
-def _row(summary: Summary) -> str:
-    objective, lag = summary.arm.split("-lag")
-    seeds = ", ".join(f"{accuracy:.3f}" for accuracy in summary.accuracies)
-    return (
-        f"| {objective} | {lag} | {summary.staleness_mean:.2f}, {summary.staleness_max} | "
-        f"{summary.accuracy_mean:.3f} ± {summary.half_width:.3f} | {seeds} |"
-    )
-
-
-def _loss_row(objective: str, outcomes: list[Outcome]) -> str:
-    lost = loss_by_seed(objective, outcomes)
-    mean, half_width = confidence_interval(lost)
-    return f"| {objective} | {mean:.3f} ± {half_width:.3f} |"
-
-
-def loss_by_seed(objective: str, outcomes: list[Outcome]) -> list[float]:
-    """For each seed the accuracy at the smallest lag less that at the largest."""
-    of = {(o.arm, o.seed): o.accuracy_after for o in outcomes}
-    return [
-        of[f"{objective}-lag{LAGS[0]}", seed] - of[f"{objective}-lag{LAGS[-1]}", seed]
-        for seed in sorted({o.seed for o in outcomes})
-    ]
-
-
-def plot(summaries: list[Summary], file: Path) -> None:
+def plot_staleness(accuracies: dict[str, Interval], file: Path) -> None:
     """Accuracy by lag, a line an objective, with confidence intervals."""
     import matplotlib
 
@@ -297,15 +272,11 @@ def plot(summaries: list[Summary], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 4))
-    lines: dict[str, list[tuple[int, float, float]]] = {}
-    for summary in summaries:
-        objective, lag = summary.arm.split("-lag")
-        half_width = 0.0 if math.isnan(summary.half_width) else summary.half_width
-        lines.setdefault(objective, []).append((int(lag), summary.accuracy_mean, half_width))
-    for offset, (objective, points) in enumerate(lines.items()):
-        lags, means, half_widths = zip(*points, strict=True)
-        places = [lag * 1.04**offset for lag in lags]  # side by side, not on top of each other
-        axes.errorbar(places, means, yerr=half_widths, marker="o", capsize=3, label=objective)
+    for offset, objective in enumerate(OBJECTIVES):
+        points = [accuracies[f"{objective}-lag{lag}"] for lag in LAGS]
+        half_widths = [point.half_width or 0.0 for point in points]
+        places = [lag * 1.04**offset for lag in LAGS]  # side by side, not on top of each other
+        axes.errorbar(places, [p.mean for p in points], yerr=half_widths, marker="o", capsize=3, label=objective)
     axes.set_xscale("log", base=2)
     axes.set_xticks(LAGS, [str(lag) for lag in LAGS])
     axes.set_xlabel("policy steps between sampling and learning")

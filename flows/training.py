@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -123,7 +124,7 @@ class StoredExperience:
             "num_too_old": self.buffer.num_too_old(step),
             "searchers_silent_s": self._silent_s(),
         }
-        return Batch([make_draw(of_prompt) for of_prompt in by_prompt.values()], facts, rows)
+        return Batch(make_draws(by_prompt.values()), facts, rows)
 
 
 def searchers_alarm(silent_s: float) -> str:
@@ -137,17 +138,22 @@ def columns(rows: pa.Table, *names: str) -> list[list]:
     return [rows[name].to_pylist() for name in names]
 
 
-def make_draw(rows: list[dict]) -> Draw:
-    """A trajectory that fills several slots is computed once."""
+def make_draws(prompts: Collection[list[dict]]) -> list[Draw]:
+    """Each prompt's rows as a draw. A trajectory that fills several slots is computed once."""
+    newest = max(row["policy_step"] for rows in prompts for row in rows)
+    return [_make_draw(rows, newest) for rows in prompts]
+
+
+def _make_draw(rows: list[dict], newest_policy: int) -> Draw:
     distinct = list({row["trajectory_id"]: row for row in rows}.values())
     place = {row["trajectory_id"]: number for number, row in enumerate(distinct)}
     return Draw(
         group=Group(rows[0]["prompt_tokens"], [row["response_tokens"] for row in distinct]),
         slot=[place[row["trajectory_id"]] for row in rows],
-        reference_logprob=[sum(row["reference_logprobs"]) for row in rows],
         reward=[row["reward"] for row in rows],
         behavior_logprobs=[row["behavior_logprobs"] for row in distinct],
         reference_logprobs=[row["reference_logprobs"] for row in distinct],
+        is_fresh=[row["policy_step"] == newest_policy for row in distinct],
     )
 
 

@@ -143,6 +143,11 @@ class TrainSettings(Settings):
     objective: Literal["tb", "tba_prime", "dr_grpo", "rloo", "prox_rloo", "online_dpo"] = Field(
         "tb", description="Trajectory Balance, the same with a moving reference and no replay, or a baseline."
     )
+    residual_weight: Literal["tapered", "plain"] = Field(
+        "tapered",
+        description="Of tb and tba_prime: tapered weighs what is to become less likely by min(1, policy / behavior) "
+        "probability; plain counts it whole, as the paper does.",
+    )
     steps: int = Field(120, ge=1, description="Policy steps to train for.")
     beta: float = Field(0.05, ge=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
     beta_final: float | None = Field(None, gt=0, description="beta goes there in a line; None: it stays.")
@@ -165,6 +170,8 @@ class TrainSettings(Settings):
         "linear", description="Of the learning rate after warm-up; the decay of the last one is a cosine."
     )
     decay_steps: int | None = Field(None, ge=1, description="Last steps, in which warmup-stable-decay decays.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Tokens a forward pass holds; larger batches are split.")
@@ -210,6 +217,11 @@ class TrainSettings(Settings):
                 f"train.reward_tempering is {self.reward_tempering} and train.fluency_temperature "
                 f"{self.fluency_temperature} with {self.objective}: only tb and tba_prime have a target to temper; "
                 "leave both at 1"
+            )
+        if self.residual_weight == "plain" and self.objective not in ("tb", "tba_prime"):
+            raise ValueError(
+                f"train.residual_weight is plain with {self.objective}: only tb and tba_prime have a residual; leave "
+                "it out"
             )
         if self.objective == "tba_prime" and self.reference_reset_interval is None:
             raise ValueError("train.objective: tba_prime resets its reference; set train.reference_reset_interval (50)")

@@ -31,6 +31,9 @@ class Demonstrations:
             tokens = ([row[name] for row in rows] for name in ("prompt_tokens", "response_tokens"))
             for row, logprobs in zip(rows, self._reference.logprobs(*tokens, self._temperature), strict=True):
                 row["reference_logprobs"] = logprobs
+        # No policy sampled a demonstration. It counts as the reference policy's: the taper then ends its push once the
+        # policy gives the response less often than the reference does.
+        rows = [{"behavior_logprobs": row["reference_logprobs"]} | row for row in rows]
         if "reward" not in rows[0]:
             for row in rows:
                 if row["prompt"] not in self._problems:
@@ -57,8 +60,6 @@ class Demonstrations:
             }
         defaults = {
             "prompt_id": known.prompt_id if known else hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(),
-            # whoever demonstrates gives this response and no other: probability one
-            "behavior_logprobs": [0.0] * len(row["response_tokens"]),
             "finish_reason": "stop" if row["response_tokens"][-1] in self._stop_tokens else "length",
         }
         return defaults | row

@@ -41,8 +41,10 @@ def random_draws(vocabulary: int, prompts: int, responses: int, prompt_tokens: i
         Draw(
             group=Group(tokens(prompt_tokens), tokens(responses, response_tokens)),
             slot=list(range(responses)),
-            reference_logprob=[-4.0 * response_tokens] * responses,
             reward=[float(number % 2) for number in range(responses)],
+            behavior_logprobs=[[-4.0] * response_tokens] * responses,
+            reference_logprobs=[[-4.0] * response_tokens] * responses,
+            is_fresh=[True] * responses,
         )
         for _ in range(prompts)
     ]

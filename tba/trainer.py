@@ -25,13 +25,14 @@ from transformers import PreTrainedModel
 
 from tba import adapters, baselines, schedule
 from tba.config import TrainSettings
-from tba.objective import log_partition, residual, trajectory_balance_loss
+from tba.objective import log_partition, residual, taper, trajectory_balance_loss
 from tba.policy import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.precision import to_bfloat16
 from tba.shared_prefix import in_passes
 
 # One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
 MAX_SKIPPED_IN_A_ROW = 10
+MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any ratio that tells something, and its square is still finite
 NOTHING = [Group([0], [[0]])]  # what an empty pass scores
 CHECKPOINT = "trainer.safetensors"
 
@@ -42,10 +43,10 @@ class Draw:
 
     group: Group  # the prompt and the U distinct responses
     slot: list[int]  # [K] which of the distinct responses each slot holds
-    reference_logprob: list[float]  # [K] summed over tokens
     reward: list[float]  # [K]
-    behavior_logprobs: list[list[float]] = ()  # of each distinct response's tokens; for tba.baselines, as the next
-    reference_logprobs: list[list[float]] = ()
+    behavior_logprobs: list[list[float]]  # [U][tokens] by the distribution that the response was drawn from
+    reference_logprobs: list[list[float]]  # [U][tokens] by the reference policy
+    is_fresh: list[bool]  # [U] whether the newest policy of the batch sampled it
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,11 @@ class Trainer:
         self._reference: PreTrainedModel | None = None  # the stored log-probabilities' own, until it is reset
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+            self._trained.values(),
+            lr=settings.learning_rate,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
 
     @property
@@ -127,10 +132,10 @@ class Trainer:
                 "the policy is as it was before them. Start another run with a lower train.learning_rate or a "
                 "higher train.beta; --warm-start takes this one's trajectories along."
             )
-        only_balance = {"log_z_mean": None, "residual_abs_mean": None}
+        only_balance = {"log_z_mean": None, "residual_abs_mean": None, "tapered_share": None}
         return (
             only_balance
-            | totals
+            | _off_policy(totals)
             | {
                 "gradient_norm": norm,
                 "learning_rate": learning_rate,
@@ -196,17 +201,23 @@ class Trainer:
             return self._baseline_loss(draws, distinct, beta)
         device = distinct[0].device
         policy_logprob = torch.stack([of[draw.slot] for of, draw in zip(distinct, draws, strict=True)])  # [B, K]
+        behavior_logprob = _of_slots(draws, "behavior_logprobs").to(device)  # [B, K]
         reference_logprob = reference_logprob.to(device)  # [B, K]
         reward = torch.tensor([draw.reward for draw in draws], device=device)  # [B, K]
         of_reference, of_reward = schedule.tempering(self.settings, self.step + 1)
         arguments = (policy_logprob, reference_logprob * of_reference, reward * of_reward, beta)
-        loss = trajectory_balance_loss(*arguments)
         with torch.no_grad():
-            metrics = {
+            error = residual(*arguments)
+            tapered = self.settings.residual_weight == "tapered"
+            weight = taper(error, policy_logprob, behavior_logprob) if tapered else torch.ones_like(error)
+        loss = trajectory_balance_loss(*arguments, weight)
+        with torch.no_grad():
+            metrics = _ratio_metrics(draws, policy_logprob - behavior_logprob) | {
                 "loss": loss.item(),
                 "reward_mean": reward.mean().item(),
                 "log_z_mean": log_partition(*arguments).mean().item(),
-                "residual_abs_mean": residual(*arguments).abs().mean().item(),
+                "residual_abs_mean": error.abs().mean().item(),
+                "tapered_share": (weight < 1).float().mean().item(),
                 "logprob_gap_mean": (policy_logprob - reference_logprob).mean().item(),
             }
         return loss, metrics
@@ -214,8 +225,13 @@ class Trainer:
     def _baseline_loss(self, draws: Sequence[Draw], distinct: list[Tensor], beta: float) -> tuple[Tensor, dict]:
         terms = baselines.terms_of(draws, distinct)
         loss = baselines.LOSSES[self.settings.objective](terms, beta)
-        gap = (terms.policy.detach() - terms.reference).sum(-1).mean().item()
-        return loss, {"loss": loss.item(), "reward_mean": terms.reward.mean().item(), "logprob_gap_mean": gap}
+        policy = terms.policy.detach()
+        metrics = _ratio_metrics(draws, (policy - terms.behavior).sum(-1)) | {
+            "loss": loss.item(),
+            "reward_mean": terms.reward.mean().item(),
+            "logprob_gap_mean": (policy - terms.reference).sum(-1).mean().item(),
+        }
+        return loss, metrics
 
     def _score(self, groups: Sequence[Group]) -> list[Tensor]:
         """The policy's log-probability of each response: for each group [U]; for a baseline those of all tokens."""
@@ -230,7 +246,7 @@ class Trainer:
     def _reference_logprobs(self, draws: Sequence[Draw], parts: Sequence[Group]) -> Tensor:
         """[B, K]: as stored, or, once the reference was reset, of the policy that it was reset to."""
         if self._reference is None:
-            return torch.tensor([draw.reference_logprob for draw in draws])
+            return _of_slots(draws, "reference_logprobs")
         temperature = self.settings.temperature
         with torch.no_grad():
             if len(parts) == len(draws):
@@ -288,6 +304,39 @@ class Trainer:
             for name, parameter in self._trained.items():
                 if f"{kind}.{name}" in tensors:
                     parameter.copy_(tensors[f"{kind}.{name}"])
+
+
+def _of_slots(draws: Sequence[Draw], name: str) -> Tensor:
+    """Log-probabilities as stored, summed over tokens: [B, K]."""
+    sums = [[sum(tokens) for tokens in getattr(draw, name)] for draw in draws]
+    return torch.tensor([[of_draw[place] for place in draw.slot] for of_draw, draw in zip(sums, draws, strict=True)])
+
+
+def _ratio_metrics(draws: Sequence[Draw], log_ratio: Tensor) -> dict[str, float]:
+    """Means over slots, which `_off_policy` makes metrics of. log_ratio: log p - log p_behavior of responses [B, K]."""
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    length = torch.tensor([[len(draw.group.responses[place]) for place in draw.slot] for draw in draws])
+    is_fresh = torch.tensor([[draw.is_fresh[place] for place in draw.slot] for draw in draws])
+    disagreement = (log_ratio.cpu().abs() / length).where(is_fresh, 0.0)  # [B, K] nats a token
+    return {
+        "ratio_mean": ratio.mean().item(),
+        "ratio_square_mean": ratio.square().mean().item(),
+        "fresh_disagreement": disagreement.mean().item(),
+        "fresh_slots": is_fresh.float().mean().item(),
+    }
+
+
+def _off_policy(totals: dict[str, float]) -> dict[str, float | None]:
+    """How far the batch is from the policy: `effective_sample_size` and `logprob_mismatch` of the whole batch.
+
+    The first is (mean ratio)^2 / mean ratio^2, the share of the batch that counts under importance weights (Kish).
+    """
+    of_ratios = ("ratio_mean", "ratio_square_mean", "fresh_disagreement", "fresh_slots")
+    mean, square_mean, disagreement, fresh = (totals[name] for name in of_ratios)
+    return {name: value for name, value in totals.items() if name not in of_ratios} | {
+        "effective_sample_size": mean**2 / square_mean,
+        "logprob_mismatch": disagreement / fresh if fresh else None,
+    }
 
 
 def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float = 0.2) -> None:

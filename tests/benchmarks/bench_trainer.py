@@ -85,8 +85,10 @@ def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
         Draw(
             Group(prompt, responses),
             list(range(NUM_RESPONSES)),
-            [-4.0 * shape.response_tokens] * NUM_RESPONSES,
             rewards,
+            behavior_logprobs=[[-4.0] * len(response) for response in responses],
+            reference_logprobs=[[-4.0] * len(response) for response in responses],
+            is_fresh=[True] * NUM_RESPONSES,
         )
         for prompt, responses, rewards in make_groups(shape, config.eos_token_id, config.vocab_size)
     ]

@@ -49,6 +49,8 @@ def _draw(problem: Problem, chance: random.Random, num_responses: int) -> Draw:
     return Draw(
         group=Group(tokens(problem.prompt), responses),
         slot=list(range(num_responses)),
-        reference_logprob=[-3.0 * len(response) for response in responses],
         reward=[float(response in right) for response in responses],
+        behavior_logprobs=[[-2.0] * len(response) for response in responses],
+        reference_logprobs=[[-3.0] * len(response) for response in responses],
+        is_fresh=[True] * num_responses,
     )

@@ -42,11 +42,11 @@ def test_residual_is_minus_advantage_over_beta(beta):
 
 def test_the_loss_of_a_worked_example():
     # beta 1/2; r/beta = (2, 0); d = p - p_ref = (1, 0): log Z = mean(2 - 1, 0 - 0) = 1/2.
-    # residuals 1/2 + 1 - 2 = -1/2 and 1/2 + 0 - 0 = 1/2; loss = (1/4 / 2) * mean(1/4, 1/4) = 1/32.
+    # residuals 1/2 + 1 - 2 = -1/2 and 1/2 + 0 - 0 = 1/2; loss = (1/2 / 2) * mean(1/4, 1/4) = 1/16.
     policy, reference = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-2.0, -3.0]])
     reward = torch.tensor([[1.0, 0.0]])
     assert log_partition(policy, reference, reward, 0.5).tolist() == [0.5]
-    assert trajectory_balance_loss(policy, reference, reward, 0.5).item() == pytest.approx(1 / 32)
+    assert trajectory_balance_loss(policy, reference, reward, 0.5).item() == pytest.approx(1 / 16)
 
 
 def test_on_policy_the_gradient_is_reinforce_with_a_mean_baseline_and_a_kl_penalty():

@@ -30,7 +30,7 @@ ROUNDING = 1e-5 if compute_dtype() == torch.float32 else 5e-3  # of 24 bits, aft
 
 
 def draw_of(num_tokens: int) -> Draw:
-    return Draw(Group([1] * num_tokens, [[1], [2]]), [0, 1], [0.0, 0.0], [0.0, 1.0])
+    return Draw(Group([1] * num_tokens, [[1], [2]]), [0, 1], [0.0, 1.0], [[0.0]] * 2, [[0.0]] * 2, [True] * 2)
 
 
 @pytest.mark.parametrize(

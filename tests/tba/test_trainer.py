@@ -14,6 +14,8 @@
 python -m pytest tests/tba/test_trainer.py
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -24,10 +26,20 @@ from tba.precision import to_bfloat16
 from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Stopped, Trainer, train
 from tba.weights import fingerprint, read_weights, write_weights
 
+
+def draw(prompt, responses, slot, reference_logprob, reward) -> Draw:
+    """`reference_logprob`: of each distinct response, all of it in its first token; sampled a little more likely."""
+    reference = [
+        [value] + [0.0] * (len(tokens) - 1) for value, tokens in zip(reference_logprob, responses, strict=True)
+    ]
+    behavior = [[value + 0.5, *others] for value, *others in reference]
+    return Draw(Group(prompt, responses), slot, reward, behavior, reference, [True] * len(responses))
+
+
 DRAWS = [
-    Draw(Group([5, 6, 7], [[1, 2, 3], [4, 9]]), [0, 1, 0, 1], [-3.0, -2.0, -3.0, -2.0], [1.0, 0.0, 1.0, 0.0]),
-    Draw(Group([8, 2], [[3], [6, 6, 1], [2]]), [0, 1, 2, 0], [-2.0, -4.0, -3.0, -2.0], [0.0, 1.0, 0.0, 0.0]),
-    Draw(Group([1], [[9, 9], [7]]), [0, 1, 0, 1], [-5.0, -1.0, -5.0, -1.0], [1.0, 0.0, 1.0, 0.0]),
+    draw([5, 6, 7], [[1, 2, 3], [4, 9]], [0, 1, 0, 1], [-3.0, -2.0], [1.0, 0.0, 1.0, 0.0]),
+    draw([8, 2], [[3], [6, 6, 1], [2]], [0, 1, 2, 0], [-2.0, -4.0, -3.0], [0.0, 1.0, 0.0, 0.0]),
+    draw([1], [[9, 9], [7]], [0, 1, 0, 1], [-5.0, -1.0], [1.0, 0.0, 1.0, 0.0]),
 ]
 
 
@@ -163,8 +175,8 @@ def test_layers_that_are_computed_again_give_the_same_step(model_folder):
 
 
 def test_a_trajectory_drawn_twice_counts_twice(model_folder):
-    once_each = Draw(Group([5, 6], [[1, 2], [3]]), [0, 1, 0], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
-    written_out = Draw(Group([5, 6], [[1, 2], [3], [1, 2]]), [0, 1, 2], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
+    once_each = draw([5, 6], [[1, 2], [3]], [0, 1, 0], [-3.0, -2.0], [1.0, 0.0, 1.0])
+    written_out = draw([5, 6], [[1, 2], [3], [1, 2]], [0, 1, 2], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
     one, other = make_trainer(model_folder), make_trainer(model_folder)
     left, right = one.train_step([once_each]), other.train_step([written_out])
     assert left["loss"] == pytest.approx(right["loss"], rel=1e-2)
@@ -186,7 +198,7 @@ def test_a_loaded_trainer_goes_on_as_the_saved_one_would_have(model_folder, tmp_
 
 def test_a_nan_leaves_the_weights_alone_and_ten_running_stop_the_run(model_folder):
     trainer, untouched = make_trainer(model_folder), make_trainer(model_folder)
-    poisoned = [Draw(draw.group, draw.slot, draw.reference_logprob, [float("nan")] * 4) for draw in DRAWS]
+    poisoned = [replace(draw, reward=[float("nan")] * 4) for draw in DRAWS]
     for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
         assert trainer.train_step(poisoned)["skipped"]
     assert_same_weights(trainer, untouched, rtol=0, atol=0)
@@ -208,7 +220,7 @@ def test_a_stopped_run_resumes_from_its_checkpoint(model_folder, tmp_path):
     trainer, resumed = make_trainer(model_folder), make_trainer(model_folder)
     trainer.train_step(DRAWS)
     trainer.save(tmp_path)
-    poisoned = [Draw(DRAWS[0].group, DRAWS[0].slot, DRAWS[0].reference_logprob, [1.0, float("nan"), 1.0, 0.0])]
+    poisoned = [replace(DRAWS[0], reward=[1.0, float("nan"), 1.0, 0.0])]
     with pytest.raises(RuntimeError, match="not finite"):
         for _ in range(MAX_SKIPPED_IN_A_ROW):
             trainer.train_step([*poisoned, *DRAWS[1:]])
@@ -225,7 +237,7 @@ def test_a_trainer_saved_before_its_first_good_step_loads(model_folder, tmp_path
 
 def test_a_good_batch_between_bad_ones_starts_the_count_anew(model_folder):
     trainer = make_trainer(model_folder)
-    poisoned = [Draw(draw.group, draw.slot, draw.reference_logprob, [float("nan")] * 4) for draw in DRAWS]
+    poisoned = [replace(draw, reward=[float("nan")] * 4) for draw in DRAWS]
     for batch in [poisoned] * 9 + [DRAWS] + [poisoned] * 9:
         trainer.train_step(batch)
 

@@ -1,0 +1,266 @@
+"""A testbed in which a training run takes seconds: a small policy learns to add, from samples of an enforced age.
+
+Step t trains on B prompts x K responses that the policy of step max(0, t - 1 - lag) sampled, without replay, so that
+only the objective, the lag and the step size differ between runs. The objectives are the Trainer's own (tba.objective,
+tba.baselines), as are schedule, optimizer and clipping; sampling and scoring are written for this one small policy.
+
+The policy is a transformer of 30,000 parameters whose tokens are characters. It writes a sum's digits last first, and
+has learnt them from answers most of which forget a carry: it answers some two fifths of held-out sums rightly, and all
+of them after enough supervised training with right answers. Seeded: the same code makes the same runs on the same
+machine.
+
+Dimensions: B prompts, K responses to each, U <= B * K distinct ones, P prompt tokens, T response tokens at most, V
+characters, D width, H heads.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tba import baselines, schedule
+from tba.config import TrainSettings
+from tba.objective import residual, taper, trajectory_balance_loss
+
+B, K, P, T = 16, 16, 6, 4
+CHARACTERS = "0123456789+=\n"
+END = CHARACTERS.index("\n")
+WIDTH, LAYERS, HEADS = 32, 2, 4
+NUM_SUMS, NUM_TRAIN = 10_000, 7_000
+# Shares of the right answer, and of those that forget the carry to the tens, the hundred, and both.
+ANSWER_SHARES = (0.3, 0.17, 0.17, 0.36)
+ENOUGH = 0.4  # greedy accuracy at which the first policy stops learning: much is left to learn, and enough is right
+PRETRAINING_STEPS, PRETRAINING_RATE, SUMS_PER_STEP, STEPS_PER_TEST = 1200, 3e-3, 128, 10
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP. Returns keys and values too, for what comes behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None, mask: Tensor | None):
+        """x: [N, L, D]; past: keys and values [N, H, earlier, D / H]; mask: [L, earlier + L]."""
+        N, L, _ = x.shape
+        q, k, v = self.qkv(self.attention_norm(x)).view(N, L, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # [N, H, L, D / H]
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None)
+        x = x + self.out(attended.transpose(1, 2).reshape(N, L, WIDTH))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), (k, v)
+
+
+class Policy(nn.Module):
+    """The small policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(len(CHARACTERS), WIDTH), nn.Embedding(P + T, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(CHARACTERS))
+
+    def forward(self, x: Tensor, start: int = 0, past: list | None = None, mask: Tensor | None = None):
+        """Tokens [N, L] from place `start` on, to logits [N, L, V] and each layer's keys and values."""
+        hidden, new = self.token(x) + self.place.weight[start : start + x.shape[1]], []
+        for number, block in enumerate(self.blocks):
+            hidden, kept = block(hidden, past[number] if past else None, mask)
+            new.append(kept)
+        return self.head(self.norm(hidden)), new
+
+
+@dataclass(frozen=True)
+class Sums:
+    """All sums of two numbers below 100; number 100 * a + b is a + b."""
+
+    prompts: Tensor  # [10,000, P]
+    answers: Tensor  # [4, 10,000, T]: the right one, and three that forget a carry
+    train: Tensor  # numbers of the sums to learn from
+    heldout: Tensor
+
+
+@cache
+def sums() -> Sums:
+    pairs = [divmod(number, 100) for number in range(NUM_SUMS)]
+    order = torch.randperm(NUM_SUMS, generator=torch.Generator().manual_seed(7))
+    kinds = zip(*map(_answers, pairs), strict=True)
+    answers = torch.stack([_tokens([_last_first(answer) for answer in of_kind]) for of_kind in kinds])
+    return Sums(_tokens([f"{a:02d}+{b:02d}=" for a, b in pairs]), answers, order[:NUM_TRAIN], order[NUM_TRAIN:])
+
+
+def _answers(pair: tuple[int, int]) -> tuple[int, int, int, int]:
+    a, b = pair
+    no_carry = 10 * (a // 10 + b // 10) + (a % 10 + b % 10) % 10
+    return a + b, no_carry, (a + b) % 100, no_carry % 100
+
+
+def _last_first(answer: int) -> str:
+    return (str(answer)[::-1] + "\n").ljust(T, "\n")
+
+
+def _tokens(texts: list[str]) -> Tensor:
+    return torch.tensor([[CHARACTERS.index(character) for character in text] for text in texts])
+
+
+def is_token(responses: Tensor) -> Tensor:
+    """Whether each token belongs to its response, the end included: [N, T]."""
+    ended = (responses == END).cumsum(1) - (responses == END).long()
+    return ended == 0
+
+
+def rewards(responses: Tensor, numbers: Tensor) -> Tensor:
+    """1 for the right digits and an end behind them, else 0: [N]."""
+    right = sums().answers[0, numbers]
+    return ((responses == right) | ~is_token(right)).all(1).float()
+
+
+@torch.no_grad()
+def sample(policy: Policy, prompts: Tensor, num_samples: int, generator: torch.Generator | None = None):
+    """Responses to prompts [n, P], and log-probabilities: both [n * num_samples, T]. Greedy without a generator."""
+    logits, kept = policy(prompts)
+    logprobs = F.log_softmax(logits[:, -1], -1).repeat_interleave(num_samples, 0)
+    past = [tuple(part.repeat_interleave(num_samples, 0) for part in layer) for layer in kept]
+    tokens, chosen = [], []
+    for place in range(T):
+        token = logprobs.exp().multinomial(1, generator=generator) if generator else logprobs.argmax(-1, keepdim=True)
+        tokens.append(token)
+        chosen.append(logprobs.gather(1, token))
+        if place < T - 1:
+            logits, past = policy(token, P + place, past)
+            logprobs = F.log_softmax(logits[:, -1], -1)
+    return torch.cat(tokens, 1), torch.cat(chosen, 1)
+
+
+# A response token sees the prompt and the response tokens up to itself: [T - 1, P + T - 1].
+_SEEN = torch.cat([torch.ones(T - 1, P), torch.ones(T - 1, T - 1).tril()], 1).bool()
+
+
+def score(policy: Policy, prompts: Tensor, responses: Tensor, of_prompt: Tensor) -> Tensor:
+    """Log-probability of each token of responses [U, T] to prompts [n, P], of which `of_prompt` [U] says which."""
+    logits, kept = policy(prompts)
+    past = [(keys[of_prompt], values[of_prompt]) for keys, values in kept]
+    behind, _ = policy(responses[:, :-1], P, past, _SEEN)
+    logprobs = F.log_softmax(torch.cat([logits[of_prompt, -1:], behind], 1), -1)  # [U, T, V]
+    return logprobs.gather(2, responses.unsqueeze(2)).squeeze(2)
+
+
+def accuracy(policy: Policy, num_sums: int = NUM_SUMS - NUM_TRAIN) -> float:
+    """Greedy, on that many held-out sums."""
+    numbers = sums().heldout[:num_sums]
+    responses, _ = sample(policy, sums().prompts[numbers], 1)
+    return rewards(responses, numbers).mean().item()
+
+
+def first_policy(file: Path) -> Policy:
+    """The policy that every run begins with: read from `file`, or made in some ten seconds and written there."""
+    policy = Policy()
+    if file.exists():
+        policy.load_state_dict(load_file(file))
+        return policy
+    for policy in pretraining(ANSWER_SHARES):
+        if accuracy(policy, 512) >= ENOUGH:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(policy.state_dict(), file)
+            return policy
+    raise RuntimeError(f"the small policy answers too few sums after {PRETRAINING_STEPS} steps")
+
+
+def pretraining(answer_shares: tuple[float, ...]) -> Iterator[Policy]:
+    """Supervised training from nothing, on answers of each kind by its share; yields every `STEPS_PER_TEST` steps."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        policy = Policy()
+    optimizer = torch.optim.AdamW(policy.parameters(), PRETRAINING_RATE, weight_decay=0.0, fused=True)
+    for step in range(PRETRAINING_STEPS):
+        numbers = sums().train[torch.randint(NUM_TRAIN, (SUMS_PER_STEP,), generator=generator)]
+        kinds = torch.tensor(answer_shares).multinomial(SUMS_PER_STEP, replacement=True, generator=generator)
+        answers = sums().answers[kinds, numbers]
+        logprobs = score(policy, sums().prompts[numbers], answers, torch.arange(SUMS_PER_STEP))
+        optimizer.param_groups[0]["lr"] = PRETRAINING_RATE * min(1, (step + 1) / 50) * (1 - step / PRETRAINING_STEPS)
+        optimizer.zero_grad()
+        (-(logprobs * is_token(answers)).sum() / SUMS_PER_STEP).backward()
+        optimizer.step()
+        if step % STEPS_PER_TEST == STEPS_PER_TEST - 1:
+            yield policy
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run came to."""
+
+    accuracy: float
+    curve: list[float]  # mean reward of each step's batch
+
+
+def train(first: Policy, settings: TrainSettings, lag: int, seed: int) -> Trained:
+    """One run of `settings.steps` steps with responses of the policy `lag` steps before."""
+    generator = torch.Generator().manual_seed(seed)
+    policy, reference, behavior = (copy.deepcopy(first) for _ in range(3))
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    earlier, curve = [_weights(policy)], []  # of the last lag + 1 policies, the oldest first
+    for step in range(1, settings.steps + 1):
+        with torch.no_grad():
+            torch._foreach_copy_(list(behavior.parameters()), earlier[0])
+        terms = _batch(policy, reference, behavior, generator)
+        beta = schedule.beta(settings, step)
+        optimizer.param_groups[0]["lr"] = schedule.learning_rate(settings, step)
+        optimizer.zero_grad()
+        _loss(terms, settings, beta).backward()
+        nn.utils.clip_grad_norm_(policy.parameters(), settings.gradient_clip)
+        optimizer.step()
+        earlier = [*earlier, _weights(policy)][-lag - 1 :]
+        curve.append(terms.reward.mean().item())
+    return Trained(accuracy(policy), curve)
+
+
+def _weights(policy: Policy) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in policy.parameters()]
+
+
+def _batch(policy: Policy, reference: Policy, behavior: Policy, generator: torch.Generator) -> baselines.Terms:
+    numbers = sums().train[torch.randint(NUM_TRAIN, (B,), generator=generator)]
+    prompts = sums().prompts[numbers]
+    responses, sampled = sample(behavior, prompts, K, generator)
+    counts = is_token(responses)
+    responses = responses.where(counts, END)
+    of_prompt = torch.arange(B).repeat_interleave(K)
+    place, slot = _distinct(torch.cat([of_prompt.unsqueeze(1), responses], 1))  # each response is computed once
+    tokens, of_prompt = responses[slot], of_prompt[slot]
+    with torch.no_grad():
+        by_reference = score(reference, prompts, tokens, of_prompt)[place]
+    by_policy = score(policy, prompts, tokens, of_prompt)[place]
+    of_responses = (logprobs.where(counts, 0.0).view(B, K, T) for logprobs in (by_policy, sampled, by_reference))
+    reward = rewards(responses, numbers.repeat_interleave(K)).view(B, K)
+    return baselines.Terms(*of_responses, counts.view(B, K, T), reward)
+
+
+def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the U distinct rows each row is, and where each of these is found: [N], [U]. Of small numbers [N, n]."""
+    codes = (rows * (len(CHARACTERS) + B) ** torch.arange(rows.shape[1])).sum(1)
+    distinct, place = codes.unique(return_inverse=True)
+    slot = torch.empty_like(distinct).scatter_(0, place, torch.arange(len(rows)))
+    return place, slot
+
+
+def _loss(terms: baselines.Terms, settings: TrainSettings, beta: float) -> Tensor:
+    if settings.objective in baselines.LOSSES:
+        return baselines.LOSSES[settings.objective](terms, beta)
+    policy, behavior, reference = (logprobs.sum(-1) for logprobs in (terms.policy, terms.behavior, terms.reference))
+    weight = None
+    if settings.residual_weight == "tapered":
+        weight = taper(residual(policy, reference, terms.reward, beta), policy, behavior)
+    return trajectory_balance_loss(policy, reference, terms.reward, beta, weight)
