@@ -23,6 +23,7 @@ from flows.config import RunConfig
 from flows.machine import code_version
 from flows.training import make_draw
 from storage import ledger, shards
+from storage.fresh import Fresh
 from storage.inspect import query
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore
@@ -144,15 +145,14 @@ class Rounds:
         for name, values in drawn.items():
             record = record.append_column(name, pa.array(values))
         staleness = [step - 1 - policy_step for policy_step in rows["policy_step"].to_pylist()]
-        rewards = rows["reward"].to_pylist()
-        facts = {
+        fresh = Fresh.of(rows).facts(step)
+        facts = fresh | {
             "staleness_mean": statistics.fmean(staleness),
             "staleness_max": max(staleness),
-            "reward_recent_mean": statistics.fmean(rewards),
-            "fresh_reward_mean": statistics.fmean(rewards),
-            "num_trajectories": step * len(rewards),
+            "reward_recent_mean": fresh["fresh_reward_mean"],
+            "num_trajectories": step * rows.num_rows,
             "num_prompts": len(by_prompt),
-            "num_inserted": step * len(rewards),
+            "num_inserted": step * rows.num_rows,
             "samples_per_insert": 1.0,
             "num_too_old": 0,
             "searchers_silent_s": 0.0,

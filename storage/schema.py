@@ -76,11 +76,19 @@ TRAINING_STEP = pa.schema(
         "publish_stall_s": pa.float64(),  # spent on handing over a policy, before this step
         "loss": pa.float64(),
         "reward_mean": pa.float64(),
-        "fresh_reward_mean": pa.float64(),  # of all that the newest sync took in; null before this attempt's first
+        # of all that the newest sync took in; null before this attempt's first
+        "fresh_reward_mean": pa.float64(),
+        "fresh_kl": pa.float64(),  # behavior - reference log-probability, nats a response
+        "fresh_entropy": pa.float64(),  # - behavior log-probability, nats a token
+        "fresh_cut_share": pa.float64(),  # of the responses, cut at the length limit
+        "fresh_staleness": pa.float64(),  # policy steps between the weights that sampled and those trained
         "reward_recent_mean": pa.float64(),  # null where the batch has no recent trajectory
         "log_z_mean": pa.float64(),
         "residual_abs_mean": pa.float64(),
         "logprob_gap_mean": pa.float64(),
+        "effective_sample_size": pa.float64(),  # of the ratios policy / behavior, as a share of the batch
+        "tapered_share": pa.float64(),  # of the responses, whose residual counts less than whole
+        "logprob_mismatch": pa.float64(),  # Trainer's against engine's, rows of the newest policy, nats a token
         "gradient_norm": pa.float64(),
         "learning_rate": pa.float64(),
         "beta": pa.float64(),

@@ -127,7 +127,9 @@ class Trainer:
                 "the policy is as it was before them. Start another run with a lower train.learning_rate or a "
                 "higher train.beta; --warm-start takes this one's trajectories along."
             )
-        only_balance = {"log_z_mean": None, "residual_abs_mean": None}
+        only_balance = dict.fromkeys(
+            ("log_z_mean", "residual_abs_mean", "effective_sample_size", "tapered_share", "logprob_mismatch")
+        )
         return (
             only_balance
             | totals
