@@ -104,7 +104,7 @@ class Page:
             words.append(f"{duration(beat['seconds_left'])} left")
         if beat.get("message"):
             words.append(beat["message"])
-        words += [f"ALARM: {message}" for message in (beat.get("alarms") or {}).values()]
+        words += [f"ALARM: {message}" for message in beat.get("alarms", {}).values()]
         description = f"Run {self._store.run}: {', '.join(words)}"
         self._show("progress", artifacts.create_progress_artifact, "progress", 100 * step / steps, description)
         self._show(
@@ -234,7 +234,7 @@ class Page:
 
     def _tell_alarms(self, beat: dict) -> None:
         """An event and a warning for each alarm that has gone on since the last look."""
-        alarms = beat.get("alarms") or {}
+        alarms = beat.get("alarms", dict.fromkeys(self._alarms))  # a Trainer that starts has judged nothing yet
         for name in alarms.keys() - self._alarms:
             get_run_logger().warning(alarms[name])
             emit_event(

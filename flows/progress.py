@@ -75,7 +75,7 @@ class Progress:
         and lines name it while it is on. note: a last line; not printed where the output is no terminal.
         """
         fields = _fields(heartbeat or {}) | {"elapsed": duration(time.monotonic() - self._began)}
-        alarms = (heartbeat or {}).get("alarms") or {}
+        alarms = (heartbeat or {}).get("alarms", {})
         if heartbeat and heartbeat.get("seconds_left") is not None:
             fields["left"] = duration(heartbeat["seconds_left"])
         if self._console.is_terminal:

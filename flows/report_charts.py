@@ -88,7 +88,8 @@ def _of_training(tables: dict, columns: dict[str, str], y_name: str) -> str:
     if all(row[name] is None for row in tables["training"] for name in columns.values()):
         return ""
     lines = [
-        Series(label, _points(tables["training"], name), place) for place, (label, name) in enumerate(columns.items(), 1)
+        Series(label, _points(tables["training"], name), place)
+        for place, (label, name) in enumerate(columns.items(), 1)
     ]
     return line_chart(lines, x_name="policy step", y_name=y_name, from_zero=True)
 
