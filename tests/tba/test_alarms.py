@@ -91,13 +91,16 @@ def test_a_fall_is_judged_by_the_rewards_own_range():
     rise = [-3 + 0.5 * sync + 0.3 * chance.gauss(0, 1) for sync in range(16)]  # to 4.5
     fall = [1.0 + 0.3 * chance.gauss(0, 1) for _ in range(4)]
     assert "reward_fell" in seen(rewards([*rise, *fall]))
-    assert seen(rewards([1000 * value for value in [*rise, *fall]])).keys() == {"reward_fell"}
+    for scale in (1000, 0.01):
+        assert seen(rewards([scale * value for value in [*rise, *fall]])).keys() == {"reward_fell"}
     assert seen(rewards(rise)) == {}
     assert seen(rewards([*rise, 4.2, 4.4, 3.9, 4.3])) == {}
 
 
 def test_a_warm_start_from_better_trajectories_is_no_fall():
-    assert seen(rewards([1.0, 0.33, 0.35, 0.32, 0.36, 0.40, 0.42, 0.41, 0.45])) == {}
+    theirs, ours = [0.95, 0.94, 0.96], [0.33, 0.35, 0.34, 0.36, 0.35, 0.37, 0.38]
+    assert seen(rewards([*theirs, *ours])) == seen(rewards([*theirs[:1], *ours])) == {}
+    assert seen(rewards([*ours[:3], *theirs, *ours])).keys() == {"reward_fell"}, "what rose and fell"
 
 
 def test_entropy_near_zero():
