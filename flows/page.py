@@ -3,7 +3,8 @@
     artifacts    progress, newest steps, curves, link to the report; made once by a flow run, then replaced in place
     assets       policies, which depend on the shards that they were trained on; shards, which depend on the policy that
                  sampled them, are shown by the Searchers (flows/search.py)
-    events       tba.policy.published, tba.buffer.starved, tba.run.finished; payloads: docs/operating.md
+    events       tba.policy.published, tba.buffer.starved, tba.alarm.<name>, tba.run.finished; payloads:
+                 docs/operating.md
 
 The flow that watches a run calls `update` every few seconds. Everything is read from the store, and costs in proportion
 to what is new: neither Trainer nor Searchers know of it or wait for it.
@@ -60,6 +61,7 @@ class Page:
         self._published: tuple[int, int] | None = None  # attempt and step of the last policy that was shown
         self._waiting: tuple[int, float] | None = None  # the step that the Trainer waits for, and since when
         self._starved = False
+        self._alarms: set[str] = set()  # that were on at the last look
         self._updated_at = float("-inf")
         self._behind = False
 
@@ -82,6 +84,7 @@ class Page:
         beat = self._heartbeat()
         self._show_progress(beat)
         self._tell_if_starved(beat)
+        self._tell_alarms(beat)
         if self._steps:
             self._show_steps()
 
@@ -101,6 +104,7 @@ class Page:
             words.append(f"{duration(beat['seconds_left'])} left")
         if beat.get("message"):
             words.append(beat["message"])
+        words += [f"ALARM: {message}" for message in beat.get("alarms", {}).values()]
         description = f"Run {self._store.run}: {', '.join(words)}"
         self._show("progress", artifacts.create_progress_artifact, "progress", 100 * step / steps, description)
         self._show(
@@ -227,6 +231,24 @@ class Page:
                     "reason": beat.get("message", ""),
                 },
             )
+
+    def _tell_alarms(self, beat: dict) -> None:
+        """An event and a warning for each alarm that has gone on since the last look."""
+        alarms = beat.get("alarms", dict.fromkeys(self._alarms))  # a Trainer that starts has judged nothing yet
+        for name in alarms.keys() - self._alarms:
+            get_run_logger().warning(alarms[name])
+            emit_event(
+                f"tba.alarm.{name}",
+                resource=run_resource(self._store),
+                payload={
+                    "run": self._store.run,
+                    "store": self._store.url,
+                    "step": beat["step"],
+                    "alarm": name,
+                    "message": alarms[name],
+                },
+            )
+        self._alarms = set(alarms)
 
 
 def publish(asset: str, payload: dict) -> None:

@@ -59,6 +59,7 @@ class Progress:
         self._began = time.monotonic() - began_s
         self._line_at = float("-inf")
         self._stage = None
+        self._alarms: set[str] = set()  # that were on when a line was printed last
 
     def __enter__(self) -> "Progress":
         return self
@@ -70,15 +71,23 @@ class Progress:
     def show(self, stage: str, heartbeat: Mapping | None, note: str = "") -> None:
         """stage: in words, what is going on; heartbeat: the Trainer's newest, None before the first of this attempt.
 
-        note: a last line below the table; not printed where the output is no terminal.
+        Alarms of the heartbeat stand below the table; where the output is no terminal, each is printed when it goes on,
+        and lines name it while it is on. note: a last line; not printed where the output is no terminal.
         """
         fields = _fields(heartbeat or {}) | {"elapsed": duration(time.monotonic() - self._began)}
+        alarms = (heartbeat or {}).get("alarms", {})
         if heartbeat and heartbeat.get("seconds_left") is not None:
             fields["left"] = duration(heartbeat["seconds_left"])
         if self._console.is_terminal:
             done, total = (heartbeat or {}).get("step", 0), (heartbeat or {}).get("steps")
-            self._draw(_Picture(f"{self._run}: {stage}", done, total, fields, note))
-        elif stage != self._stage or time.monotonic() - self._line_at >= LINE_INTERVAL_S:
+            self._draw(_Picture(f"{self._run}: {stage}", done, total, fields, list(alarms.values()), note))
+            return
+        for name in alarms.keys() - self._alarms:
+            self._console.print(f"ALARM: {alarms[name]}", soft_wrap=True)
+        self._alarms = set(alarms)
+        if alarms:
+            fields["alarms"] = ", ".join(name.replace("_", " ") for name in alarms)
+        if stage != self._stage or time.monotonic() - self._line_at >= LINE_INTERVAL_S:
             self._stage, self._line_at = stage, time.monotonic()
             self._console.print("  ".join([stage, *(f"{k} {v}" for k, v in fields.items())]), soft_wrap=True)
 
@@ -112,6 +121,7 @@ class _Picture:
     done: int
     total: int | None
     fields: Mapping[str, str]
+    alarms: list[str]
     note: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -130,6 +140,8 @@ class _Picture:
             ):
                 break
         yield grid
+        for alarm in self.alarms:
+            yield Text(f"ALARM: {alarm}", "bold red")
         if self.note:
             yield Text(self.note, "dim", overflow="ellipsis", no_wrap=True)
 

@@ -18,6 +18,7 @@ from storage.policies import published_policies
 from storage.report import report_tables
 from storage.store import RunStore
 from storage.verify import Fault, verify
+from tba.alarms import spans
 
 PAGE = "report.html"
 MAX_TEXT = 1500  # characters of a prompt or response that are shown
@@ -53,6 +54,7 @@ def render(store: RunStore) -> str:
         charts=figures.charts(tables),
         time=figures.time_shares(tables),
         diversity=_diversity(store),
+        alarms=spans(tables["steps"]),
         examples=_examples(tables["examples"]),
         settings=_settings(config),
         provenance=_provenance(store, tables, config),

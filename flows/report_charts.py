@@ -14,6 +14,13 @@ def charts(tables: dict[str, list[dict]]) -> dict[str, Markup]:
         "learning_narrow": _learning(tables, (440, 300)),
         "loss": _loss(tables),
         "gradient": _gradient(tables),
+        "kl": _of_training(tables, {"fresh": "fresh_kl"}, "nats a response"),
+        "entropy": _of_training(tables, {"fresh": "fresh_entropy"}, "nats a token"),
+        "weights": _of_training(
+            tables, {"effective sample size": "effective_sample_size", "tapered": "tapered_share"}, "share of the batch"
+        ),
+        "mismatch": _of_training(tables, {"mismatch": "logprob_mismatch"}, "nats a token"),
+        "cut": _of_training(tables, {"cut": "fresh_cut_share"}, "share of the responses"),
         "staleness": _staleness(tables),
         "age": _age(tables),
         "rewards": _rewards(tables),
@@ -74,6 +81,17 @@ def _loss(tables: dict) -> str:
 def _gradient(tables: dict) -> str:
     line = Series("norm", _points(tables["training"], "gradient_norm"), 4)
     return line_chart([line], x_name="policy step", y_name="gradient norm before clipping", from_zero=True)
+
+
+def _of_training(tables: dict, columns: dict[str, str], y_name: str) -> str:
+    """columns: of the training curves, by the name that each line has. Empty where none was measured."""
+    if all(row[name] is None for row in tables["training"] for name in columns.values()):
+        return ""
+    lines = [
+        Series(label, _points(tables["training"], name), place)
+        for place, (label, name) in enumerate(columns.items(), 1)
+    ]
+    return line_chart(lines, x_name="policy step", y_name=y_name, from_zero=True)
 
 
 def _staleness(tables: dict) -> str:

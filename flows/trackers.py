@@ -25,6 +25,10 @@ from storage.store import RunStore
 NAMES = {
     "reward_mean": "reward",
     "fresh_reward_mean": "rewards/fresh",
+    "fresh_kl": "fresh/kl",
+    "fresh_entropy": "fresh/entropy",
+    "fresh_cut_share": "fresh/cut_share",
+    "fresh_staleness": "fresh/staleness",
     "reward_recent_mean": "rewards/recent",
     "gradient_norm": "grad_norm",
     "step_s": "step_time",

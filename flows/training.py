@@ -20,13 +20,14 @@ from flows.machine import cpu_threads, model_folder, policy_cache, temporary_fol
 from flows.trackers import Trackers
 from storage import ledger, policies
 from storage.buffer import NotEnoughExperience, ReplayBuffer
+from storage.fresh import FRESH_COLUMNS, Fresh
+from storage.inspect import query
 from storage.store import RunStore
+from tba.alarms import Alarms
 from tba.policy import Group
 from tba.trainer import Batch, Draw, Stopped, Trainer, train
 from tba.weights import fingerprint, write_weights
 
-# No new shard for so long: the Searchers have stopped, or a round takes far longer than it should.
-SEARCHERS_SILENT_S = 300.0
 # Older ones are deleted: a checkpoint is 3 x the float32 weights, and only the newest whole one is resumed from.
 KEPT_CHECKPOINTS = 2
 # A Searcher fetches the newest; one more may be in flight while the next is published, and one is spare.
@@ -53,8 +54,9 @@ def train_run(
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that are started here
     settings = config.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
+    alarms = RunAlarms(store, resumed_from)
     with (
-        contextlib.closing(StoreOutbox(store, config, attempt, folder, heart)) as outbox,
+        contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
         trainer_of(folder, settings) as trainer,
     ):
         if resumed_from:
@@ -64,47 +66,74 @@ def train_run(
         buffer = ReplayBuffer(store, config.sampling, config.seed)
         buffer.rebuild(resumed_from)
         awaits_shard = attempt > 1 and config.searchers > 0
-        train(trainer, StoredExperience(store, buffer, attempt, awaits_shard=awaits_shard), outbox)
+        train(trainer, StoredExperience(store, buffer, attempt, alarms, awaits_shard=awaits_shard), outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"
+
+
+class RunAlarms:
+    """The alarms of a run that trains; one that goes on is a warning in the log."""
+
+    def __init__(self, store: RunStore, resumed_from: int) -> None:
+        """`resumed_from`: the last step of the Trainer's earlier lives, whose rows count; 0: there are none."""
+        self._alarms = Alarms()
+        for row in query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist() if resumed_from else []:
+            self._alarms.see(row)
+
+    @property
+    def on(self) -> dict[str, str]:
+        """By name the messages of those that are on."""
+        return self._alarms.on
+
+    def see(self, row: dict) -> None:
+        self._warn(self.on, self._alarms.see(row))
+
+    def see_silence(self, silent_s: float) -> None:
+        self._warn(self.on, self._alarms.see_silence(silent_s))
+
+    def _warn(self, before: dict[str, str], now: dict[str, str]) -> None:
+        for name in now.keys() - before.keys():
+            log.warning(now[name])
 
 
 class StoredExperience:
     """tba.trainer's Experience over storage's replay buffer."""
 
-    def __init__(self, store: RunStore, buffer: ReplayBuffer, attempt: int, *, awaits_shard: bool = False) -> None:
+    def __init__(
+        self, store: RunStore, buffer: ReplayBuffer, attempt: int, alarms: RunAlarms, *, awaits_shard: bool = False
+    ) -> None:
         """`awaits_shard`: the first batch waits for a shard that comes after the first sync.
 
         A run that was killed whole resumes sooner than its engines start. Until they sample, a minute or two, it would
         spend its steps on what it has.
         """
-        self._store, self.buffer, self._attempt = store, buffer, attempt
+        self._store, self.buffer, self._attempt, self._alarms = store, buffer, attempt, alarms
         self._awaits_shard, self._caught_up = awaits_shard, False
         self._arrived_at = time.monotonic()  # when a sync last took something in
-        self._alarmed = False
-        self._fresh_reward_mean = None
+        self._fresh: Fresh | None = None
 
     def sync(self, step: int) -> None:
         ledger.check_not_superseded(self._store, self._attempt)
         if found := self.buffer.sync(step, self._attempt):
-            self._fresh_reward_mean = found.reward_mean
+            self._fresh = found.fresh
             self._arrived_at = time.monotonic()
             self._awaits_shard = self._awaits_shard and not self._caught_up
         self._caught_up = True
-        alarm = searchers_alarm(self._silent_s())
-        if alarm and not self._alarmed:
-            log.warning(alarm)
-        self._alarmed = bool(alarm)
+        self._alarms.see_silence(self._silent_s())
 
     def draw(self, step: int) -> Batch | str:
         if self._awaits_shard:
-            return searchers_alarm(self._silent_s()) or "resumed: the Searchers' first new shard is awaited"
+            return self._why_silent() or "resumed: the Searchers' first new shard is awaited"
         try:
             return self._batch(self.buffer.draw(step), step)
         except NotEnoughExperience as reason:
-            return searchers_alarm(self._silent_s()) or str(reason)
+            return self._why_silent() or str(reason)
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._arrived_at
+
+    def _why_silent(self) -> str | None:
+        self._alarms.see_silence(self._silent_s())
+        return self._alarms.on.get("searchers_silent")
 
     def _batch(self, rows: pa.Table, step: int) -> Batch:
         by_prompt: dict[int, list[dict]] = {}
@@ -112,11 +141,11 @@ class StoredExperience:
             by_prompt.setdefault(row["prompt_index"], []).append(row)
         staleness = [step - 1 - policy_step for policy_step in rows["policy_step"].to_pylist()]
         recent = [reward for reward, is_recent in zip(*columns(rows, "reward", "recent"), strict=True) if is_recent]
-        facts = {
+        fresh = self._fresh.facts(step) if self._fresh else dict.fromkeys(FRESH_COLUMNS)
+        facts = fresh | {
             "staleness_mean": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
             "reward_recent_mean": sum(recent) / len(recent) if recent else None,
-            "fresh_reward_mean": self._fresh_reward_mean,
             "num_trajectories": self.buffer.num_trajectories,
             "num_prompts": self.buffer.num_prompts,
             "num_inserted": self.buffer.num_taken_in,
@@ -125,13 +154,6 @@ class StoredExperience:
             "searchers_silent_s": self._silent_s(),
         }
         return Batch(make_draws(by_prompt.values()), facts, rows)
-
-
-def searchers_alarm(silent_s: float) -> str:
-    """What to tell whoever watches; nothing while Searchers commit."""
-    if silent_s < SEARCHERS_SILENT_S:
-        return ""
-    return f"no new shard for {silent_s:.0f} s: have the Searchers stopped? Their flow runs' logs in Prefect say why"
 
 
 def columns(rows: pa.Table, *names: str) -> list[list]:
@@ -164,9 +186,18 @@ class StoreOutbox:
     Of either kind one is on its way at most, or memory and disk would fill where the store is slower than training.
     """
 
-    def __init__(self, store: RunStore, config: RunConfig, attempt: int, template: Path, heart: Heartbeat) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        config: RunConfig,
+        attempt: int,
+        template: Path,
+        heart: Heartbeat,
+        alarms: RunAlarms,
+    ) -> None:
         """`template`: the model's folder, from which published policies take configuration and tokenizer."""
         self._store, self._attempt, self._template, self._heart = store, attempt, template, heart
+        self._alarms = alarms
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending: list[Future] = []
@@ -175,8 +206,9 @@ class StoreOutbox:
 
     def status(self, state: str, step: int, metrics: dict | None = None) -> None:
         self._raise_what_failed()  # or a Trainer that waits for experience would wait on for a policy that nobody got
-        told = metrics or {}
-        self._heart.tell(state, step, {"message": searchers_alarm(told.get("searchers_silent_s", 0.0))} | told)
+        if state == "training":
+            self._alarms.see(metrics or {})
+        self._heart.tell(state, step, {"message": "", "alarms": self._alarms.on} | (metrics or {}))
         if self._heart.stop.is_set():
             raise Stopped
 

@@ -33,6 +33,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage import ledger, mop
+from storage.fresh import Fresh
 from storage.shards import by_block, expired_through, new_shards, read_shards
 from storage.sql import sql
 from storage.store import RunStore
@@ -85,8 +86,11 @@ class Sync:
     step: int  # the first training step that could draw it
     attempt: int
     rounds: dict[str, list[int]]  # by searcher, in order
-    num_trajectories: int
-    reward_mean: float  # over all that was taken in, repeated responses too: how well its policies did
+    fresh: Fresh  # all that was taken in
+
+    @property
+    def num_trajectories(self) -> int:
+        return self.fresh.num_trajectories
 
 
 class WordFile:
@@ -179,10 +183,9 @@ class ReplayBuffer:
             return None
         number = self.newest_sync + 1
         with self._transaction():
-            rewards = self._take_in({number: rounds})
-            sync = Sync(number, step, attempt, rounds, len(rewards), float(rewards.mean()))
+            sync = Sync(number, step, attempt, rounds, self._take_in({number: rounds}))
             ledger.record_sync(self._store, sync)
-        self._advance(number, rounds, len(rewards))
+        self._advance(number, rounds, sync.num_trajectories)
         return sync
 
     def rebuild(self, step: int) -> None:
@@ -198,10 +201,10 @@ class ReplayBuffer:
             first = max(record["first_round"], expired.get(record["searcher"], -1) + 1)
             syncs[record["sync"]][record["searcher"]] += range(first, record["last_round"] + 1)
         with self._transaction():
-            rewards = self._take_in(syncs)
+            found = self._take_in(syncs)
         # What has expired since was drawn, so it counts as taken in. Older versions did not record how many.
         recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
-        num_taken_in = len(rewards) if None in recorded else sum(recorded)
+        num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
         newest_sync = max((record["sync"] for record in records), default=0)
         self._advance(newest_sync, {record["searcher"]: [record["last_round"]] for record in records}, num_taken_in)
 
@@ -320,22 +323,22 @@ class ReplayBuffer:
             raise
         self._index.commit()
 
-    def _take_in(self, syncs: Mapping[int, Mapping[str, Sequence[int]]]) -> np.ndarray:
-        """Index rounds, by sync and searcher, syncs in order. Returns the trajectories' rewards."""
-        rewards, waiting = [np.empty(0, np.float32)], defaultdict(dict)  # by searcher the sync of each round
+    def _take_in(self, syncs: Mapping[int, Mapping[str, Sequence[int]]]) -> Fresh:
+        """Index rounds, by sync and searcher, syncs in order. Returns what their trajectories sum up to."""
+        found, waiting = Fresh(), defaultdict(dict)  # by searcher the sync of each round
         last = max(syncs, default=0)
         for number, rounds in syncs.items():
             for searcher, of_searcher in rounds.items():
                 waiting[searcher] |= dict.fromkeys(of_searcher, number)
             # Only once a sync is there in full: how often it brought a response counts copies that capacity throws out.
             if number == last or sum(map(len, waiting.values())) >= ROUNDS_PER_SETTLE:
-                rewards += self._index_rounds(waiting)
+                found += self._index_rounds(waiting)
                 waiting.clear()
-        return np.concatenate(rewards)
+        return found
 
-    def _index_rounds(self, sync_of_round: Mapping[str, Mapping[int, int]]) -> list[np.ndarray]:
-        """Index rounds of whole syncs, by searcher; throw out repeats and what exceeds capacity. Returns rewards."""
-        rewards, prompt_ids = [], []
+    def _index_rounds(self, sync_of_round: Mapping[str, Mapping[int, int]]) -> Fresh:
+        """Index rounds of whole syncs, by searcher; throw out repeats and what exceeds capacity. Returns their sums."""
+        found, prompt_ids = Fresh(), []
         for searcher, syncs in sync_of_round.items():
             for rounds in by_block(syncs):
                 shards = read_shards(self._store, searcher, rounds)
@@ -346,14 +349,14 @@ class ReplayBuffer:
                 self._index.register("arrivals", arrivals)
                 self._prompt_ids |= self._execute("insert_prompts").fetchall()
                 self._execute("insert_trajectories")
-                rewards.append(shards["reward"].to_numpy())
+                found += Fresh.of(shards)
                 prompt_ids += shards["prompt_id"].chunks
         self._index.register("arrivals", pa.table({"prompt_id": pa.chunked_array(prompt_ids, pa.string()).unique()}))
         self._execute("count_copies")
         self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
         self._execute("update_prompts")
         self._index.unregister("arrivals")
-        return rewards
+        return found
 
     def _advance(self, newest_sync: int, rounds: dict[str, Iterable[int]], num_trajectories: int) -> None:
         self.newest_sync = newest_sync

@@ -36,5 +36,6 @@ def report_tables(store: RunStore) -> dict[str, pa.Table]:
             for name, parameters in _TABLES.items()
         }
         tables["evaluations"] = connection.sql("SELECT * FROM evaluations ORDER BY policy_step").to_arrow_table()
+        tables["steps"] = connection.sql("SELECT * FROM training_steps ORDER BY step").to_arrow_table()
         tables["attempts"] = connection.sql("SELECT * FROM attempts ORDER BY attempt").to_arrow_table()
     return tables

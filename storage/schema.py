@@ -76,7 +76,12 @@ TRAINING_STEP = pa.schema(
         "publish_stall_s": pa.float64(),  # spent on handing over a policy, before this step
         "loss": pa.float64(),
         "reward_mean": pa.float64(),
-        "fresh_reward_mean": pa.float64(),  # of all that the newest sync took in; null before this attempt's first
+        # of all that the newest sync took in; null before this attempt's first
+        "fresh_reward_mean": pa.float64(),
+        "fresh_kl": pa.float64(),  # behavior - reference log-probability, nats a response
+        "fresh_entropy": pa.float64(),  # - behavior log-probability, nats a token
+        "fresh_cut_share": pa.float64(),  # of the responses, cut at the length limit
+        "fresh_staleness": pa.float64(),  # policy steps between the weights that sampled and those trained
         "reward_recent_mean": pa.float64(),  # null where the batch has no recent trajectory
         "log_z_mean": pa.float64(),
         "residual_abs_mean": pa.float64(),

@@ -18,10 +18,17 @@ COMMENT ON COLUMN training_steps.publish_stall_s IS 'Seconds that training stood
 COMMENT ON COLUMN training_steps.loss IS 'Trajectory Balance loss, scaled by beta^2 / 2.';
 COMMENT ON COLUMN training_steps.reward_mean IS 'Mean reward of the batch.';
 COMMENT ON COLUMN training_steps.fresh_reward_mean IS 'Mean reward of all that the newest sync took in, repeated responses too: the accuracy of sampling where a reward is 0 or 1. NULL before the first sync of a resumed Trainer.';
+COMMENT ON COLUMN training_steps.fresh_kl IS 'Mean of log p_behavior - log p_ref over those responses, in nats a response: estimates the KL divergence of the policies that sampled them from the reference. NULL in runs of an older version, as the next three.';
+COMMENT ON COLUMN training_steps.fresh_entropy IS 'Mean of -log p_behavior over their tokens, in nats a token.';
+COMMENT ON COLUMN training_steps.fresh_cut_share IS 'Share of them that was cut at the length limit.';
+COMMENT ON COLUMN training_steps.fresh_staleness IS 'Mean policy steps between the weights that sampled them and those trained.';
 COMMENT ON COLUMN training_steps.reward_recent_mean IS 'Mean reward of its recent slots; NULL where there are none.';
 COMMENT ON COLUMN training_steps.log_z_mean IS 'Mean of log Z over the prompts.';
 COMMENT ON COLUMN training_steps.residual_abs_mean IS 'Mean absolute residual.';
 COMMENT ON COLUMN training_steps.logprob_gap_mean IS 'Mean of log p_theta - log p_ref over the responses.';
+COMMENT ON COLUMN training_steps.effective_sample_size IS 'Of the ratios p_theta / p_behavior of the responses, as a share of the batch. NULL where the objective measures none, and in runs of an older version, as the next two.';
+COMMENT ON COLUMN training_steps.tapered_share IS 'Share of the responses whose residual is weighted below 1.';
+COMMENT ON COLUMN training_steps.logprob_mismatch IS 'Mean absolute difference between log p_theta and log p_behavior on the rows of the newest policy, in nats a token.';
 COMMENT ON COLUMN training_steps.gradient_norm IS 'Norm of the gradient before clipping.';
 COMMENT ON COLUMN training_steps.learning_rate IS 'Learning rate of the step.';
 COMMENT ON COLUMN training_steps.beta IS 'KL coefficient of the step.';

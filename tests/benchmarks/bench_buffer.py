@@ -29,6 +29,7 @@ import pyarrow as pa
 from infra.local_s3 import LocalS3, LocalS3Error
 from storage import ledger
 from storage.buffer import ReplayBuffer, Sampling, Sync
+from storage.fresh import Fresh
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id
 from storage.store import RunStore
@@ -93,7 +94,7 @@ def make_run(store: RunStore, num_rows: int) -> None:
     for round_number in range(num_rows // SHARD_ROWS):
         commit_shard(store, make_shard("s0", round_number, num_rows // CAPACITY))
         number = round_number + 1
-        ledger.record_sync(store, Sync(number, number, 1, {"s0": [round_number]}, SHARD_ROWS, reward_mean=0.5))
+        ledger.record_sync(store, Sync(number, number, 1, {"s0": [round_number]}, Fresh(SHARD_ROWS)))
 
 
 def write_per_s(store: RunStore) -> float:

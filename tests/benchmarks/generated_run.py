@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from storage import ledger, policies
 from storage.buffer import Sync
+from storage.fresh import Fresh
 from storage.schema import BATCH, SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id
 from storage.store import RunStore
@@ -141,7 +142,7 @@ def _lists(values: np.ndarray) -> pa.ListArray:
 
 
 def _sync(number, step, searcher, round_number, num_trajectories):
-    return Sync(number, step, 1, {searcher: [round_number]}, num_trajectories, reward_mean=0.0)
+    return Sync(number, step, 1, {searcher: [round_number]}, Fresh(num_trajectories))
 
 
 def _train(store, random, step, steps, num_syncs, ids, rewards, spoken, num_response_tokens, began) -> None:

@@ -2,6 +2,7 @@
 
 Claims
 - `tba runs` lists every run of a store with its state, and nothing else that lies there; a live Trainer is alive
+- `tba watch` says the alarms that are on, and what to turn
 - `tba show` tells of each drawn response reward, draw probability, age, weights; says which steps there are
 - `tba sql` takes its query from standard input; its prompt takes several lines, survives a mistake, ends by \\q
 - `tba export` says which file cannot be written
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 
 from flows import cli_sql
 from flows.cli import app
+from flows.progress import Progress
 from storage import ledger
 from storage.store import RunStore
 from tests.flows.prepared_run import heartbeat, prepare_run
@@ -45,6 +47,15 @@ def root(tmp_path, monkeypatch) -> Path:
 
 def tba(*arguments: str, text: str | None = None):
     return CliRunner().invoke(app, arguments, input=text, catch_exceptions=False)
+
+
+def test_watch_says_the_alarms(root, monkeypatch):
+    store = prepare_run((root / ".tba").as_uri(), "peaked")
+    ledger.heartbeat(store, heartbeat(3, alarms={"entropy_low": "entropy is near zero. Raise search.temperature"}))
+    monkeypatch.setattr(Progress, "wait", lambda *_: store.put("summary.json", b'{"run": "peaked", "steps": 80}'))
+    lines = tba("watch", "peaked").stdout.splitlines()
+    assert "ALARM: entropy is near zero. Raise search.temperature" in lines
+    assert any("alarms entropy low" in line for line in lines)
 
 
 def test_runs_tells_the_state_of_each(root):

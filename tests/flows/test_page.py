@@ -5,6 +5,7 @@ Claims
 - each published policy is a task run named by its steps, an asset that depends on its shards, and an event
 - Suspend on the page ends the Trainer between two steps and the Searcher; Resume there goes on from what was saved
 - Cancel ends both as well, and says so; the run can be resumed
+- an alarm of the heartbeat is in the progress artifact, and an event and a warning when it goes on
 - tba.run.finished sets off the automation of prefect.yaml, with the run's name and store
 - curves have few points whatever the run's length, and no value is left out at the ends
 
@@ -15,6 +16,7 @@ import json
 import time
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,7 +65,9 @@ def publish(step):
         policies.publish_policy(store, folder, step, "f" * 32, attempt=attempt, final=step == {steps})
 
 def beat(state, step):
-    ledger.heartbeat(store, {{"state": state, "step": step, "reward_mean": 0.5, "attempt": attempt}})
+    alarms = {{"entropy_low": "entropy is near zero"}}
+    facts = {{"state": state, "step": step, "reward_mean": 0.5, "attempt": attempt, "alarms": alarms}}
+    ledger.heartbeat(store, facts)
 
 publish(begun)
 for step in range(begun + 1, {steps} + 1):
@@ -186,6 +190,7 @@ def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
     newest = {artifact.key: artifact for artifact in sorted(shown, key=lambda artifact: artifact.created)}
     assert float(newest["suspended-progress"].data) == 100
     assert f"step {STEPS} of {STEPS}" in newest["suspended-progress"].description
+    assert "ALARM: entropy is near zero" in newest["suspended-progress"].description
     table = json.loads(newest["suspended-steps"].data)
     assert [row["step"] for row in table] == list(range(STEPS, 0, -1))
     assert table[0]["reward"] == 0.25 and table[0]["staleness, mean"] == 1.0
@@ -203,6 +208,9 @@ def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
     assert shard in [related["prefect.resource.id"] for related in asset["related"]]
     names = [related["prefect.resource.name"] for related in asset["related"] if "task-run" in related.values()]
     assert names == [f"steps {STEPS - 1} to {STEPS}"]
+
+    alarmed = wait_for(lambda: events(client, "tba.alarm.", "tba.run.suspended"))
+    assert [event["event"] for event in alarmed] == ["tba.alarm.entropy_low"] * 2, "one a life of the flow"
 
     (finished,) = wait_for(lambda: events(client, "tba.run.finished", "tba.run.suspended"))
     assert finished["payload"]["accuracy_after"] == 0.75 and finished["payload"]["steps"] == STEPS
@@ -273,6 +281,21 @@ def test_a_trainer_that_waits_in_mid_training_is_starved_once(tmp_path, monkeypa
     ]  # fmt: skip
     assert after(1, "training", 2) == after(1, "waiting", 2) == 1
     assert after(60, "waiting", 2) == 2
+
+
+def test_each_alarm_that_goes_on_is_an_event_and_a_warning(tmp_path, monkeypatch):
+    told, warned = [], []
+    monkeypatch.setattr(page, "emit_event", lambda event, **of: told.append((event, of["payload"])))
+    monkeypatch.setattr(page, "get_run_logger", lambda: SimpleNamespace(warning=warned.append))
+    shown = page.Page(RunStore(tmp_path.as_uri(), "some"), RunConfig(run="some"))
+    for step, alarms in enumerate(
+        ({}, {"a": "first"}, {"a": "first, later"}, None, {"a": "on"}, {}, {"b": "", "a": ""})
+    ):
+        shown._tell_alarms({"step": step} | ({} if alarms is None else {"alarms": alarms}))
+    assert [event for event, _ in told][:1] == ["tba.alarm.a"]
+    assert sorted(event for event, _ in told[1:]) == ["tba.alarm.a", "tba.alarm.b"]
+    assert told[0][1] == {"run": "some", "store": tmp_path.as_uri(), "step": 1, "alarm": "a", "message": "first"}
+    assert len(warned) == 3 and warned[0] == "first"
 
 
 def test_a_curve_has_few_points_whatever_the_length_and_keeps_both_ends():

@@ -7,6 +7,8 @@ Claims
 - time that is in two sets of intervals is found, however they lie
 - a run without data, and one without training steps, have a report; skipped steps leave their neighbours' curves be
 - faults of the store are on the page
+- alarms are on the page, as the rows of the training ledger raise them, with the steps; a run of an older version has a
+  page without what it did not measure
 - the command writes into the store, or where it is told to
 - in a browser: no sideways scrolling, no label cut off, colours follow the system, on a laptop and on a phone; hostile
   text makes no element and runs nothing (slow)
@@ -58,7 +60,7 @@ def test_the_page_is_one_file_with_everything(page):
     assert not re.findall(r"""(?:src|href)=["'](?!#)""", page) and "url(" not in page and "@import" not in page
     sections = re.findall(r'<h2 id="([a-z]+)"', page)
     assert sections == [
-        "learning", "data", "diversity", "trajectories", "time", "configuration", "provenance", "faults",
+        "learning", "alarms", "data", "diversity", "trajectories", "time", "configuration", "provenance", "faults",
     ]  # fmt: skip
     assert page.count("<svg") >= 17 and "nothing yet" not in page
 
@@ -140,6 +142,36 @@ def test_faults_are_on_the_page(tmp_path):
     store.delete("trajectories/searcher=s0/round=00000000.parquet")
     page = render(store)
     assert "missing round" in page and "sync without shards" in page and "no faults" not in page
+
+
+def stepped(folder, name: str, change: dict) -> RunStore:
+    """A run of a dozen training steps whose rows are changed."""
+    store = RunStore(folder.as_uri(), name)
+    store.create_run({"run": name, "train": {"steps": 12}})
+    commit_shard(store, make_shard())
+    for step in range(1, 13):
+        record_batch(store, 1, step, make_batch([0]))
+        record_training_step(store, make_training_step(1, step) | {"num_inserted": 4 * step} | change)
+    return store
+
+
+def test_alarms_are_on_the_page(tmp_path):
+    page = render(stepped(tmp_path, "well", {}))
+    assert 'href="#alarms">no alarms</a>' in page and "None was on." in page
+    page = render(stepped(tmp_path, "peaked", {"fresh_entropy": 0.001, "logprob_mismatch": 0.9}))
+    assert 'href="#alarms">2 alarms</a>' in page
+    shown = dict(re.findall(r"<tr><td>([a-z ]+)</td><td>([0-9–]+)</td>", page))
+    assert shown == {"entropy low": "3–12", "logprobs disagree": "5–12"}
+    assert "Raise search.temperature" in page and "train.sync_interval" in page
+
+
+def test_a_run_of_an_older_version_has_a_page_without_what_it_did_not_measure(tmp_path):
+    assert 'id="kl"' in render(stepped(tmp_path, "new", {}))
+    later = ("fresh_kl", "fresh_entropy", "fresh_cut_share", "fresh_staleness", "effective_sample_size",
+             "tapered_share", "logprob_mismatch")  # fmt: skip
+    page = render(stepped(tmp_path, "old", dict.fromkeys(later)))
+    assert not {f'id="{name}"' for name in ("kl", "entropy", "weights", "mismatch", "cut")} & set(page.split())
+    assert "None was on." in page
 
 
 def test_the_command_writes_where_it_is_told_to(run_store, tmp_path):

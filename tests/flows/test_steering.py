@@ -33,7 +33,7 @@ from flows import control, search, train
 from flows.cli import app
 from flows.config import RunConfig
 from flows.heartbeat import Heartbeat
-from flows.training import StoreOutbox
+from flows.training import RunAlarms, StoreOutbox
 from storage import ledger
 from storage.errors import StoreUnreachable
 from storage.policies import PolicyRef
@@ -222,7 +222,8 @@ def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
         assert not heart.stop.wait(0.2)
         control.ask_to_stop(store)
         assert heart.stop.wait(10)
-        with contextlib.closing(StoreOutbox(store, RunConfig(), 1, Path(), heart)) as outbox, pytest.raises(Stopped):
+        given = store, RunConfig(), 1, Path(), heart, RunAlarms(store, resumed_from=0)
+        with contextlib.closing(StoreOutbox(*given)) as outbox, pytest.raises(Stopped):
             outbox.status("training", 4)
         assert not control.take_back_stop(store)
     finally:

@@ -3,6 +3,8 @@
 Claims
 - flow control is in every step's metrics; while a draw is too early its reason is what the heartbeat says
 - Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
+- what the newest sync took in is in every step's metrics
+- an alarm over the steps is in the log once and in the heartbeat; a resumed Trainer knows the steps before it
 - a resumed run's first batch waits for a shard that is new, also where it had no checkpoint yet
 - a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
 - an error of its writers stops the Trainer, also where it waits
@@ -47,9 +49,14 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def experience(store):
+def alarms(store):
+    return training.RunAlarms(store, resumed_from=0)
+
+
+@pytest.fixture
+def experience(store, alarms):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2, max_age=4)
-    return training.StoredExperience(store, buffer, attempt=1)
+    return training.StoredExperience(store, buffer, attempt=1, alarms=alarms)
 
 
 @pytest.fixture
@@ -60,11 +67,11 @@ def heart(store):
 
 
 @pytest.fixture
-def outbox(store, heart, tmp_path):
+def outbox(store, heart, alarms, tmp_path):
     template = tmp_path / "template"
     template.mkdir()
     (template / "config.json").write_text("{}")
-    with contextlib.closing(training.StoreOutbox(store, RunConfig(), 1, template, heart)) as outbox:
+    with contextlib.closing(training.StoreOutbox(store, RunConfig(), 1, template, heart, alarms)) as outbox:
         yield outbox
 
 
@@ -80,9 +87,9 @@ def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experienc
     assert experience.draw(3).startswith("step 3 would draw each of 8")
 
 
-def test_a_resumed_run_waits_for_its_searchers(store):
+def test_a_resumed_run_waits_for_its_searchers(store, alarms):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4)
-    experience = training.StoredExperience(store, buffer, attempt=2, awaits_shard=True)
+    experience = training.StoredExperience(store, buffer, 2, alarms, awaits_shard=True)
     commit(store, "s0", 0, distinct("ab", 4))
     for _ in range(2):
         experience.sync(5)
@@ -95,7 +102,7 @@ def test_a_resumed_run_waits_for_its_searchers(store):
 def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, heart, caplog, monkeypatch):
     commit(store, "s0", 0, distinct("ab", 4))
     experience.sync(1)
-    monkeypatch.setattr(training, "SEARCHERS_SILENT_S", 0.2)
+    monkeypatch.setattr("tba.alarms.SEARCHERS_SILENT_S", 0.2)
     time.sleep(0.3)
     with caplog.at_level(logging.WARNING, logger="tba.learn"):
         for _ in range(3):
@@ -106,13 +113,61 @@ def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, hea
     assert facts["searchers_silent_s"] >= 0.3
     outbox.status("training", 1, facts)
     heart.write()
-    assert json.loads(store.get(ledger.HEARTBEAT))["message"].startswith("no new shard for")
+    beat = json.loads(store.get(ledger.HEARTBEAT))
+    assert beat["alarms"]["searchers_silent"].startswith("no new shard for") and beat["message"] == ""
 
     commit(store, "s0", 1, distinct("ab", 4))
     experience.sync(2)
     outbox.status("training", 2, experience.draw(2).facts)
     heart.write()
-    assert json.loads(store.get(ledger.HEARTBEAT))["message"] == ""
+    assert json.loads(store.get(ledger.HEARTBEAT))["alarms"] == {}
+
+
+def test_what_the_newest_sync_took_in_is_in_the_metrics(store, alarms):
+    experience = training.StoredExperience(store, new_buffer(store), attempt=1, alarms=alarms)
+    commit(store, "s0", 0, [("a", [8, 16], 1.0), ("a", [4], 0.0)], policy_step=0)
+    commit(store, "s1", 0, [("b", [2, 2, 2, 2, 2], 0.5), ("b", [2, 2, 2, 2, 2], 0.5)], policy_step=3)
+    experience.sync(4)
+    facts = experience.draw(6).facts
+    # of a token t: behavior -t/8, reference -t/4. Tokens sum up to 24, 4, 10 and 10, of 2, 1, 5 and 5 each
+    expected = {
+        "fresh_reward_mean": (1.0 + 0.0 + 0.5 + 0.5) / 4,
+        "fresh_kl": (24 + 4 + 10 + 10) / 8 / 4,
+        "fresh_entropy": (24 + 4 + 10 + 10) / 8 / 13,
+        "fresh_cut_share": 0.0,
+        "fresh_staleness": (5 + 5 + 2 + 2) / 4,
+    }
+    assert {name: facts[name] for name in expected} == pytest.approx(expected)
+
+
+def mismatched(step: int) -> dict:
+    return make_training_step(1, step) | {"logprob_mismatch": 0.9}
+
+
+def test_an_alarm_is_in_the_log_once_and_in_the_heartbeat(store, outbox, heart, caplog):
+    with caplog.at_level(logging.WARNING, logger="tba.learn"):
+        for step in range(1, 8):
+            outbox.status("training", step, {"logprob_mismatch": 0.9})
+    (record,) = caplog.records
+    assert record.message.startswith("log-probabilities disagree")
+    heart.write()
+    assert json.loads(store.get(ledger.HEARTBEAT))["alarms"].keys() == {"logprobs_disagree"}
+    outbox.status("waiting", 7, {"message": "too early"})
+    heart.write()
+    assert json.loads(store.get(ledger.HEARTBEAT))["alarms"].keys() == {"logprobs_disagree"}, "it is on until it is off"
+    outbox.status("training", 8, {"logprob_mismatch": 0.01})
+    heart.write()
+    assert json.loads(store.get(ledger.HEARTBEAT))["alarms"] == {}
+
+
+def test_a_resumed_trainer_knows_the_steps_before_it(store):
+    for step in range(1, 5):
+        ledger.record_training_step(store, mismatched(step))
+    resumed, anew = training.RunAlarms(store, resumed_from=4), training.RunAlarms(store, resumed_from=0)
+    for alarms in (resumed, anew):
+        assert alarms.on == {}
+        alarms.see(mismatched(5))
+    assert (resumed.on.keys(), anew.on.keys()) == ({"logprobs_disagree"}, set())
 
 
 def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):

@@ -2,6 +2,7 @@
 
 - the views show what is stored, on a local folder and on S3; what is not there yet is an empty view with its columns
 - batches, training_steps and syncs leave out what a resumed Trainer undid; all_batches does not
+- what an older version did not record is NULL
 - every view and every column of it is documented, with the schema's columns
 - SELECT, DESCRIBE, SHOW, SUMMARIZE and EXPLAIN work
 - nothing else does: no writing, attaching, installing or setting, one statement at a time
@@ -215,3 +216,20 @@ def test_times_are_utc_wherever_one_asks(stored, monkeypatch):
     monkeypatch.setenv("TZ", "America/New_York")
     about = "SELECT max(created_at), max(created_at)::VARCHAR FROM trajectories"
     assert rows(stored, about) == [(datetime(2026, 11, 21, 12, tzinfo=UTC), "2026-11-21 12:00:00+00")]
+
+
+def test_training_steps_of_an_older_version_have_no_value_for_later_columns(store):
+    later = {"fresh_kl", "fresh_entropy", "fresh_cut_share", "fresh_staleness"} | {
+        "effective_sample_size", "tapered_share", "logprob_mismatch",
+    }  # fmt: skip
+    ledger.start_attempt(store, 0, OWNER)
+    for step in (1, 2):
+        ledger.record_training_step(store, make_training_step(1, step))
+    path = "metrics/training/attempt=00000001/step=00000001.parquet"
+    old = pq.read_table(pa.BufferReader(store.get(path))).drop_columns(sorted(later))
+    sink = pa.BufferOutputStream()
+    pq.write_table(old, sink)
+    store.put(path, sink.getvalue().to_pybytes())
+    found = rows(store, f"SELECT step, reward_mean, {', '.join(sorted(later))} FROM training_steps ORDER BY step")
+    assert found[0] == (1, 0.25) + (None,) * 7
+    assert None not in found[1]

@@ -1,0 +1,50 @@
+"""What a sync took in ("fresh"), summed shard by shard: how good, how far from the reference, how varied, how old."""
+
+from dataclasses import asdict, dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Sums over trajectories, repeated responses included. The log-probabilities are those that they were stored with:
+    of the distribution that each was sampled from, at its own temperature and top_p, behind its own system prompt."""
+
+    num_trajectories: int = 0
+    num_response_tokens: int = 0
+    num_cut: int = 0  # responses that ended at the length limit
+    reward: float = 0.0
+    policy_step: float = 0.0
+    behavior_logprob: float = 0.0  # over all tokens
+    reference_logprob: float = 0.0
+
+    @classmethod
+    def of(cls, trajectories: pa.Table) -> "Fresh":
+        """trajectories: shards' rows, one at least."""
+        behavior, reference = (pc.list_flatten(trajectories[f"{name}_logprobs"]) for name in ("behavior", "reference"))
+        return cls(
+            num_trajectories=trajectories.num_rows,
+            num_response_tokens=len(behavior),
+            num_cut=pc.sum(pc.equal(trajectories["finish_reason"], "length"), min_count=0).as_py(),
+            reward=pc.sum(trajectories["reward"]).as_py(),
+            policy_step=pc.sum(trajectories["policy_step"]).as_py(),
+            behavior_logprob=pc.sum(behavior).as_py(),
+            reference_logprob=pc.sum(reference).as_py(),
+        )
+
+    def __add__(self, other: "Fresh") -> "Fresh":
+        return Fresh(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
+    def facts(self, step: int) -> dict[str, float]:
+        """The columns of training_steps that it determines, for a step that follows."""
+        return {
+            "fresh_reward_mean": self.reward / self.num_trajectories,
+            "fresh_kl": (self.behavior_logprob - self.reference_logprob) / self.num_trajectories,
+            "fresh_entropy": -self.behavior_logprob / self.num_response_tokens,
+            "fresh_cut_share": self.num_cut / self.num_trajectories,
+            "fresh_staleness": step - 1 - self.policy_step / self.num_trajectories,
+        }
+
+
+FRESH_COLUMNS = ("fresh_reward_mean", "fresh_kl", "fresh_entropy", "fresh_cut_share", "fresh_staleness")

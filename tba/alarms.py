@@ -1,0 +1,165 @@
+"""Alarms: what is seen to go wrong while a run trains, and which setting to turn.
+
+A pure function of the rows of training_steps, in order: the Trainer asks it after each step, a report asks it again of
+the stored rows, and both get the same answer. Docs: docs/metrics.md, "Alarms".
+
+A sync that took something in shows as a change of `num_inserted`. The `fresh_` columns are of that sync.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+# Syncs that are averaged: one is a dozen prompts, whose mean reward alone swings by 0.1.
+RECENT_SYNCS = 3
+# Fall of the mean reward below its best, as a share of the reward's range; an untapered loss on stale samples lost 0.4.
+REWARD_FALL = 0.20
+# A fall must also exceed so many standard deviations of a difference between two such means, as syncs scatter in this
+# run. With 12 peaked prompts a round and 30 syncs, 0.20 alone called 16 % of simulated healthy runs ill, and both 2 %.
+REWARD_FALL_DEVIATIONS = 3.5
+MEDIAN_TO_DEVIATION = 0.954  # median of |a - b| of two normal numbers, in standard deviations of one
+# Nats a token. At 0.005 and 6 tokens 97 % of the responses to a prompt are one and the same.
+LOW_ENTROPY = 0.005
+# Of a reward in 0..1: the task is solved, and there nothing is left to find.
+SOLVED_REWARD = 0.95
+# Nats a token, for each policy step between sampling and training, and so many steps running. Rounding to bfloat16 and
+# another kernel's order of sums come to some 0.02; another temperature or another policy to several times 0.1.
+MISMATCH = 0.1
+MISMATCH_PER_POLICY_STEP = 0.02
+MISMATCH_STEPS = 5
+# Policy steps, and times the largest of the first syncs: 8 to 17 on a busy machine were seen to be trained on safely.
+STALE = 16.0
+STALENESS_GROWTH = 2.0
+FIRST_SYNCS = 6  # the buffer fills during the first, and rounds settle
+# No new shard for so long: the Searchers have stopped, or a round takes far longer than it should.
+SEARCHERS_SILENT_S = 300.0
+
+
+class Alarms:
+    """Which alarms are on. They are on and off by themselves: nothing is to be acknowledged."""
+
+    def __init__(self) -> None:
+        self.on: dict[str, str] = {}
+        """By name: what is seen, and what to do."""
+        self._num_inserted = None
+        self._rewards: list[float] = []  # these, a value a sync
+        self._reward_means: list[float] = []  # over RECENT_SYNCS, from the sync on that completes the first
+        self._entropies: list[float] = []
+        self._staleness: list[float] = []
+        self._num_mismatches = 0  # steps running
+
+    def see(self, row: Mapping) -> dict[str, str]:
+        """What is on after one more step. row: of training_steps; what is None or not there was not measured."""
+        inserted = row.get("num_inserted")
+        if inserted != self._num_inserted and row.get("fresh_reward_mean") is not None:
+            self._num_inserted = inserted
+            self._see_sync(row)
+        self._see_mismatch(row)
+        self.see_silence(row.get("searchers_silent_s") or 0.0)
+        return self.on
+
+    def see_silence(self, silent_s: float) -> dict[str, str]:
+        """The same while the Trainer waits. silent_s: seconds since a sync last took something in."""
+        self._set(
+            "searchers_silent",
+            silent_s >= SEARCHERS_SILENT_S,
+            f"no new shard for {silent_s:.0f} s: have the Searchers stopped? Their flow runs' logs in Prefect say why. "
+            "If their rounds only take long, lower search.prompts_per_round",
+        )
+        return self.on
+
+    def _set(self, name: str, is_on: bool, message: str) -> None:
+        others = {other: text for other, text in self.on.items() if other != name}
+        self.on = others | ({name: message} if is_on else {})
+
+    def _see_sync(self, row: Mapping) -> None:
+        self._rewards.append(row["fresh_reward_mean"])
+        if len(self._rewards) >= RECENT_SYNCS:
+            self._reward_means.append(_recent(self._rewards))
+            self._judge_reward()
+        if row.get("fresh_entropy") is not None:
+            self._entropies.append(row["fresh_entropy"])
+            self._judge_entropy()
+        if row.get("fresh_staleness") is not None:
+            self._staleness.append(row["fresh_staleness"])
+            self._judge_staleness()
+
+    def _judge_reward(self) -> None:
+        first, now, best = self._reward_means[0], self._reward_means[-1], max(self._reward_means)
+        span = 1.0 if self._is_share() else best - min(self._reward_means)
+        steps = [abs(after - before) for before, after in zip(self._rewards, self._rewards[1:], strict=False)]
+        deviation = statistics.median(steps) / MEDIAN_TO_DEVIATION * math.sqrt(2 / RECENT_SYNCS)  # of a difference
+        least = max(REWARD_FALL * span, REWARD_FALL_DEVIATIONS * deviation)
+        self._set(
+            "reward_fell",
+            len(self._rewards) >= 2 * RECENT_SYNCS and best - first > least / 2 and best - now > least,
+            f"fresh reward fell: mean {now:.3g} of the last {RECENT_SYNCS} syncs, {best:.3g} of the best "
+            f"{RECENT_SYNCS}. Lower train.learning_rate; where samples are stale, lower sampling.max_age or "
+            "sampling.samples_per_insert and keep train.residual_weight tapered",
+        )
+
+    def _is_share(self) -> bool:
+        return min(self._rewards) >= 0 and max(self._rewards) <= 1
+
+    def _judge_entropy(self) -> None:
+        now = _recent(self._entropies)
+        is_solved = self._is_share() and _recent(self._rewards) >= SOLVED_REWARD
+        self._set(
+            "entropy_low",
+            len(self._entropies) >= RECENT_SYNCS and now < LOW_ENTROPY and not is_solved,
+            f"entropy is near zero: {now:.2g} nats a token in the last {RECENT_SYNCS} syncs, so that the responses to "
+            "a prompt are all the same. Raise search.temperature or train.beta, or lower train.learning_rate",
+        )
+
+    def _judge_staleness(self) -> None:
+        now, settled = _recent(self._staleness), max(self._staleness[:FIRST_SYNCS])
+        self._set(
+            "staleness_grows",
+            len(self._staleness) >= FIRST_SYNCS + RECENT_SYNCS and now > max(STALE, STALENESS_GROWTH * settled),
+            f"staleness grows: the last {RECENT_SYNCS} syncs were sampled {now:.0f} policy steps before they came, the "
+            f"first {FIRST_SYNCS} at most {settled:.0f}. Have more searchers, lower sampling.samples_per_insert so "
+            "that the Trainer waits, or set sampling.max_age",
+        )
+
+    def _see_mismatch(self, row: Mapping) -> None:
+        seen = row.get("logprob_mismatch")
+        if seen is None or not math.isfinite(seen):  # a batch without such rows, or a step that was skipped
+            return
+        least = MISMATCH + MISMATCH_PER_POLICY_STEP * max(0.0, row.get("fresh_staleness") or 0.0)
+        self._num_mismatches = self._num_mismatches + 1 if seen > least else 0
+        self._set(
+            "logprobs_disagree",
+            self._num_mismatches >= MISMATCH_STEPS,
+            f"log-probabilities disagree: Trainer and engine differ by {seen:.2g} nats a token on rows of the newest "
+            f"policy, for {self._num_mismatches} steps. Set search.temperature to train.temperature and search.top_p "
+            "to 1; if they are, lower train.learning_rate or train.sync_interval, or the engine computes another model",
+        )
+
+
+def _recent(values: list[float]) -> float:
+    return statistics.fmean(values[-RECENT_SYNCS:])
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps through which an alarm was on."""
+
+    name: str
+    first_step: int
+    last_step: int
+    message: str  # when it went on
+
+
+def spans(rows: Iterable[Mapping]) -> list[Span]:
+    """Every time that an alarm was on, by its first step. rows: of training_steps, in order of steps."""
+    alarms, begun, ended, step = Alarms(), {}, [], 0
+    for row in rows:
+        before, on = step, alarms.see(row)
+        step = row["step"]
+        for name in begun.keys() - on.keys():
+            first, message = begun.pop(name)
+            ended.append(Span(name, first, before, message))
+        begun = {name: (step, message) for name, message in on.items()} | begun
+    ended += [Span(name, first, step, message) for name, (first, message) in begun.items()]
+    return sorted(ended, key=lambda span: (span.first_step, span.name))
