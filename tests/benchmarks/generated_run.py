@@ -87,7 +87,7 @@ def generate_run(
             "num_problems": 256,
             "accuracy": _skill(step, steps),
         }
-        ledger.record_evaluation(store, row | {"mean_response_tokens": 40.0, "created_at": NOON})
+        ledger.record_evaluation(store, row | {"mean_response_tokens": 40.0, "seconds": 2.0, "created_at": NOON})
 
 
 def _skill(step: int, steps: int) -> float:
