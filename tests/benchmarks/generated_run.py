@@ -6,6 +6,7 @@ while its responses become more alike, which is what the report and the diversit
 
 import json
 import re
+from dataclasses import asdict
 from datetime import timedelta
 
 import numpy as np
@@ -190,5 +191,6 @@ def _publish(store: RunStore, steps: int) -> None:
         folder = f"policies/step={step:08d}"
         manifest = {"step": step, "fingerprint": _fingerprint(step), "attempt": 1, "files": {}, "pruned": step < steps}
         store.put_new(f"{folder}/{policies.MANIFEST}", json.dumps(manifest).encode())
-    pointer = {"step": steps, "path": folder, "fingerprint": _fingerprint(steps), "final": True, "attempt": 1}
-    store.put(policies.LATEST, json.dumps(pointer | {"published_at": NOON.isoformat()}).encode())
+    final = policies.PolicyRef(steps, folder, _fingerprint(steps), True, 1, NOON.isoformat())
+    store.put(policies.LATEST, json.dumps(asdict(final)).encode())
+    policies.keep_if_best(store, final, _skill(steps, steps), 256)
