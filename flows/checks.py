@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from flows.config import RunConfig
+from flows.config import RunConfig, read_recorded
 from flows.machine import model_folder
 from flows.trackers import check_trackers
 from flows.warm_start import check_sources
@@ -18,7 +18,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     Raises: ValueError, storage.errors.StoreError: something could not work; the message says what and what would."""
     store = RunStore(config.store, config.run)
     warnings = [warning] if (warning := store.check_writable()) else []
-    store.check_config(config.recorded())
+    store.check_config(config.recorded(), read_recorded)
     check_sources(store, config)
     check_trackers(config.trackers)
     if config.train.processes > 1 and find_spec("deepspeed") is None:

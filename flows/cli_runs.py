@@ -28,7 +28,8 @@ STEP_FACTS = ("started_at", "attempt", "loss", "reward_mean", "log_z_mean", "log
 def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
     """List the runs of a store: who is alive, how far each is, how good its policy, how much it has tried.
 
-    Accuracy is on held-out problems, of the newest policy that was evaluated; trajectories are those ever taken in.
+    Accuracy is on held-out problems, of the newest policy that was evaluated; best is that of the best policy.
+    Trajectories are those ever taken in.
 
     Example: tba runs --store s3://bucket/runs
     """
@@ -97,7 +98,7 @@ def _runs_table(statuses: "list[RunStatus]") -> "RenderableType":
     table = Table()
     for heading in ("run", "state"):
         table.add_column(heading, overflow="fold")
-    for heading in ("step", "accuracy", "trajectories", "age"):
+    for heading in ("step", "accuracy", "best", "trajectories", "age"):
         table.add_column(heading, justify="right", no_wrap=True)
     now = datetime.now(UTC)
     for status in statuses:
@@ -106,6 +107,7 @@ def _runs_table(statuses: "list[RunStatus]") -> "RenderableType":
             Text(status.state, STATE_STYLES[status.state]),
             f"{status.step}/{status.steps}" if status.steps else str(status.step),
             "" if status.accuracy is None else f"{status.accuracy:.3f}",
+            "" if status.best_accuracy is None else f"{status.best_accuracy:.3f}",
             f"{status.trajectories:,}",
             duration((now - status.began_at).total_seconds()) if status.began_at else "",
         )

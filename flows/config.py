@@ -33,8 +33,11 @@ class RunConfig(Settings):
         False,
         description="One Searcher and the Trainer in turns, each with all CPU cores: for comparison. Replays nothing.",
     )
-    evaluate_interval: int | None = Field(
-        None, ge=1, description="Published policies from one evaluation to the next; None: the first and the last only."
+    evaluate_share: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Share of one Searcher's time that evaluations may take; 0: the first and the last policy only.",
     )
     task: TaskSettings = TaskSettings()
     search: SearchSettings = SearchSettings()
@@ -129,4 +132,14 @@ class RunConfig(Settings):
 
 def load_run(store) -> RunConfig:
     """The configuration that a run was created with. Raises: storage.errors.NotFound: there is no such run."""
-    return RunConfig(**json.loads(store.get("run.json")), store=store.url)
+    return RunConfig(**_settings(store.get("run.json")), store=store.url)
+
+
+def read_recorded(run_json: bytes) -> dict:
+    """What today's `recorded` would say of a run.json: settings that its version did not have have their defaults."""
+    return RunConfig(**_settings(run_json)).recorded()
+
+
+def _settings(run_json: bytes) -> dict:
+    """The settings in a run.json, without one that evaluate_share has replaced."""
+    return {name: value for name, value in json.loads(run_json).items() if name != "evaluate_interval"}

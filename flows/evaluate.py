@@ -1,16 +1,17 @@
-"""evaluate/policy: what a published policy is worth, on request. Training goes on meanwhile, or is over.
+"""evaluate/policy: what a run's best or newest policy is worth, on request. Training goes on meanwhile, or is over.
 
     every task     accuracy (greedy mean reward), pass@k of `samples` samples, perplexity under the reference policy
     tldr           win rate against the reference summaries, by the gold reward model
     redteam        attack success rate of `samples` attacks, and how much they differ
 
 The figures are kept in the run's store, under evaluations/. Training itself evaluates greedily: at first, at last, and
-every `evaluate_interval` published policies (flows/search.py).
+in between as often as `evaluate_share` allows (flows/search.py).
 """
 
 import json
 import statistics
 from datetime import UTC, datetime
+from pathlib import Path
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -25,24 +26,35 @@ from tba.tasks.tldr import judge
 
 
 @flow(name="evaluate")
-def evaluate_policy(store: str, run: str, num_problems: int | None = None, samples: int = 0) -> dict:
-    """Evaluates the newest policy. `samples`: of each problem for pass@k, of attacks for redteam; 0: greedy only."""
+def evaluate_policy(
+    store: str, run: str, num_problems: int | None = None, samples: int = 0, newest: bool = False
+) -> dict:
+    """Evaluates the best policy, or the newest.
+
+    `samples`: of each problem for pass@k, of attacks for redteam; 0: greedy only.
+    """
     run_store = RunStore(store, run)
     config = load_run(run_store)
     searcher = start_searcher(config, "evaluate", 0)
-    return measure_policy(run_store, config, searcher, num_problems or config.task.num_heldout, samples)
+    return measure_policy(run_store, config, searcher, num_problems or config.task.num_heldout, samples, newest)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
-def measure_policy(store: RunStore, config: RunConfig, searcher, num_problems: int, samples: int) -> dict:
-    """The figures, also written to the store. Raises: ValueError: no policy has been published."""
-    policy = policies.latest_policy(store)
+def measure_policy(
+    store: RunStore, config: RunConfig, searcher, num_problems: int, samples: int, newest: bool = False
+) -> dict:
+    """The figures of the best policy, of the newest where `newest` or none was evaluated; also written to the store.
+
+    Raises: ValueError: no policy has been published.
+    """
+    best = None if newest else policies.best_policy(store)
+    policy = best or policies.latest_policy(store)
     if policy is None:
         raise ValueError(f"run {store.run} has published no policy yet")
     searcher.load(policies.fetch_policy(store, policy, policy_cache(store.run)), policy.step)
-    figures = {"policy_step": policy.step} | measure(searcher, config, num_problems, samples)
+    figures = {"policy": policy.path, "policy_step": policy.step} | measure(searcher, config, num_problems, samples)
     figures["created_at"] = datetime.now(UTC).isoformat()
-    store.put(f"evaluations/step={policy.step:08d}.json", json.dumps(figures, indent=1).encode())
+    store.put(f"evaluations/{Path(policy.path).name}.json", json.dumps(figures, indent=1).encode())
     return figures
 
 

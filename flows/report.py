@@ -14,7 +14,7 @@ from flows.charts import number, percent
 from flows.measures import measure_diversity
 from storage.errors import NotFound, StoreError
 from storage.inspect import query
-from storage.policies import published_policies
+from storage.policies import BestPolicy, best_policy, published_policies
 from storage.report import report_tables
 from storage.store import RunStore
 from storage.verify import Fault, verify
@@ -40,6 +40,7 @@ def render(store: RunStore) -> str:
     import jinja2
 
     tables = {name: table.to_pylist() for name, table in report_tables(store).items()}
+    best = best_policy(store)
     config, summary = json.loads(store.get("run.json")), _read(store, "summary.json")
     totals = tables["totals"][0]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -50,14 +51,14 @@ def render(store: RunStore) -> str:
         state=_state(config, summary, totals),
         made_at=datetime.now(UTC),
         totals=totals,
-        tiles=_tiles(tables, totals, summary),
+        tiles=_tiles(tables, totals, summary, best),
         charts=figures.charts(tables),
         time=figures.time_shares(tables),
         diversity=_diversity(store),
         alarms=spans(tables["steps"]),
         examples=_examples(tables["examples"]),
         settings=_settings(config),
-        provenance=_provenance(store, tables, config),
+        provenance=_provenance(store, tables, config, best),
         faults=_faults(store, totals),
     )
 
@@ -98,7 +99,7 @@ def _state(config: dict, summary: dict | None, totals: dict) -> dict:
     return {"word": "not finished", "kind": "neutral", "text": f"{text} when this page was made"}
 
 
-def _tiles(tables: dict, totals: dict, summary: dict | None) -> list[dict]:
+def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | None) -> list[dict]:
     """The numbers at the top: label, value, remark."""
     evaluations = tables["evaluations"]
     before = evaluations[0]["accuracy"] if evaluations else None
@@ -112,7 +113,8 @@ def _tiles(tables: dict, totals: dict, summary: dict | None) -> list[dict]:
         {
             "label": "held-out accuracy",
             "value": "–" if before is None else percent(after["accuracy"] if after else before),
-            "remark": f"from {percent(before)} before training" if after else "before training",
+            "remark": (f"from {percent(before)} before training" if after else "before training")
+            + (f"; best policy {percent(best.accuracy)}" if after and best else ""),
         },
         {
             "label": "reward sampled last",
@@ -162,7 +164,7 @@ def _settings(config: dict) -> list[tuple[str, list[tuple[str, object]]]]:
     return [("run", plain), *((name, list(group.items())) for name, group in config.items() if isinstance(group, dict))]
 
 
-def _provenance(store: RunStore, tables: dict, config: dict) -> dict:
+def _provenance(store: RunStore, tables: dict, config: dict, best: BestPolicy | None) -> dict:
     from flows.machine import code_version
 
     published = published_policies(store).values()
@@ -174,11 +176,17 @@ def _provenance(store: RunStore, tables: dict, config: dict) -> dict:
             ("model", config.get("model")),
             ("policies published", f"{len(published):,}, of which {num_kept:,} still have their weights in the store"),
             ("newest policy", f"step {newest[0]:,}, weights {newest[1]}" if newest else "none yet"),
+            ("best policy", _best(best) if best else "none was evaluated yet"),
             ("report made by", f"code {code_version()}"),
         ],
         "sources": tables["provenance"],
         "attempts": tables["attempts"],
     }
+
+
+def _best(policy: BestPolicy) -> str:
+    measured = f"accuracy {policy.accuracy:.3f} on {policy.num_problems:,} held-out problems"
+    return f"step {policy.step:,}, weights {policy.fingerprint}, {measured}, folder {policy.path}"
 
 
 def _diversity(store: RunStore) -> dict:

@@ -2,11 +2,11 @@
 
 import contextlib
 import hashlib
-import math
 import os
 import re
 import socket
 import time
+from collections.abc import Callable
 
 from prefect import flow, get_run_logger, task
 from prefect.assets import Asset, AssetProperties, materialize
@@ -32,15 +32,14 @@ POLL_S = 0.5
 def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> int:
     """Searches until the run's final policy is published, or it is to leave. Returns the number of rounds committed.
 
-    `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures the
-    first and the final policy on held-out problems.
+    `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures
+    policies on held-out problems: the first, the final one, and others as `evaluate_share` allows.
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
     first = number = shards.next_round(run_store, name)
     searcher = start_searcher(config, name, first)
-    pulse = TrainerPulse(run_store)
-    served, due = None, next_evaluation(config, 0)
+    pulse, budget, served = TrainerPulse(run_store), EvaluationBudget(config.evaluate_share), None
     while policy := next_policy(run_store, pulse, after=served if config.synchronous else None):
         if control.is_to_leave(run_store, name):
             get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
@@ -49,9 +48,8 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
             if not deliver(run_store, searcher, policy):
                 continue
             served = policy
-            if evaluates and (policy.step == 0 or policy.final or policy.step >= due):
-                due = next_evaluation(config, policy.step)
-                evaluate(run_store, searcher, config.task.num_heldout, policy.step, policy.attempt)
+            if evaluates and (policy.step == 0 or policy.final or budget.allows()):
+                budget.spend(evaluate(run_store, searcher, name, config.task.num_heldout, policy))
         if policy.final:
             break
         as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number)
@@ -145,17 +143,27 @@ def search_round(store: RunStore, searcher, number: int) -> None:
     raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see {kept}")
 
 
-@task(task_run_name="evaluate policy step {policy_step}", cache_policy=NO_CACHE, persist_result=False)
-def evaluate(store: RunStore, searcher, num_problems: int, policy_step: int, attempt: int) -> None:
-    """Greedy accuracy on held-out problems, once for a policy step that counts."""
-    if policy_step in ledger.evaluations(store):
-        return
-    result = searcher.evaluate(num_problems) | {"attempt": attempt}
+@task(task_run_name="evaluate policy step {policy.step}", cache_policy=NO_CACHE, persist_result=False)
+def evaluate(store: RunStore, searcher, name: str, num_problems: int, policy: policies.PolicyRef) -> float:
+    """Greedy accuracy on held-out problems, once for a policy step that counts; the best policy stays in the store.
+
+    best.json comes before the ledger's entry: an evaluation on record has been compared, whoever is killed in between.
+    Returns the seconds that it took; 0.0 where the ledger has that step.
+    """
+    if policy.step in ledger.evaluations(store):
+        return 0.0
+    is_held = policies.hold_policy(store, policy, name)
+    result = searcher.evaluate(num_problems) | {"attempt": policy.attempt}
+    accuracy, num_problems = result["accuracy"], result["num_problems"]
+    is_best = is_held and policies.keep_if_best(store, policy, accuracy, num_problems)
     with contextlib.suppress(AlreadyExists):
         ledger.record_evaluation(store, result)
+    policies.release_policy(store, name)
     get_run_logger().info(
-        "policy step %d: accuracy %.3f on %d held-out problems", policy_step, result["accuracy"], num_problems
-    )
+        "policy step %d: accuracy %.3f on %d held-out problems%s",
+        policy.step, accuracy, num_problems, ", the best so far" if is_best else "",
+    )  # fmt: skip
+    return result["seconds"]
 
 
 def commit(store: RunStore, table, metrics: dict) -> None:
@@ -190,11 +198,26 @@ def deliver(store: RunStore, searcher, policy: policies.PolicyRef) -> bool:
     return True
 
 
-def next_evaluation(config: RunConfig, policy_step: int) -> float:
-    """The policy step from which on the next policy is evaluated; policies between two looks are passed over."""
-    if config.evaluate_interval is None:
-        return math.inf
-    return policy_step + config.evaluate_interval * config.train.sync_interval
+class EvaluationBudget:
+    """Keeps a Searcher's evaluations within a share of its time since its engine was ready.
+
+    All its evaluations count, the first policy's and the final one's too; those two are never refused. A Searcher that
+    joins a run in the middle evaluates the first policy that it loads.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share, self._clock, self._began = share, clock, clock()
+        self._spent_s = self._last_s = 0.0
+
+    def allows(self) -> bool:
+        """Whether the share would still hold after one more evaluation that takes as long as the last."""
+        present_s = self._clock() - self._began
+        return self._share > 0 and self._spent_s + self._last_s <= self._share * (present_s + self._last_s)
+
+    def spend(self, seconds: float) -> None:
+        """What an evaluation took; 0 where there was none to do."""
+        self._spent_s += seconds
+        self._last_s = seconds or self._last_s
 
 
 class TrainerPulse:

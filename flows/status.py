@@ -5,7 +5,7 @@ import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from storage import ledger
+from storage import ledger, policies
 from storage.errors import NotFound
 from storage.store import RunStore, list_runs, transfer_all
 
@@ -27,6 +27,8 @@ class RunStatus:
     """Policy steps done, and to do."""
     accuracy: float | None
     """On held-out problems, of the newest policy that was evaluated."""
+    best_accuracy: float | None
+    """On held-out problems, of the policy that best.json names."""
     trajectories: int
     """Ever taken in by the Trainer."""
     began_at: datetime | None
@@ -40,6 +42,7 @@ def run_status(store: RunStore) -> RunStatus:
     summary = read(store, "summary.json")
     attempts = ledger.attempts(store)
     evaluated = list(ledger.evaluations(store).values())
+    best = policies.best_policy(store)
     known = beat | (summary or {})
     if summary:
         state = "finished"
@@ -53,6 +56,7 @@ def run_status(store: RunStore) -> RunStatus:
         step=summary["steps"] if summary else beat.get("step", 0),
         steps=json.loads(store.get("run.json")).get("train", {}).get("steps"),
         accuracy=ledger.accuracy(store, evaluated[-1]) if evaluated else None,
+        best_accuracy=best.accuracy if best else None,
         trajectories=known.get("trajectories") or known.get("num_inserted") or 0,
         began_at=datetime.fromisoformat(attempts[0]["created_at"]) if attempts else None,
         message=beat.get("message") or "",

@@ -4,7 +4,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from statistics import median
 
-from storage import inspect, ledger
+from storage import inspect, ledger, policies
 from storage.store import RunStore
 
 Interval = tuple[datetime, datetime]
@@ -17,6 +17,7 @@ def summarise(store: RunStore) -> dict:
     accuracy = {
         row["policy_step"]: row["accuracy"] for row in inspect.query(store, "SELECT * FROM evaluations").to_pylist()
     }
+    best = policies.best_policy(store)
     training = [(step["started_at"], step["ended_at"]) for step in steps]
     sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
     attempts = inspect.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
@@ -26,6 +27,9 @@ def summarise(store: RunStore) -> dict:
         "run": store.run,
         "accuracy_before": accuracy.get(0),
         "accuracy_after": accuracy.get(steps[-1]["step"]),
+        "best_accuracy": best.accuracy if best else None,
+        "best_step": best.step if best else None,
+        "best_policy": best.path if best else None,
         "steps": steps[-1]["step"],
         "trajectories": inspect.query(store, "SELECT count(*) FROM trajectories").column(0)[0].as_py(),
         "staleness_mean": sum(step["staleness_mean"] for step in steps) / len(steps),
@@ -34,6 +38,7 @@ def summarise(store: RunStore) -> dict:
         # Runs of an older version did not measure it.
         "publish_stall_share": sum(step["publish_stall_s"] or 0.0 for step in steps[1:]) / length(training),
         "searcher_idle_share": idle_share(rounds),
+        "evaluation_share": evaluation_share(store, rounds),
         "overlap_share": length(intersection(union(training), sampling)) / length(training),
         "wall_s": (datetime.now(UTC) - ledger.first_attempt_at(store)).total_seconds(),
         "step_s_median": median(step["step_s"] for step in steps),
@@ -58,6 +63,19 @@ def idle_share(rounds: list[dict]) -> float | None:
         busy += sum((end - start for start, end in own), timedelta())
         present += max(end for _, end in own) - min(start for start, _ in own)
     return 1 - busy / present
+
+
+def evaluation_share(store: RunStore, rounds: list[dict]) -> float | None:
+    """Of the time in which a Searcher sampled, scored or evaluated, the share with an evaluation, undone ones included.
+
+    None: nothing was evaluated, or an older version did not measure how long that took.
+    """
+    rows = inspect.query(store, "SELECT created_at, seconds FROM stored_evaluations WHERE seconds > 0").to_pylist()
+    if not rows:
+        return None
+    evaluating = [(row["created_at"] - timedelta(seconds=row["seconds"]), row["created_at"]) for row in rows]
+    searching = [(row["started_at"], row["ended_at"]) for row in rounds]
+    return length(union(evaluating)) / length(union(evaluating + searching))
 
 
 def union(intervals: list[Interval]) -> list[Interval]:

@@ -20,7 +20,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelling, Completed
 
 from flows import control
-from flows.config import RunConfig
+from flows.config import RunConfig, read_recorded
 from flows.page import Page
 from flows.processes import ALREADY_TRAINING
 from flows.summary import summarise
@@ -100,7 +100,7 @@ def prepare(config: RunConfig) -> RunStore:
     for warning in check_inputs(config):
         get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
-    store.create_run(config.recorded())
+    store.create_run(config.recorded(), read_recorded)
     control.take_back_stop(store)  # it was for an earlier life
     return store
 

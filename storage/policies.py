@@ -4,6 +4,16 @@ policies/step=00000040/          Hugging Face format; policy.json, written last,
 policies/step=00000044-a0002/    published by the run's second Trainer: what the first published is not touched
 policies/step=00000010/          pruned: only policy.json is left, so that every trajectory's fingerprint stays known
 policies/latest.json             names the newest; replaced in one put, after everything that it names is there
+policies/best.json               names the one with the highest held-out accuracy; replaced in one put
+
+The Trainer prunes while a Searcher evaluates, perhaps on another machine. Two files keep an evaluated policy whole:
+
+policies/held/s0.json            names the policy that Searcher s0 evaluates
+policies/pruning.json            names the policies that the Trainer is about to prune
+
+Each side writes its own file first and reads the other's afterwards, so at least one of them sees the other. A Trainer
+that sees a policy held keeps it. A Searcher that sees its policy about to be pruned does not make it the best.
+best.json moves while the policy is held, so the Trainer looks for held policies first and for the best one afterwards.
 """
 
 import json
@@ -25,6 +35,9 @@ from storage.store import RunStore, transfer_all
 
 MANIFEST = "policy.json"
 LATEST = "policies/latest.json"
+BEST = "policies/best.json"
+_HELD = "policies/held"
+_PRUNING = "policies/pruning.json"
 _FOLDER = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
 _CACHED_POLICIES = 2  # the one that is served, and the next one coming in
 _STALE_DOWNLOAD_S = 3600  # a download that old died with its process
@@ -40,6 +53,14 @@ class PolicyRef:
     final: bool  # the run's last: Searchers stop here
     attempt: int
     published_at: str  # UTC, ISO 8601
+
+
+@dataclass(frozen=True)
+class BestPolicy(PolicyRef):
+    """What policies/best.json says."""
+
+    accuracy: float  # on held-out problems, greedy
+    num_problems: int
 
 
 def publish_policy(
@@ -93,6 +114,50 @@ def latest_policy(store: RunStore) -> PolicyRef | None:
         return PolicyRef(**json.loads(store.get(LATEST)))
     except NotFound:
         return None
+
+
+def best_policy(store: RunStore) -> BestPolicy | None:
+    """The policy with the highest held-out accuracy, there in full; None before the first evaluation.
+
+    It may be of steps that a resumed Trainer undid: it was trained and evaluated, and a crash should not lose it.
+    """
+    try:
+        return BestPolicy(**json.loads(store.get(BEST)))
+    except NotFound:
+        return None
+
+
+def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
+    """Keep a policy from being pruned until this Searcher holds another or releases it. False: it is too late.
+
+    A Searcher that is killed leaves its policy held; the next one of its name takes its place.
+    """
+    store.put(_held_path(searcher), json.dumps(asdict(ref), indent=2).encode())
+    try:
+        is_doomed = ref.path in json.loads(store.get(_PRUNING))
+    except NotFound:  # nothing has been pruned yet
+        is_doomed = False
+    return not is_doomed and "pruned" not in json.loads(store.get(f"{ref.path}/{MANIFEST}"))
+
+
+def release_policy(store: RunStore, searcher: str) -> None:
+    """From now on only best.json keeps the policy that this Searcher held."""
+    with suppress(NotFound):
+        store.delete(_held_path(searcher))
+
+
+def keep_if_best(store: RunStore, ref: PolicyRef, accuracy: float, num_problems: int) -> bool:
+    """Point policies/best.json to a policy that is held, if none was better; of equal ones the newer stays."""
+    best = best_policy(store)
+    if best is not None and best.accuracy > accuracy:
+        return False
+    found = BestPolicy(**asdict(ref), accuracy=accuracy, num_problems=num_problems)
+    store.put(BEST, json.dumps(asdict(found), indent=2).encode())
+    return True
+
+
+def _held_path(searcher: str) -> str:
+    return f"{_HELD}/{searcher}.json"
 
 
 def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path:
@@ -173,10 +238,10 @@ def published_policies(store: RunStore) -> dict[str, dict]:
 
 
 def prune_policies(store: RunStore, keep: int) -> None:
-    """Delete the weights of all but the newest `keep` policies; their policy.json stays, marked as pruned.
+    """Delete the weights of all but the newest `keep` policies, the best one and those that Searchers hold.
 
-    A later attempt's are newer, whatever their step: it began anew. Of half a policy, whose Trainer was killed, nothing
-    stays.
+    Their policy.json stays, marked as pruned. A later attempt's are newer, whatever their step: it began anew. Of half
+    a policy, whose Trainer was killed, nothing stays.
     """
 
     def age(folder: str) -> tuple[int, int]:
@@ -189,7 +254,14 @@ def prune_policies(store: RunStore, keep: int) -> None:
         if _FOLDER.fullmatch(Path(folder).name):  # what is named otherwise is not ours
             files[folder].append(path)
     unpruned = [folder for folder, paths in files.items() if paths != [f"{folder}/{MANIFEST}"]]
-    for folder in sorted(unpruned, key=age)[:-keep]:
+    doomed = sorted(unpruned, key=age)[:-keep]
+    if not doomed:
+        return
+    store.put(_PRUNING, json.dumps(doomed).encode())
+    kept = _evaluated(store)
+    for folder in doomed:
+        if folder in kept:
+            continue
         manifest = f"{folder}/{MANIFEST}"
         if manifest not in files[folder]:
             store.delete_folder(folder, first=MANIFEST)
@@ -200,3 +272,13 @@ def prune_policies(store: RunStore, keep: int) -> None:
             if path != manifest:
                 with suppress(NotFound):  # somebody else is pruning too
                     store.delete(path)
+
+
+def _evaluated(store: RunStore) -> set[str]:
+    """Folders of the policies that Searchers hold, and of the best one; in this order (the module's docstring)."""
+    folders = set()
+    for path in store.list(_HELD):
+        with suppress(NotFound):  # released since it was listed
+            folders.add(json.loads(store.get(path))["path"])
+    best = best_policy(store)
+    return folders | ({best.path} if best else set())

@@ -153,6 +153,7 @@ EVALUATION = pa.schema(
         "num_problems": pa.int64(),
         "accuracy": pa.float64(),
         "mean_response_tokens": pa.float64(),
+        "seconds": pa.float64(),  # that the Searcher spent on it
         "created_at": _TIME,
     }
 )

@@ -155,22 +155,23 @@ class RunStore:
             "Ceph's radosgw, MinIO and a local folder honour it."
         )
 
-    def create_run(self, config: dict) -> dict:
+    def create_run(self, config: dict, read: Callable[[bytes], dict] = json.loads) -> dict:
         """Record the resolved configuration (JSON values) of a new run, or find that the run has exactly this one.
 
-        Returns the recorded configuration. RunConfigMismatch names every setting that differs.
+        read: the settings in a run.json, which an older version may have written. Returns the recorded configuration.
+        RunConfigMismatch names every setting that differs.
         """
         try:
             self.put_new("run.json", json.dumps(config, indent=2, sort_keys=True).encode())
         except AlreadyExists:
-            self.check_config(config)
+            self.check_config(config, read)
         return json.loads(self.get("run.json"))
 
-    def check_config(self, config: dict) -> None:
+    def check_config(self, config: dict, read: Callable[[bytes], dict] = json.loads) -> None:
         """RunConfigMismatch if the run exists with another configuration; names every setting that differs."""
         if not self.exists("run.json"):
             return
-        recorded = json.loads(self.get("run.json"))
+        recorded = read(self.get("run.json"))
         if differences := list(_differences(recorded, json.loads(json.dumps(config)))):
             raise RunConfigMismatch(
                 f"run {self.run!r} exists in {self.url} with another configuration: {'; '.join(differences)}. "

@@ -2,7 +2,7 @@
 
     shards       every one whole and valid, under its own name, no round missing, no trajectory twice
     ledger       every trajectory trained on is there, every step that counts recorded, syncs as the shards say
-    policies     every one still stored has the published files and weights, latest.json names one,
+    policies     every one still stored has the published files and weights, latest.json and best.json name one,
                  every trajectory of this run was sampled by a policy that was published
     checkpoints  every one that training could resume from is whole
 
@@ -49,6 +49,7 @@ _LEDGER = {
     "metrics/search": schema.SEARCH_ROUND,
     "metrics/evaluations": schema.EVALUATION,
 }
+_POINTERS = {policies.LATEST: policies.PolicyRef, policies.BEST: policies.BestPolicy}
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
     entries = {folder: _read_entries(store, folder, columns, faults) for folder, columns in ledgers.items()}
     syncs = _effective_syncs(store)
     shards = _check_shards(store, _vocab_size(store) if fingerprint else None, faults)
-    pointer = _read_pointer(store)
+    pointers = {path: _read_pointer(store, path) for path in _POINTERS}
     published = policies.published_policies(store)
     faults += chain(
         _duplicates(shards),
@@ -106,7 +107,7 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
         _unrecorded_steps(resumes, entries),
         _inconsistent_syncs(syncs, shards),
         _bad_policies(store, published, fingerprint) if fingerprint else (),
-        _bad_pointer(store, pointer, published, shards),
+        _bad_pointers(store, pointers, published, shards),
         _unpublished_speakers(shards, published),
         _bad_checkpoints(store),
     )
@@ -205,7 +206,7 @@ def _check_some_shards(
 def _vocab_size(store: RunStore) -> int:
     """Of the policy that latest.json names; every token id there is where that cannot be told."""
     try:
-        config = json.loads(store.get(f"{_read_pointer(store)['path']}/config.json"))
+        config = json.loads(store.get(f"{_read_pointer(store, policies.LATEST)['path']}/config.json"))
     except (NotFound, ValueError, TypeError, KeyError):
         return ANY_VOCABULARY
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or ANY_VOCABULARY
@@ -324,27 +325,28 @@ def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Call
                 yield Fault("changed weights", path, f"published as {manifest['fingerprint']}, they are {found} now")
 
 
-def _read_pointer(store: RunStore) -> dict | str | None:
-    """What latest.json says; why it cannot be read; None where it is not there."""
+def _read_pointer(store: RunStore, path: str) -> dict | str | None:
+    """What a pointer says; why it cannot be read; None where it is not there."""
     try:
-        return asdict(policies.PolicyRef(**json.loads(store.get(policies.LATEST))))
+        return asdict(_POINTERS[path](**json.loads(store.get(path))))
     except NotFound:
         return None
     except (ValueError, TypeError) as error:  # no JSON, or other keys
         return str(error)
 
 
-def _bad_pointer(
-    store: RunStore, pointer: dict | str | None, published: dict[str, dict], shards: _Shards
-) -> Iterator[Fault]:
-    message = _pointer_fault(pointer, published, shards)
-    if message and pointer == _read_pointer(store):  # else a Trainer has moved it on while policies were read
-        yield Fault("broken pointer", policies.LATEST, message)
+def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], shards: _Shards) -> Iterator[Fault]:
+    for path, pointer in pointers.items():
+        message = _pointer_fault(pointer, published)
+        if path == policies.LATEST and pointer is None and shards.ids:
+            message = "it names no policy, but policies have sampled trajectories"
+        if message and pointer == _read_pointer(store, path):  # else it has moved on while policies were read
+            yield Fault("broken pointer", path, message)
 
 
-def _pointer_fault(pointer: dict | str | None, published: dict[str, dict], shards: _Shards) -> str | None:
+def _pointer_fault(pointer: dict | str | None, published: dict[str, dict]) -> str | None:
     if pointer is None:
-        return "it names no policy, but policies have sampled trajectories" if shards.ids else None
+        return None
     if isinstance(pointer, str):
         return pointer
     manifest = published.get(pointer["path"])

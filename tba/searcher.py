@@ -10,6 +10,7 @@ time.
 """
 
 import random
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -133,6 +134,7 @@ class Searcher:
 
     def evaluate(self, num_problems: int) -> dict:
         """Greedy accuracy (mean reward) of the served policy on held-out problems."""
+        began = time.monotonic()
         problems = self.task.heldout[:num_problems]
         responses = [only for (only,) in self.answers(problems)]
         rewards = self.rewards(problems, responses)
@@ -142,6 +144,7 @@ class Searcher:
             "num_problems": len(problems),
             "accuracy": sum(rewards) / len(rewards),
             "mean_response_tokens": sum(len(response.tokens) for response in responses) / len(responses),
+            "seconds": time.monotonic() - began,
             "created_at": datetime.now(UTC),
         }
 

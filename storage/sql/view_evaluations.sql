@@ -14,4 +14,5 @@ COMMENT ON COLUMN evaluations.split IS 'Problems it was asked: heldout ones are 
 COMMENT ON COLUMN evaluations.num_problems IS 'How many problems.';
 COMMENT ON COLUMN evaluations.accuracy IS 'Share answered right, decoding greedily.';
 COMMENT ON COLUMN evaluations.mean_response_tokens IS 'Mean length of the responses.';
+COMMENT ON COLUMN evaluations.seconds IS 'Time that the Searcher spent on it; NULL in runs of an older version.';
 COMMENT ON COLUMN evaluations.created_at IS 'When it was measured, UTC.';

@@ -6,6 +6,7 @@ while its responses become more alike, which is what the report and the diversit
 
 import json
 import re
+from dataclasses import asdict
 from datetime import timedelta
 
 import numpy as np
@@ -88,7 +89,7 @@ def generate_run(
             "num_problems": 256,
             "accuracy": _skill(step, steps),
         }
-        ledger.record_evaluation(store, row | {"mean_response_tokens": 40.0, "created_at": NOON})
+        ledger.record_evaluation(store, row | {"mean_response_tokens": 40.0, "seconds": 2.0, "created_at": NOON})
 
 
 def _skill(step: int, steps: int) -> float:
@@ -191,5 +192,6 @@ def _publish(store: RunStore, steps: int) -> None:
         folder = f"policies/step={step:08d}"
         manifest = {"step": step, "fingerprint": _fingerprint(step), "attempt": 1, "files": {}, "pruned": step < steps}
         store.put_new(f"{folder}/{policies.MANIFEST}", json.dumps(manifest).encode())
-    pointer = {"step": steps, "path": folder, "fingerprint": _fingerprint(steps), "final": True, "attempt": 1}
-    store.put(policies.LATEST, json.dumps(pointer | {"published_at": NOON.isoformat()}).encode())
+    final = policies.PolicyRef(steps, folder, _fingerprint(steps), True, 1, NOON.isoformat())
+    store.put(policies.LATEST, json.dumps(asdict(final)).encode())
+    policies.keep_if_best(store, final, _skill(steps, steps), 256)

@@ -35,7 +35,7 @@ def prepare_run(url: str, run: str = "arithmetic", *, steps: int = 3, finished: 
         "accuracy": 0.25,
         "created_at": NOON,
     }
-    ledger.record_evaluation(store, evaluation | {"mean_response_tokens": 4.0})
+    ledger.record_evaluation(store, evaluation | {"mean_response_tokens": 4.0, "seconds": 2.0})
     ledger.heartbeat(store, heartbeat(steps))
     if finished:
         store.put("summary.json", json.dumps({"run": run, "steps": 80, "trajectories": 640}).encode())

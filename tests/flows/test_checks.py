@@ -2,7 +2,8 @@
 
 - Settings that cannot be: beta, m, K > S, names of runs, settings that do not exist.
 - Task, data, model and reward that cannot work; a store that cannot be reached or written.
-- A run that exists with another configuration: the message says what differs.
+- A run that exists with another configuration: the message says what differs. One of an older version, without a
+  setting that there is today, resumes with that setting's default.
 
 python -m pytest tests/flows/test_checks.py
 """
@@ -14,7 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from flows.checks import check_inputs
-from flows.config import RunConfig
+from flows.config import RunConfig, load_run
+from flows.train import prepare
 from storage.errors import RunConfigMismatch, StoreError
 from storage.store import RunStore
 from tba.tasks.arithmetic import Arithmetic
@@ -132,3 +134,17 @@ def test_a_run_of_another_configuration_says_what_differs(tmp_path, tokenizer_on
     with pytest.raises(RunConfigMismatch, match=rf"train\.beta is {first.train.beta}, asked for 0\.5"):
         check_inputs(config(tmp_path, train={"beta": 0.5}))
     assert json.loads((tmp_path / "store" / "checked" / "run.json").read_text()) == first.recorded()
+
+
+def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(tmp_path, tokenizer_only):
+    first = config(tmp_path)
+    store, recorded = RunStore(first.store, first.run), first.recorded()
+    del recorded["evaluate_share"], recorded["train"]["beta"]
+    store.create_run(recorded | {"evaluate_interval": 3})  # a setting that is no more
+    check_inputs(first)
+    prepare.fn(first)
+    assert load_run(store) == first
+    for changed in ({"evaluate_share": 0.5}, {"train": {"beta": 0.5}}):
+        with pytest.raises(RunConfigMismatch, match=r"is .*, asked for 0\.5"):
+            check_inputs(config(tmp_path, **changed))
+    assert json.loads(store.get("run.json")) == recorded | {"evaluate_interval": 3}

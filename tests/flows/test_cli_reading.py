@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from flows import cli_sql
 from flows.cli import app
 from flows.progress import Progress
-from storage import ledger
+from storage import ledger, policies
 from storage.store import RunStore
 from tests.flows.prepared_run import heartbeat, prepare_run
 from tests.storage.helpers import make_batch
@@ -64,6 +64,8 @@ def test_runs_tells_the_state_of_each(root):
     ours = prepare_run(url, "ours")
     ledger.start_attempt(ours, resumed_from=0, owner=ledger.this_process())
     ledger.heartbeat(ours, heartbeat(2))
+    (root / "policy").mkdir()
+    policies.keep_if_best(ours, policies.publish_policy(ours, root / "policy", 2, "f" * 32, attempt=2), 0.875, 8)
     lost = prepare_run(url, "lost")
     ledger.heartbeat(lost, heartbeat(1, state="failed", message="no room is left"))
     (root / ".tba" / ".local").mkdir()
@@ -75,8 +77,9 @@ def test_runs_tells_the_state_of_each(root):
     assert found["lost"]["message"] == "no room is left"
     assert (found["done"]["step"], found["done"]["trajectories"]) == (80, 640)
     assert (found["ours"]["step"], found["ours"]["steps"], found["ours"]["accuracy"]) == (2, 80, 0.25)
+    assert (found["ours"]["best_accuracy"], found["done"]["best_accuracy"]) == (0.875, None)
     table = tba("runs").stdout
-    assert "not-a-run" not in table and "3/80" in table and "0.250" in table
+    assert "not-a-run" not in table and "3/80" in table and "0.250" in table and "0.875" in table
 
 
 def test_runs_of_an_empty_store_says_so(tmp_path):

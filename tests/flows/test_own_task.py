@@ -22,8 +22,9 @@ import tba.engine
 from flows import cli
 from flows.checks import check_inputs
 from flows.learn import learn
-from flows.search import evaluate, search_round, start_searcher
+from flows.search import deliver, evaluate, search_round, start_searcher
 from storage.inspect import query
+from storage.policies import best_policy, latest_policy
 from storage.store import RunStore
 from tests.character_model import save_character_model
 
@@ -61,7 +62,9 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
         searcher.load(model, 0)
         search_round(store, searcher, 0)
         learn(config.store, config.run, os.getppid())
-        evaluate.fn(store, searcher, 2, 0, 1)
+        policy = latest_policy(store)
+        deliver(store, searcher, policy)
+        evaluate.fn(store, searcher, "s0", 2, policy)
     rows = query(store, "SELECT prompt, rewards, reward FROM trajectories").to_pylist()
     assert len(rows) == 18 * 4
     for row in rows:
@@ -70,4 +73,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
         assert set(components) == {"named", "brief"} and components["brief"] >= -32 / 64
         assert row["reward"] == pytest.approx(sum(components.values()))
     assert query(store, "SELECT max(step) FROM training_steps").column(0).to_pylist() == [2]
-    assert query(store, "SELECT num_problems FROM evaluations").column(0).to_pylist() == [2]
+    (evaluation,) = query(store, "SELECT num_problems, policy_step, accuracy, seconds FROM evaluations").to_pylist()
+    best = best_policy(store)
+    assert (evaluation["num_problems"], evaluation["policy_step"]) == (2, 2) and evaluation["seconds"] > 0
+    assert (best.path, best.accuracy, best.num_problems) == (policy.path, evaluation["accuracy"], 2)

@@ -83,7 +83,8 @@ for step in range(begun + 1, {steps} + 1):
         beat("stopped", step)
         sys.exit(0)
 evaluation = {{"attempt": attempt, "policy_step": {steps}, "split": "heldout", "num_problems": 1, "accuracy": 0.75}}
-ledger.record_evaluation(store, evaluation | {{"mean_response_tokens": 1.0, "created_at": datetime.now(UTC)}})
+evaluation |= {{"mean_response_tokens": 1.0, "seconds": 2.0, "created_at": datetime.now(UTC)}}
+ledger.record_evaluation(store, evaluation)
 beat("finished", {steps})
 """
 SEARCH = """

@@ -62,6 +62,8 @@ def test_the_page_is_one_file_with_everything(page):
     assert sections == [
         "learning", "alarms", "data", "diversity", "trajectories", "time", "configuration", "provenance", "faults",
     ]  # fmt: skip
+    assert "from 25 % before training; best policy 80 %" in page
+    assert "accuracy 0.800 on 256 held-out problems, folder policies/step=00000024" in page
     assert page.count("<svg") >= 17 and "nothing yet" not in page
 
 

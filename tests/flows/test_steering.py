@@ -189,7 +189,7 @@ def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatc
     def keep_up() -> None:
         """Meanwhile the Searcher evaluates."""
         row = {"attempt": 1, "policy_step": 80, "split": "heldout", "num_problems": 8, "accuracy": 0.75}
-        ledger.record_evaluation(store, row | {"mean_response_tokens": 4.0, "created_at": NOON})
+        ledger.record_evaluation(store, row | {"mean_response_tokens": 4.0, "seconds": 2.0, "created_at": NOON})
         raise httpx.ConnectError("the server is away")
 
     train.await_evaluation.fn(store, SimpleNamespace(keep_up=keep_up))

@@ -41,7 +41,7 @@ def stored(store):
             ledger.record_training_step(store, make_training_step(attempt, step))
             ledger.record_sync(store, Sync(step, step, attempt, {"s0": [step]}))
     row = {"attempt": 2, "policy_step": 0, "split": "heldout", "num_problems": 4, "accuracy": 0.5}
-    ledger.record_evaluation(store, row | {"mean_response_tokens": 2.0, "created_at": NOON})
+    ledger.record_evaluation(store, row | {"mean_response_tokens": 2.0, "seconds": 2.0, "created_at": NOON})
     return store
 
 

@@ -82,6 +82,7 @@ def test_a_batch_is_stored_without_tokens_and_with_its_staleness(store):
                 "num_problems": 256,
                 "accuracy": 0.5,
                 "mean_response_tokens": 3.0,
+                "seconds": 2.0,
                 "created_at": NOON,
             },
             "metrics/evaluations/step=00000040-a0002.parquet",
@@ -111,7 +112,7 @@ def test_evaluations_of_policies_that_a_resumed_trainer_undid_do_not_count(store
         ledger.start_attempt(store, resumed_from, OWNER)
         for step in ((20, 40), (40,))[attempt - 1]:
             row = {"attempt": attempt, "policy_step": step, "split": "heldout", "num_problems": 1}
-            row |= {"accuracy": step / 100 + attempt, "mean_response_tokens": 1.0, "created_at": NOON}
+            row |= {"accuracy": step / 100 + attempt, "mean_response_tokens": 1.0, "seconds": 2.0, "created_at": NOON}
             ledger.record_evaluation(store, row)
     store.put("metrics/evaluations/notes.txt", b"nothing reads this")
     found = ledger.evaluations(store)

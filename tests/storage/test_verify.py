@@ -31,7 +31,7 @@ from storage.verify import verify
 from tests.storage.helpers import OWNER, make_search_round, make_shard, make_training_step
 
 SAMPLING = Sampling(prompts_per_batch=2, responses_per_prompt=2, capacity_per_prompt=50, min_size=4)
-LATEST = "policies/latest.json"
+LATEST, BEST = "policies/latest.json", "policies/best.json"
 
 
 def fingerprint(folder: Path) -> str:
@@ -45,7 +45,10 @@ def publish(store: RunStore, folder: Path, step: int, attempt: int) -> str:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 8}))
     save_file({"weight": np.full(4, step + 100 * attempt, np.float32)}, folder / "model.safetensors")
     mark = fingerprint(folder)
-    policies.publish_policy(store, folder, step, mark, attempt=attempt)
+    ref = policies.publish_policy(store, folder, step, mark, attempt=attempt)
+    assert policies.hold_policy(store, ref, "s0")
+    policies.keep_if_best(store, ref, accuracy=0.5 if step % 3 == 0 else 0.25, num_problems=4)
+    policies.release_policy(store, "s0")
     policies.prune_policies(store, keep=2)
     return mark
 
@@ -115,7 +118,8 @@ def test_a_good_run_has_no_fault(good):
     # 7 steps were trained, 2 of them undone; every step had a shard of 4 from both Searchers
     assert (report.num_shards, report.num_trajectories, report.num_steps) == (14, 56, 5)
     assert report.num_policies == 9  # of steps 0 to 4, and of 2 to 5
-    assert len([path for path in good.list("policies") if path.endswith(".safetensors")]) == 2
+    kept = [path.split("/")[1] for path in good.list("policies") if path.endswith(".safetensors")]
+    assert kept == ["step=00000003-a0002", "step=00000004-a0002", "step=00000005-a0002"]  # the best one, the newest two
 
 
 class LiveStore(RunStore):
@@ -214,6 +218,7 @@ def flip_a_weight(store: RunStore, path: str) -> None:
 
 S0 = [shard_path("s0", number) for number in range(8)]
 NEWEST = "policies/step=00000005-a0002"
+KEPT = "policies/step=00000003-a0002"
 PRUNED = "policies/step=00000001"
 BATCH = "batches/attempt=00000002/step=00000005.parquet"
 SYNC = "syncs/attempt=00000002/sync=00000005.parquet"
@@ -314,6 +319,19 @@ FAULTS: dict[str, tuple[Callable[[RunStore], object], list[tuple[str, str]]]] = 
     "pointer of another fingerprint": (
         lambda s: edit_json(s, LATEST, fingerprint="e" * 32),
         [("broken pointer", LATEST)],
+    ),
+    "best policy pruned": (lambda s: edit_json(s, BEST, path=PRUNED), [("broken pointer", BEST)]),
+    "best policy deleted": (
+        lambda s: s.delete_folder(KEPT, first="policy.json"),
+        [("broken pointer", BEST), ("unpublished policy", shard_path("s0", 5))],
+    ),
+    "best policy without its weights": (
+        lambda s: s.delete(f"{KEPT}/model.safetensors"),
+        [("damaged policy", KEPT)],
+    ),
+    "best policy without an accuracy": (
+        lambda s: s.put(BEST, s.get(LATEST)),
+        [("broken pointer", BEST)],
     ),
     "pointer that is no JSON": (lambda s: s.put(LATEST, b"{"), [("broken pointer", LATEST)]),
     "pointer without a path": (lambda s: s.put(LATEST, b"{}"), [("broken pointer", LATEST)]),
