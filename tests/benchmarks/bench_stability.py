@@ -66,7 +66,7 @@ def integers(variable: str, default: str) -> list[int]:
 
 def row(run: dict) -> str:
     cells = (value if isinstance(value, int) or value is None else f"{value:.3f}" for value in run.values())
-    return "| " + " | ".join("never" if cell is None else str(cell) for cell in cells) + " |"
+    return "| " + " | ".join("–" if cell is None else str(cell) for cell in cells) + " |"
 
 
 def main() -> None:
