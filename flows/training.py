@@ -54,7 +54,7 @@ def train_run(
     settings = config.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart)) as outbox,
-        trainer_of(folder, settings) as trainer,
+        trainer_of(folder, settings, config.seed) as trainer,
     ):
         if resumed_from:
             with temporary_folder("resume", store.run) as local:
