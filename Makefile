@@ -17,7 +17,7 @@ endif
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer bench-accuracy \
-	smoke compare-staleness compare-sync crash-matrix clean
+	bench-stability smoke compare-staleness compare-sync crash-matrix clean
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
@@ -54,9 +54,12 @@ bench-trainer: $(STAMP)  ## A training step beside TRL's, which it installs
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_trainer
 
-bench-accuracy: $(STAMP)  ## Time to accuracy beside TRL, which it installs
+bench-accuracy: $(STAMP)  ## Time to accuracy by seed (SEEDS=0,1,…) beside TRL, which it installs
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_accuracy
+
+bench-stability: $(STAMP)  ## The default run by seed (SEEDS=0,1,…), alone and on a busy machine (LOAD=0,1)
+	$(BIN)/python -m tests.benchmarks.bench_stability
 
 smoke: $(STAMP)  ## Every task through tba/train, a few steps each, with its own grader or judge
 	$(BIN)/python -m tests.smoke.run

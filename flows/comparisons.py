@@ -1,5 +1,6 @@
 """What is compared, and how it is written down: a table, a plot and the numbers, in one folder."""
 
+import contextlib
 import json
 import os
 import platform
@@ -46,6 +47,7 @@ SUMMARISED = {
     "staleness_mean": "Staleness",
 }
 WINDOW = 1024  # trajectories that sampled accuracy is the mean of: 64 prompts
+POLL_S = 5.0  # between two looks at a run that may have trained enough: a look takes the time of a core
 
 
 def staleness(store: str, out: Path, seeds: int, steps: int, say: Callable[[str], None]) -> tuple[Path, dict]:
@@ -183,19 +185,23 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
     return table
 
 
-def run_to_its_end(command: list[str]) -> tuple[int, str]:
-    """Status and output of a `tba train`. Interrupted, it waits for that one to stop its run: killed, it would not."""
+def run_to_its_end(command: list[str], enough: Callable[[], bool] = lambda: False) -> tuple[int, str]:
+    """Status and output of a `tba train`, which is asked to stop, as by Ctrl-C, once `enough` returns true.
+
+    An error or an interrupt here stops it in the same way, and waits: killed, it would leave its run behind.
+    """
     with tempfile.TemporaryFile("w+") as output:
         # a process group of its own: Ctrl-C in a terminal would reach it beside what is sent here
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
         )
         try:
+            while process.poll() is None and not enough():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+        finally:
+            process.terminate()  # of a process that has ended it does nothing
             process.wait()
-        except KeyboardInterrupt:
-            process.terminate()
-            process.wait()
-            raise
         output.seek(0)
         return process.returncode, output.read()
 

@@ -57,7 +57,7 @@ def train_run(
     alarms = RunAlarms(store, resumed_from)
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
-        trainer_of(folder, settings) as trainer,
+        trainer_of(folder, settings, config.seed) as trainer,
     ):
         if resumed_from:
             with temporary_folder("resume", store.run) as local:

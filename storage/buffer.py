@@ -161,8 +161,9 @@ class WordFile:
 class ReplayBuffer:
     """All trajectories of a run, without repeats and bounded by prompt, sampled by recency and reward.
 
-    Identical responses to one prompt count once, the newest stays; of each prompt the newest `capacity_per_prompt`
-    stay. Age is (sync, policy_step, md5 of trajectory_id): what is stored does not depend on the order of reading.
+    Of identical responses to one prompt the newest stays, and weighs by how often its sync brought them; of each prompt
+    the newest `capacity_per_prompt` responses stay. Age is (sync, policy_step, md5 of trajectory_id), so the order of
+    reading does not matter.
     """
 
     def __init__(self, store: RunStore, sampling: Sampling, seed: int):
@@ -236,11 +237,14 @@ class ReplayBuffer:
             by_reward = sampling.reward_temperature is not None and not is_recent
             reward = candidates["reward"][of_place].astype(np.float64)
             drawn, probability = mop.draw_responses(
-                mop.uniform_numbers(candidates["key"][of_place], self._seed, step, f"response/{place}"),
+                candidates["key"][of_place],
                 reward / sampling.reward_temperature if by_reward else np.zeros(len(of_place)),
                 candidates["times_sampled"][of_place],
                 sampling.responses_per_prompt,
                 sampling.uniform_fraction,
+                self._seed,
+                step,
+                place,
             )
             slots.append(of_place[drawn])
             probabilities.append(probability)

@@ -8,6 +8,9 @@ import hashlib
 
 import numpy as np
 
+# From one state of splitmix64 to the next: copies of a response have successive states, the first one its key.
+SPLITMIX64_STRIDE = np.uint64(0x9E3779B97F4A7C15)
+
 
 def uniform_numbers(keys: np.ndarray, seed: int, step: int, purpose: str) -> np.ndarray:
     """In (0, 1), one for each uint64 key: splitmix64 (Steele et al. 2014) of its xor with md5("seed/step/purpose")."""
@@ -41,27 +44,35 @@ def choose_prompts(
 
 
 def draw_responses(
-    numbers: np.ndarray, log_weights: np.ndarray, times_sampled: np.ndarray, num_slots: int, uniform_fraction: float
+    keys: np.ndarray,
+    log_weights: np.ndarray,
+    times_sampled: np.ndarray,
+    num_slots: int,
+    uniform_fraction: float,
+    seed: int,
+    step: int,
+    place: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one place's K responses, without replacement. Returns index and first-draw probability of each slot [K].
+    """Draw one place's K responses. Returns index and first-draw probability of each slot [K].
 
-    numbers (uniform in (0, 1)), log_weights, times_sampled: of the candidates [n], in any order. Drawing without
+    keys, log_weights, times_sampled: of the candidates [n], in any order. The draw is among samples, as if the buffer
+    had kept every copy of a response: without replacement where there are K samples, else all of them in turn. A
+    response's share therefore follows how often it was sampled, however many distinct ones there are. Drawing without
     replacement is an exponential race, -ln(u) / p, first come first drawn (the Gumbel-top-k trick); where p underflows
-    to 0 the higher weight goes first. Fewer candidates than K: the slots go by how often each was sampled, as they
-    would if the buffer kept every copy, rounded to the nearest; a rare one may go without.
+    to 0 the higher weight goes first.
     """
+    response = np.repeat(np.arange(len(keys)), times_sampled)  # of each sample
+    first = np.cumsum(times_sampled) - times_sampled  # of each response, its first sample
+    copy = (np.arange(len(response)) - first[response]).astype(np.uint64)
+    numbers = uniform_numbers(keys[response] + copy * SPLITMIX64_STRIDE, seed, step, f"response/{place}")
     order = np.argsort(numbers)  # the same sums, to the last bit, in whatever order the candidates came
-    weights = np.exp(log_weights[order] - log_weights.max())
+    response = response[order]
+    weights = np.exp(log_weights[response] - log_weights.max())
     p = (1 - uniform_fraction) * weights / weights.sum() + uniform_fraction / len(weights)
     with np.errstate(divide="ignore"):
         arrival = -np.log(numbers[order]) / p
-    drawn = np.lexsort((-log_weights[order], arrival))[:num_slots]
-    if len(drawn) < num_slots:
-        up_to = np.cumsum([0, *times_sampled[order[drawn]]])  # the share of each, from - to
-        share = np.diff((2 * up_to * num_slots + up_to[-1] - 1) // (2 * up_to[-1]))
-        turn = np.concatenate([np.arange(times) for times in share])
-        drawn = np.repeat(drawn, share)[np.argsort(turn, kind="stable")]
-    return order[drawn], p[drawn]
+    drawn = np.resize(np.lexsort((-log_weights[response], arrival)), num_slots)
+    return response[drawn], (times_sampled[response] * p)[drawn]
 
 
 def _lowest(numbers: np.ndarray, count: int) -> np.ndarray:

@@ -8,8 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 
-def add(model: PreTrainedModel, rank: int) -> None:
+def add(model: PreTrainedModel, rank: int, seed: int) -> None:
     """Puts adapters on every linear layer but the head, in place, and freezes all else. They begin as no change.
+
+    The first matrix of each is random, from `seed` alone; the second one is 0. Other random numbers are left alone.
 
     Raises: RuntimeError: peft is not installed.
     """
@@ -19,7 +21,9 @@ def add(model: PreTrainedModel, rank: int) -> None:
         raise RuntimeError("train.lora_rank needs peft: pip install peft, or leave the setting out") from error
     # lora_alpha = 2 x rank is the usual choice: the learning rate then need not follow the rank.
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    inject_adapter_in_model(config, model)
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ class ShardedTrainer(Trainer):
     Torch's usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say which process this is.
     """
 
-    def __init__(self, model: str | Path, settings: TrainSettings, deepspeed_config: Path) -> None:
+    def __init__(self, model: str | Path, settings: TrainSettings, deepspeed_config: Path, seed: int) -> None:
         """Raises: RuntimeError: DeepSpeed is not installed."""
         try:
             import deepspeed
@@ -69,7 +69,7 @@ class ShardedTrainer(Trainer):
             deepspeed_plugin=self._plugin,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
-        super().__init__(model, settings)
+        super().__init__(model, settings, seed=seed)
         self._folder, self._is_first, self._num_processes = model, dist.get_rank() == 0, dist.get_world_size()
         self._gathered = deepspeed.zero.GatheredParameters
         self._engine, _ = accelerator.prepare(_Scorer(self._policy, settings.temperature), self._optimizer)
@@ -187,7 +187,7 @@ class ShardedTrainer(Trainer):
         reference = load_policy(self._folder)
         self._plugin.set_deepspeed_weakref()
         if self.settings.lora_rank:
-            adapters.add(reference, self.settings.lora_rank)
+            adapters.add(reference, self.settings.lora_rank, seed=0)  # the policy's are copied into them
         return reference.to(self._policy.device).requires_grad_(False)
 
     def _shards(self) -> list[Tensor]:

@@ -86,8 +86,8 @@ class Outbox(Protocol):
 class Trainer:
     """Policy, optimizer and the step: float32 master weights, learning rate from the step."""
 
-    def __init__(self, model: str | Path, settings: TrainSettings, device: str | None = None) -> None:
-        """`device`: where it computes; None: where the model loads, for ZeRO-3 to share out."""
+    def __init__(self, model: str | Path, settings: TrainSettings, device: str | None = None, seed: int = 0) -> None:
+        """`device`: where it computes; None: where the model loads, for ZeRO-3 to share out. `seed`: of adapters."""
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
@@ -95,7 +95,7 @@ class Trainer:
         if device:
             self._policy.to(device)
         if settings.lora_rank:
-            adapters.add(self._policy, settings.lora_rank)
+            adapters.add(self._policy, settings.lora_rank, seed)
         self._reference: PreTrainedModel | None = None  # the stored log-probabilities' own, until it is reset
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(

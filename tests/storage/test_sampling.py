@@ -3,7 +3,8 @@
 - the share of recent draws is m, and what is recent is what the newest sync took in
 - rewards weigh as softmax(reward / tau) mixed with uniform, in the first draw and in the second without replacement
 - prompts are drawn uniformly, all different within a batch where there are enough, otherwise each in turn
-- no response twice for a prompt where there are enough, otherwise all, and as often as each was sampled
+- a response's share of the slots is its share of the samples, whether K distinct ones are there or not
+- no sample twice for a prompt where there are K, otherwise all in turn
 - a temperature near zero draws in the order of rewards
 - the whole draw equals a slow reference in plain Python, which computes the same random numbers with hashlib
 """
@@ -140,6 +141,26 @@ def test_fewer_responses_than_k_are_used_as_often_as_they_were_sampled(store):
     assert counts(buffer, 2) == {1: 4, 3: 4}
 
 
+@pytest.mark.parametrize("num_distinct", [2, 15, 16, 17, 40])
+def test_the_share_of_a_frequent_response_does_not_jump_where_k_distinct_ones_are_there(store, num_distinct):
+    """It was sampled thirty times, the others once each; K is 16."""
+    buffer = new_buffer(store, prompts_per_batch=8, responses_per_prompt=16, recent_probability=0)
+    others = num_distinct - 1
+    of_prompt = [([0], 1.0)] * 30 + [([1 + other], 0.0) for other in range(others)]
+    commit(store, "s0", 0, [(name, *response) for name in "abcdefgh" for response in of_prompt])
+    buffer.sync(step=1, attempt=1)
+    draws = [row for step in range(50) for row in buffer.draw(step).to_pylist()]
+    num_groups, share = 50 * 8, 30 / (30 + others)
+    slots = sum(row["response_tokens"] == [0] for row in draws) / num_groups
+    # 16 of 30 + others samples without replacement, 30 of them marked: hypergeometric
+    variance = 16 * share * (1 - share) * (30 + others - 16) / (30 + others - 1)
+    assert abs(slots - 16 * share) < 4 * math.sqrt(variance / num_groups)
+    first = [row for row in draws if row["slot"] == 0]
+    frequent = [row["draw_probability"] for row in first if row["response_tokens"] == [0]]
+    assert frequent == [pytest.approx(share)] * len(frequent)
+    assert abs(len(frequent) - num_groups * share) < 4 * math.sqrt(num_groups * share * (1 - share))
+
+
 def test_a_reward_temperature_near_zero_draws_the_best_responses_first(store):
     """exp(-0.25 / 0.0001) is 0 in floating point: the order of rewards must survive that."""
     commit(store, "s0", 0, distinct("a", 4))
@@ -163,17 +184,6 @@ def key_of(name: str) -> int:
     return int.from_bytes(hashlib.md5(name.encode()).digest()[:8], "little")
 
 
-def slots_of_each(times_sampled: list[int], num_candidates: int, K: int) -> list[int]:
-    """One each where there are enough; else K slots cut the samples into equal parts: whose middle is whose slot."""
-    if num_candidates >= K:
-        return [1] * K
-    num, slots, up_to = sum(times_sampled), [], 0
-    for times in times_sampled:
-        before, up_to = up_to, up_to + times
-        slots.append(sum(2 * before * K <= (2 * part + 1) * num < 2 * up_to * K for part in range(K)))
-    return slots
-
-
 def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Sampling, step: int) -> list[tuple]:
     """MOP written the slow way. Rows of (prompt_index, slot, trajectory_id, recent, draw_probability)."""
     recent_pool = {t["prompt_id"] for t in trajectories if t["sync"] == newest_sync}
@@ -195,19 +205,18 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
             t for t in trajectories if t["prompt_id"] == prompt_id and (not recent or t["sync"] == newest_sync)
         ]
         softmax = sampling.reward_temperature is not None and not recent
-        weights = [math.exp(t["reward"] / sampling.reward_temperature) if softmax else 1.0 for t in candidates]
-        uniform = sampling.uniform_fraction / len(candidates)
+        samples = [(t, copy) for t in candidates for copy in range(t.get("times_sampled", 1))]
+        weights = [math.exp(t["reward"] / sampling.reward_temperature) if softmax else 1.0 for t, _ in samples]
+        uniform = sampling.uniform_fraction / len(samples)
         race = []
-        for t, weight in zip(candidates, weights, strict=True):
+        for (t, copy), weight in zip(samples, weights, strict=True):
             p = (1 - sampling.uniform_fraction) * weight / sum(weights) + uniform
-            u = uniform_number(step, f"response/{place}", key_of(t["trajectory_id"]))
-            race.append((-math.log(u) / p, t["trajectory_id"], p, t.get("times_sampled", 1)))
+            state = (key_of(t["trajectory_id"]) + copy * 0x9E3779B97F4A7C15) % 2**64
+            u = uniform_number(step, f"response/{place}", state)
+            race.append((-math.log(u) / p, t["trajectory_id"], p * t.get("times_sampled", 1)))
         race.sort()
-        K = sampling.responses_per_prompt
-        slots = slots_of_each([times for *_, times in race[:K]], len(race), K)
-        order = [(turn, finish) for finish, turns in enumerate(slots) for turn in range(turns)]
-        for slot, (_, finish) in enumerate(sorted(order)):
-            _, name, p, _ = race[finish]
+        for slot in range(sampling.responses_per_prompt):
+            _, name, p = race[slot % len(race)]
             rows.append((place, slot, name, recent, pytest.approx(p, rel=1e-12)))
     return rows
 

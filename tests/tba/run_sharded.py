@@ -29,7 +29,7 @@ def draws_of(step: int) -> list[Draw]:
 
 def run(model: str, settings: dict, save: str, load: list[str]) -> dict:
     """Trains all steps, with a checkpoint in the folder `save` half-way; then goes on from each one of `load`."""
-    with trainer_of(Path(model), TrainSettings(steps=len(PROMPTS), **settings)) as trainer:
+    with trainer_of(Path(model), TrainSettings(steps=len(PROMPTS), **settings), seed=0) as trainer:
         published = fingerprint(trainer.weights().items())
         curves = [list(_steps(trainer, HALF))]
         Path(save).mkdir()

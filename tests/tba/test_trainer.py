@@ -3,6 +3,7 @@
 - The step does not depend on how the batch is split into micro-batches.
 - A group larger than a micro-batch is split; its gradient is the whole group's, to 1e-10 in float64.
 - After a reset the policy is the reference, whatever the trajectories were stored with; a resumed run has it, too.
+- Adapters begin as the seed says, and disturb no other random number.
 - Adapters leave the weights alone, are published merged, and resume to the bit.
 - A trajectory drawn twice counts twice though it is computed once.
 - A Trainer that loads what another saved goes on exactly as that one would have.
@@ -136,6 +137,20 @@ def test_the_reset_reference_of_a_split_group_is_the_whole_groups(model_folder):
     split._policy.load_state_dict(whole._policy.state_dict())
     split._reset_reference()
     assert whole.train_step(DRAWS)["loss"] == pytest.approx(split.train_step(DRAWS)["loss"], rel=1e-2)
+
+
+def test_adapters_begin_as_the_seed_says_and_disturb_no_other_random_number(model_folder):
+    pytest.importorskip("peft")
+    settings = TrainSettings(lora_rank=2)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    begun = {seed: Trainer(model_folder, settings, seed=seed) for seed in (1, 2)}
+    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
+    assert_same_weights(Trainer(model_folder, settings, seed=1), begun[1], rtol=0, atol=0)  # another state by now
+    first, other = weights_of(begun[1]), weights_of(begun[2])
+    different = {name for name in first if not torch.equal(first[name], other[name])}
+    assert different == {name for name in first if ".lora_A." in name}
 
 
 def test_adapters_are_published_merged_and_resume_to_the_bit(model_folder, tmp_path):
