@@ -266,8 +266,7 @@ def test_pruning_sweeps_up_half_a_policy(store, publish):
 
 def evaluate(store: RunStore, ref, accuracy: float) -> None:
     """What a Searcher does around an evaluation."""
-    is_held = hold_policy(store, ref, "s0")
-    if is_held:
+    if hold_policy(store, ref, "s0"):
         keep_if_best(store, ref, accuracy, num_problems=256)
     release_policy(store, "s0")
 
@@ -300,9 +299,7 @@ def test_the_best_policy_stays_when_a_resume_undoes_its_step(store, publish):
     assert whole(store) == ["step=00000032-a0002", "step=00000040"]
 
 
-def test_a_policy_is_held_while_it_is_evaluated_and_by_a_killed_searcher_until_its_successor_holds_another(
-    store, publish
-):
+def test_a_policy_is_held_while_it_is_evaluated_or_until_a_killed_searchers_successor_holds_another(store, publish):
     assert hold_policy(store, publish(store, 0), "s0")
     for step in (1, 2):
         newest = publish(store, step)
@@ -356,8 +353,7 @@ class Shelf:
             self.did.acquire()
 
     def _turn(self) -> None:
-        name = threading.current_thread().name
-        if name in self.may:
+        if (name := threading.current_thread().name) in self.may:
             self.did.release()
             self.may[name].acquire()
 
