@@ -48,13 +48,13 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None, mask: Tensor | None):
-        """x: [N, L, D]; past: keys and values [N, H, earlier, D / H]; mask: [L, earlier + L]."""
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
+        """x: [N, L, D]; past: keys and values [N, H, earlier, D / H] of what is before x, which is then one token."""
         N, L, _ = x.shape
         q, k, v = self.qkv(self.attention_norm(x)).view(N, L, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # [N, H, L, D / H]
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=past is None)
         x = x + self.out(attended.transpose(1, 2).reshape(N, L, WIDTH))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), (k, v)
 
@@ -68,11 +68,11 @@ class Policy(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(CHARACTERS))
 
-    def forward(self, x: Tensor, start: int = 0, past: list | None = None, mask: Tensor | None = None):
+    def forward(self, x: Tensor, start: int = 0, past: list | None = None):
         """Tokens [N, L] from place `start` on, to logits [N, L, V] and each layer's keys and values."""
         hidden, new = self.token(x) + self.place.weight[start : start + x.shape[1]], []
         for number, block in enumerate(self.blocks):
-            hidden, kept = block(hidden, past[number] if past else None, mask)
+            hidden, kept = block(hidden, past[number] if past else None)
             new.append(kept)
         return self.head(self.norm(hidden)), new
 
@@ -139,16 +139,10 @@ def sample(policy: Policy, prompts: Tensor, num_samples: int, generator: torch.G
     return torch.cat(tokens, 1), torch.cat(chosen, 1)
 
 
-# A response token sees the prompt and the response tokens up to itself: [T - 1, P + T - 1].
-_SEEN = torch.cat([torch.ones(T - 1, P), torch.ones(T - 1, T - 1).tril()], 1).bool()
-
-
-def score(policy: Policy, prompts: Tensor, responses: Tensor, of_prompt: Tensor) -> Tensor:
-    """Log-probability of each token of responses [U, T] to prompts [n, P], of which `of_prompt` [U] says which."""
-    logits, kept = policy(prompts)
-    past = [(keys[of_prompt], values[of_prompt]) for keys, values in kept]
-    behind, _ = policy(responses[:, :-1], P, past, _SEEN)
-    logprobs = F.log_softmax(torch.cat([logits[of_prompt, -1:], behind], 1), -1)  # [U, T, V]
+def score(policy: Policy, prompts: Tensor, responses: Tensor) -> Tensor:
+    """Log-probability of each token of a response to the prompt at its place: [U, T], of [U, P] and [U, T]."""
+    logits, _ = policy(torch.cat([prompts, responses[:, :-1]], 1))
+    logprobs = F.log_softmax(logits[:, P - 1 :], -1)  # [U, T, V]
     return logprobs.gather(2, responses.unsqueeze(2)).squeeze(2)
 
 
@@ -184,7 +178,7 @@ def pretraining(answer_shares: tuple[float, ...]) -> Iterator[Policy]:
         numbers = sums().train[torch.randint(NUM_TRAIN, (SUMS_PER_STEP,), generator=generator)]
         kinds = torch.tensor(answer_shares).multinomial(SUMS_PER_STEP, replacement=True, generator=generator)
         answers = sums().answers[kinds, numbers]
-        logprobs = score(policy, sums().prompts[numbers], answers, torch.arange(SUMS_PER_STEP))
+        logprobs = score(policy, sums().prompts[numbers], answers)
         optimizer.param_groups[0]["lr"] = PRETRAINING_RATE * min(1, (step + 1) / 50) * (1 - step / PRETRAINING_STEPS)
         optimizer.zero_grad()
         (-(logprobs * is_token(answers)).sum() / SUMS_PER_STEP).backward()
@@ -239,10 +233,10 @@ def _batch(policy: Policy, reference: Policy, behavior: Policy, generator: torch
     responses = responses.where(counts, END)
     of_prompt = torch.arange(B).repeat_interleave(K)
     place, slot = _distinct(torch.cat([of_prompt.unsqueeze(1), responses], 1))  # each response is computed once
-    tokens, of_prompt = responses[slot], of_prompt[slot]
+    distinct = prompts[of_prompt[slot]], responses[slot]
     with torch.no_grad():
-        by_reference = score(reference, prompts, tokens, of_prompt)[place]
-    by_policy = score(policy, prompts, tokens, of_prompt)[place]
+        by_reference = score(reference, *distinct)[place]
+    by_policy = score(policy, *distinct)[place]
     of_responses = (logprobs.where(counts, 0.0).view(B, K, T) for logprobs in (by_policy, sampled, by_reference))
     reward = rewards(responses, numbers.repeat_interleave(K)).view(B, K)
     return baselines.Terms(*of_responses, counts.view(B, K, T), reward)

@@ -1,9 +1,10 @@
 """The objective against independent references.
 
 - residual = -A / beta, with A the mean-baseline advantage of the KL-penalised reward (float64, 1e-9).
-- On-policy its gradient is that of mean-baseline REINFORCE with KL-penalised reward, times beta.
-- From uniform off-policy data on an enumerable toy it converges to p_ref * exp(r / beta) / Z; plain REINFORCE without
-  importance weights on the same data does not.
+- On-policy its gradient is that of mean-baseline REINFORCE with KL-penalised reward, tapered or not.
+- From uniform, stale and adversarial samples on an enumerable toy the tapered loss converges to p_ref * exp(r / beta) / Z;
+  plain REINFORCE without importance weights does not, nor does a form whose minimum is elsewhere.
+- The taper weighs what is to become less likely by min(1, p / p_behavior), and nothing else.
 - The gradient does not depend on how prompts are split into micro-batches.
 - Only policy_logprob gets a gradient; wrong shapes and beta <= 0 are refused.
 
@@ -15,7 +16,7 @@ import itertools
 import pytest
 import torch
 
-from tba.objective import log_partition, residual, trajectory_balance_loss
+from tba.objective import log_partition, residual, taper, trajectory_balance_loss
 
 
 def random_batch(B: int, K: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,15 +58,39 @@ def test_on_policy_the_gradient_is_reinforce_with_a_mean_baseline_and_a_kl_penal
     samples = torch.multinomial(logits.detach().softmax(0), 64, replacement=True)
     logprob = logits.log_softmax(0)[samples]
     loss = trajectory_balance_loss(logprob[None], reference[samples][None], reward[samples][None], beta)
-    (ours,) = torch.autograd.grad(loss, logits)
+    (ours,) = torch.autograd.grad(loss, logits, retain_graph=True)
 
-    # REINFORCE by its own formula, times beta (the loss is beta^2 / 2 of a square of A / beta): minus the mean of
-    # advantage * (one-hot(y) - p), where one-hot(y) - p is the gradient of log softmax at y.
+    # REINFORCE by its own formula: minus the mean of advantage * (one-hot(y) - p), where one-hot(y) - p is the gradient
+    # of log softmax at y.
     p = logits.detach().softmax(0)
     penalised = (reward - beta * (p.log() - reference))[samples]
     advantage = penalised - penalised.mean()
-    theirs = -beta * ((torch.eye(6, dtype=torch.float64)[samples] - p) * advantage[:, None]).mean(0)
+    theirs = -((torch.eye(6, dtype=torch.float64)[samples] - p) * advantage[:, None]).mean(0)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    tapered = tapered_loss(logprob[None], reference[samples][None], reward[samples][None], beta, logprob[None])
+    torch.testing.assert_close(torch.autograd.grad(tapered, logits)[0], theirs, rtol=0, atol=1e-12)
+
+
+def tapered_loss(policy, reference, reward, beta, behavior):
+    """The loss as the Trainer computes it by default."""
+    return trajectory_balance_loss(
+        policy, reference, reward, beta, taper(residual(policy, reference, reward, beta), policy, behavior)
+    )
+
+
+def ratio_on_reward_loss(policy, reference, reward, beta, behavior):
+    """Looks alike, and its minimum is elsewhere: the ratio weighs the reward in place of the squared residual."""
+    ratio = (policy - behavior).detach().exp().clamp(max=1)
+    return trajectory_balance_loss(policy, reference, reward * ratio, beta)
+
+
+def test_the_taper_of_a_worked_example():
+    # Residuals -1, 1, 1, 1; p / p_behavior = 1/4, 1/4, 4, 1: only the second response is pushed down and has left.
+    log4 = torch.tensor(4.0).log().item()
+    policy, behavior = torch.tensor([[-3.0, -3, -3, -3]]), torch.tensor([[log4 - 3, log4 - 3, -log4 - 3, -3]])
+    weight = taper(torch.tensor([[-1.0, 1, 1, 1]]), policy.requires_grad_(), behavior)
+    torch.testing.assert_close(weight, torch.tensor([[1.0, 0.25, 1, 1]]))
+    assert not weight.requires_grad
 
 
 class Toy:
@@ -89,33 +114,53 @@ class Toy:
     def log_probabilities(self, tables: list[torch.Tensor]) -> torch.Tensor:
         """[64]: the sum over places of the log-softmax of the row that the earlier tokens pick."""
         logs = [table.log_softmax(1) for table in tables]
-        return torch.stack([logs[0][0, a] + logs[1][a, b] + logs[2][4 * a + b, c] for a, b, c in self.sequences])
+        a, b, c = torch.tensor(self.sequences).T
+        return logs[0][0, a] + logs[1][a, b] + logs[2][4 * a + b, c]
 
-    def train(self, loss_of, steps: int = 400) -> float:
-        """Total variation between the target and a policy trained on uniform batches of 16 responses."""
+    def train(self, loss_of, samples: str = "uniform", steps: int = 400) -> float:
+        """Total variation between the target and a policy trained on batches of 16 responses.
+
+        samples: "uniform"; "stale", of the policy 100 steps before; "adversarial", of exp(-r / beta), the target's
+        opposite. None is the policy's or the target's distribution.
+        """
         torch.manual_seed(2)
         tables = [table.requires_grad_() for table in self.random_tables(0.1)]
         optimizer = torch.optim.Adam(tables, lr=0.03)
-        for _ in range(steps):
-            drawn = torch.randint(64, (1, 16))  # uniform: neither the policy's nor the target's distribution
-            loss = loss_of(self.log_probabilities(tables)[drawn], self.reference[drawn], self.reward[drawn], self.beta)
+        earlier = []
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = 0.03 * (1 - step / steps)
+            logprob = self.log_probabilities(tables)  # [64]
+            earlier = [*earlier, logprob.detach()][-100:]
+            behavior = {
+                "uniform": torch.zeros(64).double().log_softmax(0),
+                "stale": earlier[0],
+                "adversarial": (-self.reward / self.beta).log_softmax(0),
+            }[samples]
+            drawn = torch.multinomial(behavior.exp(), 16, replacement=True)[None]  # [1, 16]
+            loss = loss_of(logprob[drawn], self.reference[drawn], self.reward[drawn], self.beta, behavior[drawn])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         return (self.log_probabilities(tables).exp() - self.target).abs().sum().item() / 2
 
 
-def reinforce_loss(policy, reference, reward, beta):
+def reinforce_loss(policy, reference, reward, beta, behavior):
     """Plain REINFORCE with a mean baseline. (With the KL penalty in its reward it has our gradient.)"""
     return -((reward - reward.mean(1, keepdim=True)) * policy).mean()
 
 
-def test_uniform_off_policy_data_lead_to_the_target_distribution():
-    assert Toy().train(trajectory_balance_loss) < 0.02
+@pytest.mark.parametrize("samples", ["uniform", "stale", "adversarial"])
+def test_off_policy_samples_lead_to_the_target_distribution(samples):
+    assert Toy().train(tapered_loss, samples, steps=2000) < 0.02
 
 
-def test_plain_reinforce_on_the_same_data_does_not_get_there():
-    assert Toy().train(reinforce_loss) > 0.2
+@pytest.mark.parametrize(("loss_of", "least"), [(reinforce_loss, 0.2), (ratio_on_reward_loss, 0.05)])
+def test_other_forms_do_not_get_there(loss_of, least):
+    assert Toy().train(loss_of, steps=2000) > least
+
+
+def test_uniform_samples_lead_the_plain_loss_to_the_target_distribution():
+    assert Toy().train(lambda *arguments: trajectory_balance_loss(*arguments[:4])) < 0.02
 
 
 def test_the_target_has_no_loss_whatever_was_sampled():
@@ -135,12 +180,12 @@ def test_the_gradient_does_not_depend_on_the_micro_batches():
     torch.testing.assert_close(torch.autograd.grad(split, policy)[0], whole, rtol=0, atol=1e-15)
 
 
-def test_the_gradient_is_beta_times_the_advantage():
-    # With p = p_ref, A = r - mean r: beta scales the gradient once, and 1 / beta^2 is nowhere in it.
+def test_the_gradient_is_the_advantage_whatever_beta():
+    # With p = p_ref, A = r - mean r: beta is nowhere in the gradient.
     policy, _, reward = random_batch(2, 4)
     for beta in (0.004, 1.0):
         loss = trajectory_balance_loss(policy, policy.detach(), reward, beta)
-        expected = -beta * (reward - reward.mean(1, keepdim=True)) / 8
+        expected = -(reward - reward.mean(1, keepdim=True)) / 8
         torch.testing.assert_close(torch.autograd.grad(loss, policy)[0], expected, rtol=0, atol=1e-12)
 
 
