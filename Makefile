@@ -64,7 +64,7 @@ bench-stability: $(STAMP)  ## The default run by seed (SEEDS=0,1,…), alone and
 smoke: $(STAMP)  ## Every task through tba/train, a few steps each, with its own grader or judge
 	$(BIN)/python -m tests.smoke.run
 
-compare-staleness: $(STAMP)  ## What an old policy's samples cost: Trajectory Balance beside Dr. GRPO and proximal RLOO
+compare-staleness: $(STAMP)  ## Accuracy by the age of the samples: Trajectory Balance, tapered and plain, Dr. GRPO, proximal RLOO
 	$(BIN)/tba compare staleness
 
 compare-sync: $(STAMP)  ## Asynchronous beside synchronous training, on the same hardware

@@ -1,0 +1,108 @@
+"""The testbed: a small policy that is far from its ceiling, samples of an enforced age, the Trainer's own objectives.
+
+- The first policy answers some two fifths of held-out sums; the same policy can answer nearly all of them.
+- Sampled and scored log-probabilities are the same numbers; a response ends with its first newline.
+- A run depends on its seed alone. Its lag is what was asked: with lag n the first n + 1 steps see the first policy.
+- On samples sixteen steps old the tapered loss keeps the right answers that the policy had and adds to them; the plain
+  loss, and a taper of what is to become likelier, lose them.
+
+python -m pytest tests/tba/test_testbed.py
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tba import testbed
+from tba.config import TrainSettings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are small: more threads only wait for each other
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    return testbed.first_policy(tmp_path_factory.mktemp("testbed") / "first.safetensors")
+
+
+def test_the_first_policy_has_far_to_rise(first):
+    assert 0.3 < testbed.accuracy(first) < 0.55
+    right_answers = testbed.pretraining((1.0, 0.0, 0.0, 0.0))
+    assert any(testbed.accuracy(policy, 512) >= 0.95 for policy in right_answers)
+
+
+def test_it_is_read_from_its_file_when_it_is_there(first, tmp_path):
+    testbed.save_file(first.state_dict(), tmp_path / "first.safetensors")
+    again = testbed.first_policy(tmp_path / "first.safetensors")
+    assert all((a == b).all() for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_sampled_and_scored_logprobs_agree(first):
+    prompts = testbed.sums().prompts[:5]
+    responses, logprobs = testbed.sample(first, prompts, 3, torch.Generator().manual_seed(0))
+    scored = testbed.score(first, prompts.repeat_interleave(3, 0), responses)
+    torch.testing.assert_close(scored, logprobs, rtol=0, atol=1e-5)
+
+
+def test_rewards_and_ends():
+    digits = [testbed.CHARACTERS.index(c) for c in "21\n"]  # 12, last digit first
+    numbers = torch.tensor([705] * 4)  # 7 + 5
+    responses = torch.tensor([[*digits, 3], [*digits, testbed.END], [2, 1, 3, testbed.END], [1, 2, *digits[2:], 0]])
+    assert testbed.rewards(responses, numbers).tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert testbed.is_token(responses)[0].tolist() == [True, True, True, False]
+
+
+def settings(**changed) -> TrainSettings:
+    return TrainSettings(**{"steps": 60, "learning_rate": 3e-3} | changed)
+
+
+def test_a_run_depends_on_its_seed_alone(first):
+    one, same, other = (testbed.train(first, settings(steps=4), 1, seed) for seed in (3, 3, 4))
+    assert one == same and one.curve != other.curve
+
+
+def test_the_lag_is_what_was_asked(first, monkeypatch):
+    """A policy is recognised by its output bias, which the objective of this test raises by the step size each step."""
+    seen = []
+    sample = testbed.sample
+
+    def watched(policy, *arguments):
+        seen.append(round(policy.head.bias[0].item() - first.head.bias[0].item(), 3))
+        return sample(policy, *arguments)
+
+    monkeypatch.setattr(testbed, "sample", watched)
+    monkeypatch.setattr(testbed, "_loss", lambda terms, *_: 0.0 * terms.policy.sum())
+    step = torch.optim.AdamW.step
+
+    def raised(optimizer):
+        step(optimizer)
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][-1][0] += 1.0
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", raised)
+    testbed.train(first, settings(steps=6, learning_rate=1e-9), 2, 0)
+    assert seen[:6] == [0, 0, 0, 1, 2, 3]  # steps 1 to 6: the policies of steps 0, 0, 0, 1, 2, 3
+
+
+def turned_taper(error, policy_logprob, behavior_logprob):
+    ratio = (policy_logprob - behavior_logprob).detach().clamp(max=0).exp()
+    return torch.where(error.detach() < 0, ratio, 1.0)
+
+
+def test_old_samples_teach_with_the_taper_and_unteach_without(first, monkeypatch):
+    before = testbed.accuracy(first)
+
+    def after(**changed) -> list[float]:
+        return [testbed.train(first, settings(**changed), 16, seed).accuracy for seed in (0, 1)]
+
+    tapered, plain = after(), after(residual_weight="plain")
+    monkeypatch.setattr(testbed, "taper", turned_taper)
+    turned = after()
+    assert min(tapered) > before > max(plain + turned)
+    assert all(t - p > 0.1 for t, p in itertools.product(tapered, plain + turned))
