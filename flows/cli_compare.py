@@ -20,7 +20,7 @@ def compare(
     ] = None,
     model: Annotated[str, typer.Option(help="Of sync: a model as tba train takes it.")] = "smollm2-135m-instruct",
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each; default: 10, of sync 3.")] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 280, of sync 50.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 320, of sync 50.")] = None,
 ) -> None:
     """Run named configurations by seeds; write one table and one plot with confidence intervals.
 
@@ -40,7 +40,7 @@ def compare(
         if theme == "sync":
             table = comparisons.turns(root, out, model, seeds or 3, steps or 50, typer.echo)
         else:
-            table, numbers = comparisons.staleness(root, out, seeds or 10, steps or 280, typer.echo)
+            table, numbers = comparisons.staleness(root, out, seeds or 10, steps or 320, typer.echo)
     except (StoreError, ValueError) as error:
         fail(str(error))
     typer.echo(f"Written: {table}")

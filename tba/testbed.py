@@ -28,7 +28,7 @@ from tba import baselines, schedule
 from tba.config import TrainSettings
 from tba.objective import residual, taper, trajectory_balance_loss
 
-B, K, P, T = 16, 16, 6, 4
+B, K, P, T = 16, 8, 6, 4
 CHARACTERS = "0123456789+=\n"
 END = CHARACTERS.index("\n")
 WIDTH, LAYERS, HEADS = 32, 2, 4
