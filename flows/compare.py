@@ -139,11 +139,12 @@ class Rounds:
             "sync": [step] * len(indices),
             "recent": [True] * len(indices),
             "draw_probability": [1 / num_slots] * len(indices),
+            "ages_from": rows["policy_step"].to_pylist(),
         }
         record = rows
         for name, values in drawn.items():
             record = record.append_column(name, pa.array(values))
-        staleness = [step - 1 - policy_step for policy_step in rows["policy_step"].to_pylist()]
+        staleness = ledger.staleness(record, step).to_pylist()
         rewards = rows["reward"].to_pylist()
         facts = {
             "staleness_mean": statistics.fmean(staleness),
