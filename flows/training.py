@@ -139,7 +139,7 @@ class StoredExperience:
         by_prompt: dict[int, list[dict]] = {}
         for row in rows.to_pylist():
             by_prompt.setdefault(row["prompt_index"], []).append(row)
-        staleness = [step - 1 - policy_step for policy_step in rows["policy_step"].to_pylist()]
+        staleness = ledger.staleness(rows, step).to_pylist()
         recent = [reward for reward, is_recent in zip(*columns(rows, "reward", "recent"), strict=True) if is_recent]
         fresh = self._fresh.facts(step) if self._fresh else dict.fromkeys(FRESH_COLUMNS)
         facts = fresh | {

@@ -93,6 +93,17 @@ class Sync:
         return self.fresh.num_trajectories
 
 
+def ages_from(policy_step: np.ndarray, sync_step: np.ndarray) -> np.ndarray:
+    """The policy step that a trajectory's staleness counts from, given the first training step that could draw it.
+
+    That is its policy's step, unless a resume undid that policy: then its step is sync_step or later, which no policy
+    of the run had when the trajectory came in. Both lines have policy sync_step - 1 in common, and n steps after it are
+    as far from it as n steps before it. Not told apart is a trajectory of an undone policy that comes in after training
+    has passed that policy's step again, as of a round that is on its way while the Trainer resumes.
+    """
+    return np.minimum(policy_step, 2 * (sync_step - 1) - policy_step)
+
+
 class WordFile:
     """Tokens and log-probabilities of the stored trajectories, in one append-only temporary file of 4-byte words.
 
@@ -184,7 +195,7 @@ class ReplayBuffer:
             return None
         number = self.newest_sync + 1
         with self._transaction():
-            sync = Sync(number, step, attempt, rounds, self._take_in({number: rounds}))
+            sync = Sync(number, step, attempt, rounds, self._take_in({number: rounds}, {number: step}))
             ledger.record_sync(self._store, sync)
         self._advance(number, rounds, sync.num_trajectories)
         return sync
@@ -202,7 +213,7 @@ class ReplayBuffer:
             first = max(record["first_round"], expired.get(record["searcher"], -1) + 1)
             syncs[record["sync"]][record["searcher"]] += range(first, record["last_round"] + 1)
         with self._transaction():
-            found = self._take_in(syncs)
+            found = self._take_in(syncs, {record["sync"]: record["step"] for record in records})
         # What has expired since was drawn, so it counts as taken in. Older versions did not record how many.
         recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
         num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
@@ -213,13 +224,14 @@ class ReplayBuffer:
         """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).
 
         Columns: prompt_index, slot, trajectory_id, prompt_id, recent, draw_probability (of being the first of the K
-        drawn, given its prompt and `recent`), reward, policy_step, sync (the newest when drawn), prompt_tokens,
-        response_tokens, behavior_logprobs, reference_logprobs. Raises NotEnoughExperience where it is too early.
+        drawn, given its prompt and `recent`), reward, policy_step, ages_from, sync (the newest when drawn),
+        prompt_tokens, response_tokens, behavior_logprobs, reference_logprobs.
+
+        Raises NotEnoughExperience where it is too early.
         """
         self._check_rate(step)
-        sampling, oldest = self._sampling, self._oldest_policy_step(step)
-        ages = {"newest_sync": self.newest_sync, "oldest_policy_step": oldest}
-        prompts = self._execute("list_prompts", ages).fetchnumpy()
+        sampling, oldest = self._sampling, self._oldest(step)
+        prompts = self._execute("list_prompts", {"newest_sync": self.newest_sync, "oldest": oldest}).fetchnumpy()
         if not len(prompts["prompt"]):
             raise NotEnoughExperience(
                 f"max_age={sampling.max_age}, but all {self.num_trajectories} trajectories stored are older, of "
@@ -230,7 +242,7 @@ class ReplayBuffer:
         )
         prompt_of_place = prompts["prompt"][chosen]
         candidates = self._execute("list_candidates", {"prompts": prompt_of_place.tolist()}).fetchnumpy()
-        may_be_drawn, is_new = candidates["policy_step"] >= oldest, candidates["sync"] == self.newest_sync
+        may_be_drawn, is_new = candidates["ages_from"] >= oldest, candidates["sync"] == self.newest_sync
         slots, probabilities = [], []  # of each place, [K]
         for place, (prompt, is_recent) in enumerate(zip(prompt_of_place, recent, strict=True)):
             of_place = np.flatnonzero((candidates["prompt"] == prompt) & may_be_drawn & (is_new | ~is_recent))
@@ -259,6 +271,7 @@ class ReplayBuffer:
             "draw_probability": np.concatenate(probabilities),
             "reward": rows["reward"],
             "policy_step": rows["policy_step"],
+            "ages_from": rows["ages_from"],
             "sync": np.full(num_places * num_slots, self.newest_sync),
         }
         return pa.table(columns | self._words.read(rows["record"]))
@@ -276,10 +289,10 @@ class ReplayBuffer:
                 f"average, and samples_per_insert is {limit:g}: it waits for more"
             )
 
-    def _oldest_policy_step(self, step: int) -> int:
-        """Of what may be drawn. A trajectory of policy step - 1 is on-policy: its age is 0."""
+    def _oldest(self, step: int) -> int:
+        """The smallest `ages_from` that may be drawn. A trajectory of policy step - 1 is on-policy: its age is 0."""
         max_age = self._sampling.max_age
-        return 0 if max_age is None else max(0, step - 1 - max_age)
+        return np.iinfo(np.int64).min if max_age is None else step - 1 - max_age
 
     def samples_per_insert(self, step: int) -> float:
         """How often a trajectory taken in so far is drawn on average, once that step is drawn: each draws B * K."""
@@ -288,8 +301,8 @@ class ReplayBuffer:
 
     def num_too_old(self, step: int) -> int:
         """Trajectories stored that `max_age` keeps from that step."""
-        oldest = self._oldest_policy_step(step)
-        return self._index.execute("SELECT count(*) FROM trajectories WHERE policy_step < ?", [oldest]).fetchone()[0]
+        query = "SELECT count(*) FROM trajectories WHERE ages_from < ?"
+        return self._index.execute(query, [self._oldest(step)]).fetchone()[0]
 
     @property
     def num_trajectories(self) -> int:
@@ -327,8 +340,8 @@ class ReplayBuffer:
             raise
         self._index.commit()
 
-    def _take_in(self, syncs: Mapping[int, Mapping[str, Sequence[int]]]) -> Fresh:
-        """Index rounds, by sync and searcher, syncs in order. Returns what their trajectories sum up to."""
+    def _take_in(self, syncs: Mapping[int, Mapping[str, Sequence[int]]], steps: Mapping[int, int]) -> Fresh:
+        """Index rounds, by sync and searcher, syncs in order; `steps`: of the syncs. Returns what they sum up to."""
         found, waiting = Fresh(), defaultdict(dict)  # by searcher the sync of each round
         last = max(syncs, default=0)
         for number, rounds in syncs.items():
@@ -336,19 +349,21 @@ class ReplayBuffer:
                 waiting[searcher] |= dict.fromkeys(of_searcher, number)
             # Only once a sync is there in full: how often it brought a response counts copies that capacity throws out.
             if number == last or sum(map(len, waiting.values())) >= ROUNDS_PER_SETTLE:
-                found += self._index_rounds(waiting)
+                found += self._index_rounds(waiting, steps)
                 waiting.clear()
         return found
 
-    def _index_rounds(self, sync_of_round: Mapping[str, Mapping[int, int]]) -> Fresh:
+    def _index_rounds(self, sync_of_round: Mapping[str, Mapping[int, int]], steps: Mapping[int, int]) -> Fresh:
         """Index rounds of whole syncs, by searcher; throw out repeats and what exceeds capacity. Returns their sums."""
         found, prompt_ids = Fresh(), []
         for searcher, syncs in sync_of_round.items():
             for rounds in by_block(syncs):
                 shards = read_shards(self._store, searcher, rounds)
                 arrivals = shards.select(["trajectory_id", "prompt_id", "policy_step", "reward"])
-                arrivals = arrivals.append_column("sync", [[syncs[round_] for round_ in shards["round"].to_pylist()]])
-                for name, column in self._words.append(shards).items():
+                sync = [syncs[round_] for round_ in shards["round"].to_pylist()]
+                from_step = ages_from(shards["policy_step"].to_numpy(), np.array([steps[number] for number in sync]))
+                columns = {"sync": sync, "ages_from": from_step} | self._words.append(shards)
+                for name, column in columns.items():
                     arrivals = arrivals.append_column(name, [column])
                 self._index.register("arrivals", arrivals)
                 self._prompt_ids |= self._execute("insert_prompts").fetchall()

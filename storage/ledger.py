@@ -45,12 +45,15 @@ _POLL_S = 0.2
 
 def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> None:
     """The batch of a training step, as ReplayBuffer.draw returned it; what the shards hold of it is left out."""
-    # Step t changes the policy of step t - 1: a trajectory of that policy is on-policy, its staleness 0.
-    staleness = pc.subtract(pa.scalar(step - 1, pa.int64()), rows["policy_step"])
-    ours = {"attempt": [attempt] * rows.num_rows, "step": [step] * rows.num_rows, "staleness": staleness}
+    ours = {"attempt": [attempt] * rows.num_rows, "step": [step] * rows.num_rows, "staleness": staleness(rows, step)}
     columns = [ours[name] if name in ours else rows[name] for name in BATCH.names]
     table = pa.table(columns, names=BATCH.names).cast(BATCH)
     store.put_new(batch_path(attempt, step), parquet_bytes(table))
+
+
+def staleness(rows: pa.Table, step: int) -> pa.Array:
+    """Of each row of a batch, in policy steps. Step t changes the policy of step t - 1: what that one sampled has 0."""
+    return pc.subtract(pa.scalar(step - 1, pa.int64()), rows["ages_from"])
 
 
 def batch_path(attempt: int, step: int) -> str:

@@ -61,7 +61,9 @@ BATCH = pa.schema(
         "draw_probability": pa.float64(),  # of being the first of the K drawn for its prompt
         "reward": pa.float32(),
         "policy_step": pa.int64(),
-        "staleness": pa.int64(),  # step - 1 - policy_step: between the weights that sampled and those trained
+        # Policy steps between the weights that sampled it and those trained: step - 1 - policy_step. Where a resume
+        # undid that policy: its steps after the checkpoint, and those trained since (ages_from in storage/buffer.py).
+        "staleness": pa.int64(),
     }
 )
 

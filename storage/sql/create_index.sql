@@ -7,9 +7,9 @@ CREATE TABLE prompts (
     prompt INTEGER,
     prompt_id VARCHAR,
     key UBIGINT,
-    newest_policy_step BIGINT, -- of its stored trajectories
+    newest_ages_from BIGINT, -- the largest ages_from of its stored trajectories
     newest_sync BIGINT, -- that brought one of them
-    newest_sync_policy_step BIGINT -- the newest of those that sync brought
+    newest_sync_ages_from BIGINT -- the largest of those that sync brought
 );
 
 -- One row a stored trajectory; its tokens and log-probabilities are a record of the word file.
@@ -17,6 +17,7 @@ CREATE TABLE trajectories (
     prompt INTEGER,
     sync BIGINT,
     policy_step BIGINT,
+    ages_from BIGINT, -- the policy step that its staleness counts from
     trajectory_id VARCHAR,
     key UBIGINT,
     response_digest BIGINT,

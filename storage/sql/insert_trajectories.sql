@@ -4,6 +4,7 @@ SELECT
     prompt,
     sync,
     policy_step,
+    ages_from,
     trajectory_id,
     md5_number_upper(trajectory_id) AS key,
     response_digest,

@@ -5,6 +5,7 @@ SELECT
     key,
     sync,
     policy_step,
+    ages_from,
     reward,
     times_sampled,
     record

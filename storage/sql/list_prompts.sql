@@ -3,6 +3,6 @@
 SELECT
     prompt,
     key,
-    newest_sync = $newest_sync AND newest_sync_policy_step >= $oldest_policy_step AS recent
+    newest_sync = $newest_sync AND newest_sync_ages_from >= $oldest AS recent
 FROM prompts
-WHERE newest_policy_step >= $oldest_policy_step;
+WHERE newest_ages_from >= $oldest;

@@ -1,9 +1,9 @@
 -- How old what the buffer has taken in is, in policy steps, at $num_bins moments of training: what has expired or made
 -- room for newer responses to its prompt counts too, so this is an upper bound of the buffer's age.
 WITH
--- trajectories by the policy that sampled them and the first step that could draw them
+-- trajectories by the policy step that their age counts from (buffer.ages_from) and the first step that could draw them
 arrivals AS (
-    SELECT policy_step, syncs.step AS arrived, count(*) AS num
+    SELECT least(policy_step, 2 * (syncs.step - 1) - policy_step) AS ages_from, syncs.step AS arrived, count(*) AS num
     FROM report_trajectories AS stored
     JOIN syncs ON syncs.searcher = stored.searcher AND round BETWEEN first_round AND last_round
     GROUP BY ALL
@@ -17,11 +17,11 @@ moments AS (
 ages AS (
     SELECT
         moments.step,
-        moments.step - 1 - policy_step AS age,
-        sum(sum(num)) OVER (PARTITION BY moments.step ORDER BY moments.step - 1 - policy_step) AS num_younger,
+        moments.step - 1 - ages_from AS age,
+        sum(sum(num)) OVER (PARTITION BY moments.step ORDER BY moments.step - 1 - ages_from) AS num_younger,
         sum(sum(num)) OVER (PARTITION BY moments.step) AS num_all
     FROM moments JOIN arrivals ON arrived <= moments.step
-    GROUP BY moments.step, policy_step
+    GROUP BY moments.step, ages_from
 )
 SELECT
     step,

@@ -2,11 +2,11 @@
 -- whether a prompt has any that is recent, or young enough, to draw.
 UPDATE prompts
 SET
-    newest_policy_step = newest.policy_step,
+    newest_ages_from = newest.ages_from,
     newest_sync = newest.of_sync.sync,
-    newest_sync_policy_step = newest.of_sync.policy_step
+    newest_sync_ages_from = newest.of_sync.ages_from
 FROM (
-    SELECT prompt, max(policy_step) AS policy_step, max({sync: sync, policy_step: policy_step}) AS of_sync
+    SELECT prompt, max(ages_from) AS ages_from, max({sync: sync, ages_from: ages_from}) AS of_sync
     FROM trajectories
     WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
     GROUP BY prompt

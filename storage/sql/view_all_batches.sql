@@ -14,4 +14,4 @@ COMMENT ON COLUMN all_batches.recent IS 'Whether it was drawn among what the new
 COMMENT ON COLUMN all_batches.draw_probability IS 'Probability to be the first drawn for its prompt.';
 COMMENT ON COLUMN all_batches.reward IS 'Its reward.';
 COMMENT ON COLUMN all_batches.policy_step IS 'Step of the policy that sampled it.';
-COMMENT ON COLUMN all_batches.staleness IS 'Policy steps between the weights that sampled it and those trained.';
+COMMENT ON COLUMN all_batches.staleness IS 'Policy steps between the weights that sampled it and those trained, undone ones included.';

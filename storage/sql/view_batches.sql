@@ -20,4 +20,4 @@ COMMENT ON COLUMN batches.recent IS 'Whether it was drawn among what the newest 
 COMMENT ON COLUMN batches.draw_probability IS 'Probability to be the first drawn for its prompt.';
 COMMENT ON COLUMN batches.reward IS 'Its reward.';
 COMMENT ON COLUMN batches.policy_step IS 'Step of the policy that sampled it.';
-COMMENT ON COLUMN batches.staleness IS 'Policy steps between the weights that sampled it and those trained.';
+COMMENT ON COLUMN batches.staleness IS 'Policy steps between the weights that sampled it and those trained, undone ones included.';

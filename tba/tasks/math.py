@@ -12,17 +12,19 @@ nlile/hendrycks-MATH-benchmark: 12,000 problems to train on, and the 500 of MATH
 The dataset's `answer` is the content of the last \boxed{} of its `solution`; data without that column is read so.
 """
 
-import threading
 import unicodedata
 from collections.abc import Mapping
 
 from tba.tasks.base import Problem
 from tba.tasks.rows import Rows, digest, read_rows, split, text_of
+from tba.tasks.verifier import Verifier
 
 DATASET = "nlile/hendrycks-MATH-benchmark"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 BOX = r"\boxed{"
-MAX_ANSWER_CHARS = 500  # what is boxed and longer is no answer, but could keep the algebra busy for minutes
+MAX_ANSWER_CHARS = 500  # what is boxed and longer is no answer, but could keep the algebra busy until its limit
+
+_verifier = Verifier()
 
 
 class Math:
@@ -48,19 +50,14 @@ class Math:
 def is_same(answer: str, response: str) -> bool:
     """Whether what a response concludes equals the answer, as numbers or formulas.
 
-    What it boxes counts, the last if several; without a box, what math-verify finds.
+    What it boxes counts, the last if several; without a box, what math-verify finds. No if that takes too long.
     """
-    from math_verify import parse, verify
-
-    # math-verify limits its time by signals, which only a process's main thread may set
-    seconds = 5 if threading.current_thread() is threading.main_thread() else None
     response = unicodedata.normalize("NFKC", response).replace("−", "-").replace("⁄", "/")  # ½ and full-width digits
     if (boxed := last_boxed(response)) is not None:
         if len(boxed) > MAX_ANSWER_CHARS:
             return False
         response = f"{BOX}{boxed}}}"
-    found = parse(response, parsing_timeout=seconds)
-    return bool(verify(parse(f"{BOX}{answer}}}", parsing_timeout=seconds), found, timeout_seconds=seconds))
+    return _verifier.is_same(f"{BOX}{answer}}}", response)
 
 
 def last_boxed(text: str) -> str | None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from storage import ledger, policies
 from storage.buffer import Sync
 from storage.fresh import Fresh
-from storage.schema import BATCH, SCHEMA_VERSION, TRAJECTORY
+from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id
 from storage.store import RunStore
 from tests.storage.helpers import NOON, make_search_round, make_training_step
@@ -153,8 +153,6 @@ def _train(store, random, step, steps, num_syncs, ids, rewards, spoken, num_resp
     policy_steps = [spoken[place] for place in places]
     drawn = [rewards[place] for place in places]
     columns = {
-        "attempt": [1] * SLOTS,
-        "step": [step] * SLOTS,
         "sync": [num_syncs + 1] * SLOTS,
         "prompt_index": [slot // 8 for slot in range(SLOTS)],
         "slot": [slot % 8 for slot in range(SLOTS)],
@@ -164,9 +162,9 @@ def _train(store, random, step, steps, num_syncs, ids, rewards, spoken, num_resp
         "draw_probability": [0.1] * SLOTS,
         "reward": drawn,
         "policy_step": policy_steps,
-        "staleness": [step - 1 - policy_step for policy_step in policy_steps],
+        "ages_from": policy_steps,
     }
-    ledger.record_batch(store, 1, step, pa.table(columns, BATCH))
+    ledger.record_batch(store, 1, step, pa.table(columns))
     began += timedelta(seconds=2)
     row = make_training_step(1, step) | {
         "started_at": began,

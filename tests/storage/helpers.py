@@ -69,6 +69,7 @@ def make_batch(policy_steps: list[int], sync: int = 1) -> pa.Table:
             "draw_probability": [1 / num_rows] * num_rows,
             "reward": pa.array([1.0] * num_rows, pa.float32()),
             "policy_step": policy_steps,
+            "ages_from": policy_steps,
             "sync": [sync] * num_rows,
             "prompt_tokens": [[1, 2, 3]] * num_rows,
             "response_tokens": [[4, 2]] * num_rows,

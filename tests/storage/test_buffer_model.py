@@ -60,12 +60,18 @@ class Model:
     def taken_in(self) -> list[dict]:
         """Every row of the syncs that count, each with its sync."""
         rows, before = [], defaultdict(int)
-        for number, (_, rounds) in enumerate(self.syncs, start=1):
+        for number, (step, rounds) in enumerate(self.syncs, start=1):
             for searcher, until in rounds.items():
                 for shard in self.committed[searcher][before[searcher] : until]:
-                    rows += [row | {"sync": number} for row in shard]
+                    rows += [row | {"sync": number, "ages_from": self.ages_from(row, step)} for row in shard]
                 before[searcher] = until
         return rows
+
+    @staticmethod
+    def ages_from(row: dict, sync_step: int) -> int:
+        """A policy that a resume undid is as far from the line's newest as one so many steps before."""
+        newest = sync_step - 1
+        return newest - abs(newest - row["policy_step"])
 
     def stored(self) -> list[dict]:
         def age(row: dict) -> tuple:
@@ -92,7 +98,7 @@ class Model:
             return None
         rows = self.stored()
         if sampling.max_age is not None:
-            rows = [row for row in rows if step - 1 - row["policy_step"] <= sampling.max_age]
+            rows = [row for row in rows if step - 1 - row["ages_from"] <= sampling.max_age]
         return rows or None
 
 

@@ -2,12 +2,14 @@
 
 - samples_per_insert holds a step back exactly until enough was taken in, and depends on step and syncs alone
 - max_age is a hard bound: no draw is older, in recent places and others; what is left is drawn as if it were all
+- what a policy sampled that a resume undid ages from the checkpoint, by the undone steps, too; it is never negative
 - without anything young enough there is no batch, and the message has every number of the rule
 - where all of the newest sync is too old, its places draw among the rest
 """
 
 import pytest
 
+from storage import ledger
 from storage.buffer import NotEnoughExperience, Sampling
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
@@ -73,6 +75,26 @@ def test_what_is_young_enough_is_drawn_as_if_it_were_all(store):
     ]
     drawn = buffer.draw(9).select(["prompt_index", "slot", "trajectory_id", "recent", "draw_probability"])
     assert [tuple(row.values()) for row in drawn.to_pylist()] == reference_draw(rows, 3, buffer._sampling, 9)
+
+
+def test_staleness_after_a_resume_counts_the_undone_steps_and_those_since(store):
+    """A Trainer came to policy 9 and resumed from policy 4, which a Searcher's policies 4, 6 and 9 have in common."""
+    buffer = new_buffer(store, prompts_per_batch=1, responses_per_prompt=3, recent_probability=0, max_age=8)
+    for number, policy_step in enumerate((4, 6, 9)):
+        commit(store, "s0", number, distinct("a", 1, start=10 * number), policy_step)
+    buffer.sync(step=5, attempt=1)
+
+    def staleness(step: int) -> dict[int, int]:
+        rows = buffer.draw(step)
+        return dict(zip(rows["policy_step"].to_pylist(), ledger.staleness(rows, step).to_pylist(), strict=True))
+
+    assert staleness(5) == {4: 0, 6: 2, 9: 5}
+    assert staleness(8) == {4: 3, 6: 5, 9: 8}
+    assert staleness(9) == {4: 4, 6: 6}  # of policy 9 it is 9, more than max_age
+    assert buffer.num_too_old(9) == 1
+    unbounded = new_buffer(store, prompts_per_batch=1, responses_per_prompt=3, recent_probability=0)
+    unbounded.rebuild(9)
+    assert set(unbounded.draw(9)["policy_step"].to_pylist()) == {4, 6, 9}
 
 
 def test_places_of_a_newest_sync_that_is_too_old_draw_among_the_rest(store):

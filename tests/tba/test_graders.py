@@ -1,7 +1,7 @@
 r"""Graders against cases that are easily got wrong, and the tasks around them.
 
 - math: numbers, units, fractions, LaTeX, several answers, unicode, none; the last box counts; rows that box nothing are
-  named.
+  named; a response that keeps the algebra busy is wrong after a limit, in any thread, and holds up no other one.
 - reasoning_gym: three generators grade their own answers as right and others as wrong; an unknown one is refused.
 - tldr: ROUGE-L by hand; a reward model is asked with query and response, and must have one label.
 - redteam: the mean of log p(toxic) over the victim's answers; too short an attack gets the floor; the word list.
@@ -11,6 +11,8 @@ python -m pytest tests/tba/test_graders.py
 
 import json
 import math
+import threading
+import time
 
 import pytest
 
@@ -21,6 +23,7 @@ from tba.tasks.math import Math, is_same, last_boxed
 from tba.tasks.reasoning_gym import answer_of
 from tba.tasks.redteam import TOO_SHORT, RedTeam
 from tba.tasks.tldr import TLDR
+from tba.tasks.verifier import LIMIT_S, Verifier
 
 pytest.importorskip("math_verify", reason="extra tasks")
 pytest.importorskip("reasoning_gym", reason="extra tasks")
@@ -63,6 +66,28 @@ pytest.importorskip("reasoning_gym", reason="extra tasks")
 )
 def test_math_takes_what_is_the_same_for_the_same(answer, response, same):
     assert is_same(answer, response) is same
+
+
+# Measured without a limit: the first held the interpreter, and every thread with it, for more than half a minute.
+@pytest.mark.parametrize("endless", [r"\boxed{(10^{10})!}", r"\boxed{\binom{10^{9}}{5\cdot 10^{8}}}"])
+def test_a_response_that_keeps_the_algebra_busy_is_wrong_after_the_limit_in_a_thread_too(endless):
+    is_same("1", "1")  # the process is there
+    started, heartbeats, found = time.monotonic(), 0, []
+    thread = threading.Thread(target=lambda: found.append(is_same("5", endless)), daemon=True)
+    thread.start()
+    while thread.is_alive() and time.monotonic() - started < 4 * LIMIT_S:
+        thread.join(0.1)
+        heartbeats += 1
+    assert found == [False]
+    assert LIMIT_S - 0.5 < time.monotonic() - started < 2 * LIMIT_S
+    assert heartbeats > 5 * LIMIT_S  # other threads went on meanwhile
+    assert is_same("5", r"\boxed{5}")
+
+
+def test_a_verifier_that_cannot_work_says_so(monkeypatch):
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(RuntimeError, match="math-verify's process ended with status 1"):
+        Verifier().is_same("5", "5")
 
 
 def test_the_last_box_with_its_braces_balanced():
