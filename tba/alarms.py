@@ -16,7 +16,7 @@ RECENT_SYNCS = 3
 # Fall of the mean reward below its best, as a share of the reward's range; an untapered loss on stale samples lost 0.4.
 REWARD_FALL = 0.20
 # A fall must also exceed so many standard deviations of a difference between two such means, as syncs scatter in this
-# run. With 12 peaked prompts a round and 30 syncs, 0.20 alone called 16 % of simulated healthy runs ill, and both 0.3 %.
+# run. Of simulated healthy runs of 30 syncs of 12 peaked prompts, 0.20 alone called 16 % ill, and both together 0.3 %.
 REWARD_FALL_DEVIATIONS = 4.5
 MEDIAN_TO_DEVIATION = 0.954  # median of |a - b| of two normal numbers, in standard deviations of one
 # Nats a token. At 0.005 and 6 tokens 97 % of the responses to a prompt are one and the same.
