@@ -163,7 +163,7 @@ def test_alarms_are_on_the_page(tmp_path):
     page = render(stepped(tmp_path, "peaked", {"fresh_entropy": 0.001, "logprob_mismatch": 0.9}))
     assert 'href="#alarms">2 alarms</a>' in page
     shown = dict(re.findall(r"<tr><td>([a-z ]+)</td><td>([0-9–]+)</td>", page))
-    assert shown == {"entropy low": "3–12", "logprobs disagree": "5–12"}
+    assert shown == {"entropy low": "4–12", "logprobs disagree": "5–12"}
     assert "Raise search.temperature" in page and "train.sync_interval" in page
 
 
