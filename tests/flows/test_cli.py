@@ -76,7 +76,7 @@ def tba(*arguments: str):
         (["--set", "train.beta=much"], "train.beta: got 'much'; Input should be a valid number"),
         (["--set", "sampling.recent_probability=1.5"], "sampling.recent_probability: got '1.5'"),
         (["--set", "sampling.responses_per_prompt=30"], "sampling.responses_per_prompt (K) is 30"),
-        (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: objective, residual_weight, steps"),
+        (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: objective, residual_weight"),
         (["--set", "betta=1"], "betta: there is no such setting; known here: run, store"),
         (["--set", "train.beta"], "--set train.beta: got no '='"),
         (["--set", "search.exploration_top_p=[0.8"], "--set search.exploration_top_p=[0.8: a list is JSON, such as"),
