@@ -119,13 +119,13 @@ def test_a_solved_task_has_no_entropy_to_keep():
 
 def test_logprobs_that_disagree_for_several_steps_running():
     def mismatch(sync, step):
-        return 0.4 if 20 <= step < 26 else 0.02
+        return 2.0 if 20 <= step < 26 else 0.02
 
     (span,) = spans(run_of(logprob_mismatch=mismatch))
     assert (span.name, span.first_step, span.last_step) == ("logprobs_disagree", 24, 25)
-    assert "0.4 nats a token" in span.message and "5 steps" in span.message
-    assert seen(run_of(logprob_mismatch=lambda sync, step: 0.4 if step % 4 else 0.02)) == {}, "not running"
-    assert seen(run_of(logprob_mismatch=0.4, fresh_staleness=18.0)) == {}, "the policy has gone on since"
+    assert "2 nats a token" in span.message and "5 steps" in span.message
+    assert seen(run_of(logprob_mismatch=lambda sync, step: 2.0 if step % 4 else 0.02)) == {}, "not running"
+    assert seen(run_of(logprob_mismatch=2.0, fresh_staleness=18.0)) == {}, "the policy has gone on since"
     assert seen(run_of(logprob_mismatch=float("nan"))) == {}
 
 
@@ -166,7 +166,7 @@ def test_rows_of_an_older_version_raise_none():
 
 def test_spans_are_in_order_and_an_alarm_may_come_again():
     def mismatch(sync, step):
-        return 0.5 if step in (*range(10, 20), *range(60, 121)) else 0.02
+        return 2.0 if step in (*range(10, 20), *range(60, 121)) else 0.02
 
     rows = run_of(logprob_mismatch=mismatch, searchers_silent_s=lambda sync, step: 999.0 if step == 16 else 0.0)
     assert [(span.name, span.first_step, span.last_step) for span in spans(rows)] == [
@@ -182,7 +182,7 @@ def test_spans_are_in_order_and_an_alarm_may_come_again():
     [
         ("reward_fell", {"fresh_reward_mean": lambda sync, step: FALLEN[sync % len(FALLEN)]}),
         ("entropy_low", {"fresh_entropy": 0.0}),
-        ("logprobs_disagree", {"logprob_mismatch": 1.0}),
+        ("logprobs_disagree", {"logprob_mismatch": 2.0}),
         ("staleness_grows", {"fresh_staleness": lambda sync, step: 2 * step}),
         ("searchers_silent", {"searchers_silent_s": 301.0}),
     ],
