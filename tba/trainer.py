@@ -332,8 +332,8 @@ def _off_policy(totals: dict[str, float]) -> dict[str, float | None]:
     The first is (mean ratio)^2 / mean ratio^2, the share of the batch that counts under importance weights (Kish).
     """
     of_ratios = ("ratio_mean", "ratio_square_mean", "fresh_disagreement", "fresh_slots")
-    mean, square_mean, disagreement, fresh = (totals[name] for name in of_ratios)
-    return {name: value for name, value in totals.items() if name not in of_ratios} | {
+    mean, square_mean, disagreement, fresh = map(totals.pop, of_ratios)
+    return totals | {
         "effective_sample_size": mean**2 / square_mean,
         "logprob_mismatch": disagreement / fresh if fresh else None,
     }
