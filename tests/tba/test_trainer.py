@@ -15,6 +15,7 @@
 python -m pytest tests/tba/test_trainer.py
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -197,6 +198,30 @@ def test_a_trajectory_drawn_twice_counts_twice(model_folder):
     assert left["loss"] == pytest.approx(right["loss"], rel=1e-2)
     assert left["gradient_norm"] == pytest.approx(right["gradient_norm"], rel=1e-2)
     assert left["num_unique"] == 2 and right["num_unique"] == 3
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4096])
+def test_a_step_says_how_far_its_batch_is_from_the_policy(model_folder, max_tokens):
+    trainer = make_trainer(model_folder, micro_batch_tokens=max_tokens)
+    fresh = [True, False]  # of each prompt's responses; the third of the second prompt is not
+    draws = [replace(draw, is_fresh=[*fresh, False][: len(draw.group.responses)]) for draw in DRAWS]
+    ratios, away, weighs_less = [], [], []
+    for draw, logprobs in zip(draws, sequence_logprobs(trainer._policy, [d.group for d in draws], 1.0), strict=True):
+        log_p, behavior = logprobs.tolist(), [sum(tokens) for tokens in draw.behavior_logprobs]
+        reference = [sum(tokens) for tokens in draw.reference_logprobs]
+        ratio = [math.exp(log_p[u] - behavior[u]) for u in draw.slot]
+        gap = [reference[u] + r / 0.05 - log_p[u] for u, r in zip(draw.slot, draw.reward, strict=True)]
+        residuals = [sum(gap) / len(gap) - value for value in gap]
+        weighs_less += [e > 0 and value < 1 for e, value in zip(residuals, ratio, strict=True)]
+        lengths = [len(response) for response in draw.group.responses]
+        away += [abs(log_p[u] - behavior[u]) / lengths[u] for u in draw.slot if draw.is_fresh[u]]
+        ratios += ratio
+    found = trainer.train_step(draws)
+    expected = sum(ratios) ** 2 / (len(ratios) * sum(value**2 for value in ratios))
+    assert found["effective_sample_size"] == pytest.approx(expected, rel=0.05)
+    assert found["logprob_mismatch"] == pytest.approx(sum(away) / len(away), rel=0.05)
+    assert found["tapered_share"] == pytest.approx(sum(weighs_less) / len(weighs_less))
+    assert make_trainer(model_folder, residual_weight="plain").train_step(draws)["tapered_share"] == 0
 
 
 def test_a_loaded_trainer_goes_on_as_the_saved_one_would_have(model_folder, tmp_path):
