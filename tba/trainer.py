@@ -132,9 +132,8 @@ class Trainer:
                 "the policy is as it was before them. Start another run with a lower train.learning_rate or a "
                 "higher train.beta; --warm-start takes this one's trajectories along."
             )
-        only_balance = {"log_z_mean": None, "residual_abs_mean": None, "tapered_share": None}
         return (
-            only_balance
+            {"log_z_mean": None, "residual_abs_mean": None, "tapered_share": None}  # baselines have no residual
             | _off_policy(totals)
             | {
                 "gradient_norm": norm,
