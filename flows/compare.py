@@ -1,7 +1,7 @@
 """tba compare staleness: objectives at enforced lags, by seeds, on tba.testbed.
 
 Runs are side by side, one on each core. An outcome is in the store as soon as it is there: interrupted, the same
-command goes on. Each arm trains with the step size that is best for it, found first with seeds that are used nowhere
+command goes on. Each arm trains with the step size that is best for it, found first with one seed that is used nowhere
 else; the grid of step sizes grows until its best is at no edge.
 """
 
@@ -23,7 +23,7 @@ from storage.store import RunStore
 RATE_FACTOR = 10**0.5  # from one step size of the grid to the next
 FIRST_RATES = (1e-3, 10**-2.5, 1e-2)
 SMALLEST_RATE, LARGEST_RATE = 1e-5, 1.0  # an objective that is best beyond these does not learn at all
-TUNING_SEEDS = (1000,)
+TUNING_SEED = 1000
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,12 @@ class Bench:
         return [outcomes[place] for place in range(len(jobs))]
 
     def tune(self, arms: list[Arm]) -> list[Arm]:
-        """Each arm with the step size of the best mean accuracy, which is inside the grid that was tried for it."""
-        found: dict[str, dict[float, float]] = {arm.name: {} for arm in arms}  # by arm: step size, mean accuracy
+        """Each arm with the step size of the best accuracy, by one run each; it is inside the grid that was tried."""
+        found: dict[str, dict[float, float]] = {arm.name: {} for arm in arms}  # by arm: step size, accuracy
         while wanted := [(arm, rate) for arm in arms for rate in rates_to_try(found[arm.name])]:
-            jobs = [(replace(arm, settings=arm.settings | {"learning_rate": rate}), seed)
-                    for arm, rate in wanted for seed in TUNING_SEEDS]  # fmt: skip
-            of_job = self.run(jobs)
-            for place, (arm, rate) in enumerate(wanted):
-                of_rate = of_job[place * len(TUNING_SEEDS) : (place + 1) * len(TUNING_SEEDS)]
-                found[arm.name][rate] = statistics.fmean(outcome.accuracy_after for outcome in of_rate)
+            trials = [replace(arm, settings=arm.settings | {"learning_rate": rate}) for arm, rate in wanted]
+            for outcome in self.run([(trial, TUNING_SEED) for trial in trials]):
+                found[outcome.arm][outcome.learning_rate] = outcome.accuracy_after
         return [
             replace(arm, settings=arm.settings | {"learning_rate": max(found[arm.name], key=found[arm.name].get)})
             for arm in arms

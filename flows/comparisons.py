@@ -115,7 +115,7 @@ def write_staleness(out: Path, outcomes: list[Outcome], about: dict) -> tuple[Pa
         f"|---|{'---|' * len(others)}",
         *(f"| {lag} | {' | '.join(map(str, of_lag))} |" for lag, of_lag in ahead.items()),
         "",
-        "Step size of each, the best of a grid by factors of 3.16 whose best is at no edge, found with other seeds:",
+        "Step size of each: the best of a grid by factors of 3.16, at no edge of it, by one run each of another seed:",
         "",
         header,
         f"|---|{'---|' * len(OBJECTIVES)}",

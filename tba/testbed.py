@@ -4,7 +4,7 @@ Step t trains on B prompts x K responses that the policy of step max(0, t - 1 - 
 only the objective, the lag and the step size differ between runs. The objectives are the Trainer's own (tba.objective,
 tba.baselines), as are schedule, optimizer and clipping; sampling and scoring are written for this one small policy.
 
-The policy is a transformer of 30,000 parameters whose tokens are characters. It writes a sum's digits last first, and
+The policy is a transformer of 27,000 parameters whose tokens are characters. It writes a sum's digits last first, and
 has learnt them from answers most of which forget a carry: it answers some two fifths of held-out sums rightly, and all
 of them after enough supervised training with right answers. Seeded: the same code makes the same runs on the same
 machine.
