@@ -33,6 +33,7 @@ PROGRAMS = r"(make|prefect|duckdb|eval|python|(\.venv/bin/)?(tba|tensorboard)) "
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
 
 NOT_RUN = {
+    "make test": "the tests themselves",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
     "tba train --set train.processes=2 --set train.zero_stage=2": "not proven yet, as it says",
     "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",
