@@ -1,8 +1,9 @@
-"""What somebody asks of a run while it trains, as small files of its store: any machine that sees the store can ask.
+"""Requests to a running run: stop, change the number of Searchers. Each is a small file in the run's store, so any
+machine that sees the store can make one.
 
-control/stop.json         the Trainer ends after the step that it is at; it removes this when it has heard it
-control/searchers.json    how many Searchers the run's flow keeps; a resumed run keeps as many
-control/leaving/<name>    this Searcher ends when its round is done
+control/stop.json         the Trainer ends after its current step, and deletes this file
+control/searchers.json    number of Searchers that the flow keeps running, also after a resume
+control/leaving/<name>    this Searcher ends after its current round
 """
 
 import contextlib
@@ -20,7 +21,7 @@ def ask_to_stop(store: RunStore) -> None:
 
 
 def take_back_stop(store: RunStore) -> bool:
-    """Whether somebody asked the run to stop; from then on nobody does."""
+    """Clears the stop request; returns whether there was one."""
     with contextlib.suppress(NotFound):
         store.delete(STOP)
         return True
@@ -32,7 +33,7 @@ def want_searchers(store: RunStore, number: int) -> None:
 
 
 def wanted_searchers(store: RunStore, configured: int) -> int:
-    """How many Searchers the run's flow is to keep: what was asked last, else what the run was started with."""
+    """The number of Searchers to keep running: the newest request, else the configured number."""
     with contextlib.suppress(NotFound):
         return json.loads(store.get(SEARCHERS))["wanted"]
     return configured
@@ -47,7 +48,7 @@ def is_to_leave(store: RunStore, searcher: str) -> bool:
 
 
 def welcome(store: RunStore, searcher: str) -> None:
-    """A new Searcher of this name is not asked to leave, whatever its predecessor was."""
+    """Clears the request to leave that an earlier Searcher of this name was given."""
     with contextlib.suppress(NotFound):
         store.delete(_leaving(searcher))
 

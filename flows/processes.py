@@ -1,4 +1,4 @@
-"""Processes of this machine: found by what they carry, stopped."""
+"""Finds this machine's processes by environment variable, and stops them."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ STOP_TIMEOUT_S = 15  # a flow process that is told to stop reports its state to 
 
 
 def find_processes(variable: str, value: str) -> list[psutil.Process]:
-    """Processes that carry this environment variable: children inherit it, whoever their parent is later."""
+    """Processes with this value of the environment variable. Child processes inherit it, also when their parent has ended."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it ended meanwhile, or it is another user's
@@ -19,7 +19,7 @@ def find_processes(variable: str, value: str) -> list[psutil.Process]:
 
 
 def stop_processes(processes: list[psutil.Process]) -> None:
-    """Terminate, wait, kill what is left."""
+    """Terminates the processes, waits, and kills those that still run."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()

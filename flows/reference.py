@@ -15,20 +15,23 @@ HEAD = """# Configuration
 
 <!-- written by `make docs` from the models in flows/config.py, tba/config.py and storage/buffer.py -->
 
-Every setting of a run. On the command line the common ones have an option (`tba train --help`); any of them is
-`--set name=value`, groups with a dot:
+Every setting of a run. The common settings have an option on the command line (`tba train --help`). Every setting can
+be given as `--set name=value`, with a dot for groups:
 
     tba train sharper --set train.beta=0.1 --set sampling.reward_temperature=0.5 --set task.data=null
 
-`null` means none; a list may be JSON (`search.exploration_top_p=[0.8,1]`). In Prefect's form and in `run.json` the same
-names are nested. An unknown name or a value out of range is refused before anything is started, with the field, the
-value and the rule. A run keeps the settings that it was begun with: the same name with others is an error that lists
-what differs.
+`null` means none. A list may be JSON (`search.exploration_top_p=[0.8,1]`). In Prefect's form and in `run.json` the same
+names are nested. An unknown name or a value out of range is refused before anything is started; the message names the
+field, the value and the rule. A run keeps its settings: the same name with other settings is refused, and the message
+lists the differences.
 
-Environment variables: `TBA_STORE` is the store where none is named; `PREFECT_API_URL` the Prefect server; AWS's own
-variables say where an S3 store is and who asks ([operating.md](operating.md)).
+| Environment variable | Meaning |
+|---|---|
+| `TBA_STORE` | root URL of the store, if no store is named |
+| `PREFECT_API_URL` | URL of the Prefect server |
+| `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
 """
-OF_THIS_PLACE = {"store": "`.tba/` here"}  # defaults that depend on where one is
+OF_THIS_PLACE = {"store": "`.tba/` here"}  # defaults that depend on the working folder
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 

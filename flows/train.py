@@ -29,7 +29,7 @@ from storage import ledger, policies, shards
 from storage.errors import AlreadyTraining, NotFound, StoreError
 from storage.store import RunStore
 
-# A Searcher that fell is replaced; one that falls more often without a round between has a fault that a new one shares.
+# A failed Searcher is replaced. Repeated failure without progress (a committed round) is not transient.
 MAX_REPLACEMENTS = 3
 POLL_S = 2.0
 # A step with its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
@@ -61,7 +61,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
                 silent = False
             except httpx.HTTPError as error:  # training goes on while the Prefect server is away
                 if not silent:
-                    get_run_logger().warning("nobody looks after the Searchers for now: %r", error)
+                    get_run_logger().warning("the Prefect server is unreachable; Searchers are not being restarted: %r", error)
                 silent = True
             page.update()
             time.sleep(POLL_S)

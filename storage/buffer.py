@@ -52,20 +52,23 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts_per_batch: int = Field(8, ge=1, description="B, prompts in a batch")
-    responses_per_prompt: int = Field(16, ge=2, description="K, responses drawn of each prompt; the loss compares them")
-    recent_probability: float = Field(0.75, ge=0, le=1, description="m, share of prompts drawn from the newest sync")
+    prompts_per_batch: int = Field(8, ge=1, description="B: prompts in a batch.")
+    responses_per_prompt: int = Field(16, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
+    recent_probability: float = Field(0.75, ge=0, le=1, description="m: probability of drawing from the newest sync.")
     reward_temperature: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="tau: other draws weigh softmax(reward / tau); None: all the same"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="tau: weights softmax(reward / tau) in other draws; None: uniform.",
     )
-    uniform_fraction: float = Field(0.0, ge=0, le=1, description="share of the uniform distribution in that softmax")
-    capacity_per_prompt: int = Field(100, ge=2, description="distinct responses kept of each prompt, the newest")
-    min_size: int = Field(192, ge=1, description="trajectories taken in before the first batch, repeats included")
+    uniform_fraction: float = Field(0.0, ge=0, le=1, description="Share of the uniform distribution in those weights.")
+    capacity_per_prompt: int = Field(100, ge=2, description="Distinct responses kept for a prompt, the newest.")
+    min_size: int = Field(192, ge=1, description="Trajectories taken in before the first batch, repeats too.")
     samples_per_insert: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="draws of each trajectory taken in, at most, on average; None: any"
+        None, gt=0, allow_inf_nan=False, description="Largest mean number of draws of a trajectory; None: unlimited."
     )
     max_age: int | None = Field(
-        None, ge=0, description="policy steps; trajectories of older policies are not drawn; None: all are"
+        None, ge=0, description="Largest age of a drawn trajectory, in policy steps; None: unlimited."
     )
 
     @model_validator(mode="after")

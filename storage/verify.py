@@ -243,7 +243,7 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
 
 
 def _asked(columns: pa.Schema) -> pa.Schema:
-    """Those columns of a ledger entry that a check asks for; of the others a quick look reads that they are there."""
+    """The columns of a ledger entry that a check reads. Other columns are only checked for presence."""
     return pa.schema([column for column in columns if column.name in ("attempt", "step", "trajectory_id")])
 
 
