@@ -9,7 +9,7 @@ STOP_TIMEOUT_S = 15  # a flow process that is told to stop reports its state to 
 
 
 def find_processes(variable: str, value: str) -> list[psutil.Process]:
-    """Processes with this value of the environment variable. Child processes inherit it, also when their parent has ended."""
+    """Processes with this value of the environment variable. Children inherit it, also when their parent has ended."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it ended meanwhile, or it is another user's

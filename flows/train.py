@@ -61,7 +61,9 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
                 silent = False
             except httpx.HTTPError as error:  # training goes on while the Prefect server is away
                 if not silent:
-                    get_run_logger().warning("the Prefect server is unreachable; Searchers are not being restarted: %r", error)
+                    get_run_logger().warning(
+                        "the Prefect server is unreachable; Searchers are not being restarted: %r", error
+                    )
                 silent = True
             page.update()
             time.sleep(POLL_S)
