@@ -1,4 +1,4 @@
-"""Samples of a run's responses, and what was measured of them.
+"""Samples of a run's responses, and the diversity measured in them.
 
 diversity/measured=20261121T120000.000000Z.parquet    one measurement
 """
@@ -15,7 +15,7 @@ from storage.store import RunStore
 def choose_diversity_sample(
     store: RunStore, *, num_bins: int, responses_per_prompt: int, num_responses: int, seed: int
 ) -> pa.Table:
-    """About `num_responses` responses, `responses_per_prompt` to each prompt, of every group: the query says which."""
+    """About `num_responses` responses, `responses_per_prompt` to each prompt, of every group of the query."""
     parameters = {
         "num_bins": num_bins,
         "responses_per_prompt": responses_per_prompt,

@@ -1,10 +1,10 @@
-"""Questions in SQL about a run: its trajectories and its ledger as views, and nothing but reading.
+"""Read-only SQL over a run: its trajectories and its ledger as views.
 
 Each view is a storage/sql/view_<name>.sql over the run's Parquet files: it works on any store, during and after a run.
-`SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'batches'` tells what the columns mean.
+`SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'batches'` describes the columns.
 
-Whoever asks can read these views only. Arrow reads the files, so DuckDB itself needs neither files nor network and has
-them taken away, with extensions, settings and Python's variables; each statement runs in a read-only transaction.
+A query can read these views only. Arrow reads the files, so DuckDB needs neither files nor network: access to both is
+turned off, as are extensions, settings and Python's variables. Each statement runs in a read-only transaction.
 """
 
 from datetime import datetime
@@ -32,7 +32,7 @@ VIEWS = (
     "diversity",
 )
 
-# Where each table's files are, and their columns.
+# The folder of each table's files, and their columns.
 STORED = {
     "trajectories": ("trajectories", schema.TRAJECTORY),
     "batches": ("batches", schema.BATCH),
@@ -45,7 +45,7 @@ STORED = {
 }
 
 # Without external access there are no files, network, extensions or Python variables as tables; without temp_directory
-# a query larger than memory fails instead of writing files; the last line makes it all final.
+# a query larger than memory fails instead of writing files; lock_configuration makes the settings final.
 _SETTINGS = """
 SET TimeZone = 'UTC';
 SET temp_directory = '';
@@ -58,7 +58,7 @@ _READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)  # DESCRI
 def query(store: RunStore, statement: str) -> pa.Table:
     """The rows that one SELECT, DESCRIBE, SHOW, SUMMARIZE or EXPLAIN statement returns.
 
-    ReadOnly for any other statement; duckdb.Error where the SQL is wrong, or reaches for what is not a view.
+    ReadOnly for any other statement; duckdb.Error if the SQL is wrong or names something other than a view.
     """
     with connect(store) as connection:
         parsed = connection.extract_statements(statement)
@@ -66,8 +66,8 @@ def query(store: RunStore, statement: str) -> pa.Table:
             raise ReadOnly(f"query: got {len(parsed)} statements; ask one at a time")
         if parsed[0].type not in _READING:
             raise ReadOnly(
-                f"query: got a {parsed[0].type.name} statement; a run's store is only read, by SELECT, DESCRIBE, SHOW, "
-                "SUMMARIZE or EXPLAIN. To work on the data, read the Parquet files with a DuckDB of your own."
+                f"query: got a {parsed[0].type.name} statement; a run's store is read-only: SELECT, DESCRIBE, SHOW, "
+                "SUMMARIZE or EXPLAIN. To change data, read the Parquet files with a DuckDB of your own."
             )
         connection.execute("BEGIN TRANSACTION READ ONLY")  # EXPLAIN ANALYZE executes what it explains
         return connection.sql(parsed[0]).to_arrow_table()
@@ -80,7 +80,7 @@ def show_batch(store: RunStore, step: int) -> pa.Table:
 
 
 def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
-    """A new in-memory database with the views, over what is stored now. What is not there yet is an empty view."""
+    """A new in-memory database with the views over the files stored now. A table without files is an empty view."""
     connection = duckdb.connect()
     for name, (folder, columns) in STORED.items():
         connection.register(f"stored_{name}", dataset(store, folder, columns))
@@ -92,7 +92,7 @@ def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
 
 
 def dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
-    """The Parquet files of a table that are there now, those of expired shards left out."""
+    """The Parquet files of a table that exist now, without those of expired shards."""
     filesystem, base = store.arrow_filesystem()
     stored = committed_paths(store) if folder == "trajectories" else store.list(folder)
     paths = [f"{base}/{path}" for path in stored if path.endswith(".parquet")]
@@ -100,7 +100,7 @@ def dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
 
 
 def attempts(store: RunStore) -> pa.Table:
-    """Lives of the Trainer, which are stored as JSON."""
+    """Attempts of the Trainer, which are stored as JSON."""
     rows = [
         {
             "attempt": record["attempt"],

@@ -1,15 +1,15 @@
-"""The ledger: what was searched, taken in, drawn, trained and measured, one immutable Parquet file an entry.
+"""The ledger: search rounds, syncs, draws, training steps and evaluations, one immutable Parquet file an entry.
 
-    trainer/attempt=00000001.json                            one life of the Trainer, and where it resumed from
+    trainer/attempt=00000001.json                            one attempt of the Trainer, and its checkpoint
     trainer/step=00000100/                                   checkpoint, whole once its state.json is there
-    trainer/heartbeat.json                                   the live Trainer's newest sign of life
+    trainer/heartbeat.json                                   the live Trainer's newest heartbeat
     syncs/attempt=00000001/sync=00000003.parquet             the rounds that a sync took in
     batches/attempt=00000001/step=00000012.parquet           the slots that a batch drew
     metrics/training/attempt=00000001/step=00000012.parquet  one training step
     metrics/search/searcher=<id>/round=00000042.parquet      one search round
     metrics/evaluations/step=00000000.parquet                one policy on held-out problems (of a 2nd attempt: -a0002)
 
-A resumed Trainer starts from a checkpoint, and what its predecessors did after that checkpoint is undone: an entry of
+A resumed Trainer starts from a checkpoint, which undoes the steps that earlier attempts took after it. So an entry of
 attempt a at step t counts if no later attempt resumed from before t. Entries that do not count are kept.
 """
 
@@ -44,7 +44,7 @@ _POLL_S = 0.2
 
 
 def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> None:
-    """The batch of a training step, as ReplayBuffer.draw returned it; what the shards hold of it is left out."""
+    """The batch of a training step, as ReplayBuffer.draw returned it, without the columns that the shards hold."""
     ours = {"attempt": [attempt] * rows.num_rows, "step": [step] * rows.num_rows, "staleness": staleness(rows, step)}
     columns = [ours[name] if name in ours else rows[name] for name in BATCH.names]
     table = pa.table(columns, names=BATCH.names).cast(BATCH)
@@ -52,7 +52,7 @@ def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> No
 
 
 def staleness(rows: pa.Table, step: int) -> pa.Array:
-    """Of each row of a batch, in policy steps. Step t changes the policy of step t - 1: what that one sampled has 0."""
+    """Staleness of each row of a batch, in policy steps. A response sampled by policy step t - 1 has 0 in step t."""
     return pc.subtract(pa.scalar(step - 1, pa.int64()), rows["ages_from"])
 
 
@@ -80,7 +80,7 @@ def record_evaluation(store: RunStore, row: dict) -> None:
 
 
 def evaluations(store: RunStore) -> dict[int, str]:
-    """By policy step the evaluations that count: their paths, in order."""
+    """Paths of the evaluations that count, by policy step, in order."""
     resumes, found = attempts(store), {}
     for path in store.list("metrics/evaluations"):
         if match := _EVALUATION_NAME.fullmatch(path):
@@ -96,9 +96,9 @@ def accuracy(store: RunStore, path: str) -> float:
 
 
 def record_sync(store: RunStore, sync: Any) -> None:
-    """sync: a storage.buffer.Sync that took something in; `rounds` of each searcher are in order.
+    """sync: a storage.buffer.Sync with new rounds; those of each searcher are in order.
 
-    One row for all of them, or, where a torn shard was moved away, one for each stretch without gaps.
+    One row a searcher, or, if a torn shard was moved away, one row for each stretch of rounds without gaps.
     """
     rows = [
         {
@@ -118,7 +118,7 @@ def record_sync(store: RunStore, sync: Any) -> None:
 
 
 def _stretches(numbers: list[int]) -> list[list[int]]:
-    """Numbers in order, cut where one is missing."""
+    """Numbers in order, split at gaps."""
     by_offset = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     return [[number for _, number in stretch] for _, stretch in by_offset]
 
@@ -143,11 +143,11 @@ def counts(attempt: int, step: int, resumes: list[dict]) -> bool:
 
 
 def start_attempt(store: RunStore, resumed_from: int, owner: dict, *, previous: int | None = None) -> int:
-    """Begin a life of the Trainer at a checkpoint's step (0: from scratch). Returns its number; they count from 1.
+    """Begin an attempt of the Trainer at a checkpoint's step (0: from scratch). Returns its number, counted from 1.
 
-    owner: who trains, as this_process tells. previous: the attempt that refuse_live_trainer found to be over; None: the
-    latest. AlreadyTraining if another Trainer has begun since. The number fences: a later attempt takes the run over,
-    and what an earlier one writes after that does not count.
+    owner: the process, as this_process returns it. previous: the attempt that refuse_live_trainer found to be over;
+    None: the latest. AlreadyTraining if another Trainer has begun since. The number fences: a later attempt takes the
+    run over, and entries that an earlier one writes after that do not count.
     """
     attempt = (latest_attempt(store) if previous is None else previous) + 1
     record = {
@@ -175,12 +175,12 @@ def _already_training(store: RunStore, record: dict) -> AlreadyTraining:
     owner = record["owner"]
     return AlreadyTraining(
         f"run {store.run} in {store.url} has a live Trainer: attempt {record['attempt']}, host {owner['host']}, pid "
-        f"{owner['pid']}. Nothing was written. Follow that one, or stop it and start again: the run resumes."
+        f"{owner['pid']}. Nothing was written. Follow that Trainer, or stop it and start again: the run resumes."
     )
 
 
 def check_not_superseded(store: RunStore, attempt: int) -> None:
-    """Superseded if a later attempt has begun. Cheap: one look-up, so that a Trainer asks before each write."""
+    """Superseded if a later attempt has begun. One look-up, cheap enough to make before each write."""
     if store.exists(_attempt_path(attempt + 1)):
         raise Superseded(
             f"attempt {attempt} at run {store.run} writes no more: attempt {latest_attempt(store)} has begun, so "
@@ -200,7 +200,7 @@ def attempts(store: RunStore) -> list[dict]:
 
 
 def trainer(store: RunStore) -> tuple[str, int] | None:
-    """Host and process of the latest attempt's Trainer; None before the first."""
+    """Host and pid of the latest attempt's Trainer; None before the first."""
     latest = attempts(store)[-1:]
     return (latest[0]["owner"]["host"], latest[0]["owner"]["pid"]) if latest else None
 
@@ -218,15 +218,15 @@ def _attempt_path(attempt: int) -> str:
 
 
 def heartbeat(store: RunStore, beat: dict) -> None:
-    """Replace the sign of life. beat: JSON values, different each time."""
+    """Replace the heartbeat. beat: JSON values, different each time."""
     store.put(HEARTBEAT, json.dumps(beat).encode())
 
 
 def run_is_alive(store: RunStore, watch_s: float) -> bool:
     """Whether a Trainer works on the run.
 
-    A process of this machine does while it is there; of another machine, if its heartbeat changes in `watch_s`.
-    Compares no clocks. Takes up to `watch_s`, none where the process is known to be dead.
+    On this machine: whether its process exists. On another machine: whether its heartbeat changes within `watch_s`.
+    Compares no clocks. Takes up to `watch_s`, and no time if the process is known to be dead.
     """
     records = attempts(store)
     if not records:
@@ -236,10 +236,10 @@ def run_is_alive(store: RunStore, watch_s: float) -> bool:
     deadline = time.monotonic() + watch_s
     while not _is_gone(owner):
         beats.add(_heartbeat_bytes(store))
-        if len(beats) > 2:  # one change may be the last words of a Trainer that lost its flow
+        if len(beats) > 2:  # one change may be the last heartbeat of a Trainer that lost its flow
             return True
         if time.monotonic() > deadline:
-            return owner["host"] == socket.gethostname()  # there, but silent: it starts, or hangs
+            return owner["host"] == socket.gethostname()  # the process exists, but is silent: it starts, or hangs
         time.sleep(_POLL_S)
     return False
 
@@ -252,12 +252,12 @@ def _heartbeat_bytes(store: RunStore) -> bytes | None:
 
 
 def this_process() -> dict:
-    """Who writes: enough to tell on the same machine whether it still lives."""
+    """This process, described so that another process of the machine can tell whether it still runs."""
     return {"host": socket.gethostname()} | asdict(Process.current())
 
 
 def _is_gone(owner: dict) -> bool:
-    """Whether the process is surely dead. On another machine that cannot be known."""
+    """Whether the process is known to be dead. On another machine this cannot be known."""
     return owner["host"] == socket.gethostname() and Process(owner["pid"], owner["started"]).find() is None
 
 
@@ -281,7 +281,7 @@ def list_checkpoints(store: RunStore) -> list[int]:
 
 
 def delete_checkpoints(store: RunStore, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints, and what is left of incomplete ones before them."""
+    """Delete all but the newest `keep` complete checkpoints, and the files of incomplete ones before them."""
     kept = list_checkpoints(store)[-keep:]
     for step in _checkpoint_steps(store):
         if kept and step < kept[0]:
@@ -290,11 +290,11 @@ def delete_checkpoints(store: RunStore, keep: int) -> None:
 
 def _checkpoint_steps(store: RunStore) -> list[int]:
     names = map(_CHECKPOINT_NAME.fullmatch, store.folders("trainer"))
-    return [int(name["step"]) for name in names if name]  # of folders named otherwise nothing is read
+    return [int(name["step"]) for name in names if name]  # folders with other names are ignored
 
 
 def broken_safetensors(store: RunStore, path: str) -> str | None:
-    """Why the file cannot be whole, from its header and size alone: a checkpoint is several times the weights."""
+    """Why the file cannot be whole, from its header and size alone: a checkpoint is large. None: no fault."""
     filesystem, base = store.arrow_filesystem()
     with filesystem.open_input_file(f"{base}/{path}") as file:
         size = file.size()

@@ -1,4 +1,4 @@
-"""A process of this machine, told apart from any that later has its pid. Light to import: the command does so first."""
+"""A process of this machine, distinct from any later process with its pid. Quick to import."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class Process:
 
     pid: int
     started: float
-    """s since the machine started; the time of day would move whenever the clock is set."""
+    """Seconds since the machine started. (The time of day changes when the clock is set.)"""
 
     @classmethod
     def current(cls) -> "Process":

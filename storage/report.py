@@ -1,4 +1,4 @@
-"""What a report shows, computed in DuckDB: a few thousand numbers from however many trajectories."""
+"""The tables of a report, computed in DuckDB: a few thousand numbers from any number of trajectories."""
 
 import pyarrow as pa
 
@@ -7,7 +7,7 @@ from storage.sql import sql
 from storage.store import RunStore
 
 NUM_EXAMPLES = 6  # of best, worst and most trained trajectories
-NUM_POINTS = 160  # of a curve: a screen shows no more
+NUM_POINTS = 160  # of a curve: the resolution of a screen
 NUM_BARS = 24  # of a histogram
 NUM_COLUMNS, NUM_LEVELS = 32, 10  # of the grid of rewards
 
@@ -28,7 +28,7 @@ _TABLES = {
 
 
 def report_tables(store: RunStore) -> dict[str, pa.Table]:
-    """The tables of a report by name; each query's opening comment says what a row is. Without data they are empty."""
+    """The tables of a report by name; each query's opening comment defines its rows. Without data they are empty."""
     with connect(store) as connection:
         connection.execute(sql("create_report_tables"))
         tables = {

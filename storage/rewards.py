@@ -1,10 +1,10 @@
 """Reward versions: stored trajectories scored again by another reward, while the shards stay as they are.
 
-    rewards/<version>/version.json                            which reward scores; the same for all of the version
+    rewards/<version>/version.json                            the reward function of this version
     rewards/<version>/searcher=<id>/round=00000042.parquet    a reward for each trajectory of that shard, in its order
 
-A shard's rewards are written once and whole, so scoring may be interrupted, repeated, and repeated again when Searchers
-have committed more: what is missing is what has no file.
+A shard's rewards are written once, in one file. So scoring may be interrupted and repeated, also after Searchers have
+committed more: shards without a file are still to be scored.
 """
 
 import json
@@ -23,7 +23,7 @@ _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_version(version: str) -> str:
-    """The name, if it can be a reward version's. ValueError otherwise."""
+    """Returns the name if a reward version can have it. ValueError otherwise."""
     if not _VERSION.fullmatch(version):
         raise ValueError(
             f"reward version: got {version!r}; it is 1 to 64 letters, digits, '.', '_' or '-' and begins with a letter "
@@ -33,7 +33,7 @@ def check_version(version: str) -> str:
 
 
 def begin_version(store: RunStore, version: str, reward: str) -> None:
-    """Record that `reward` is what scores this version. ValueError if another one did: versions are never mixed."""
+    """Record that `reward` scores this version. ValueError if another reward did: versions are never mixed."""
     path = f"rewards/{check_version(version)}/version.json"
     try:
         store.put_new(path, json.dumps({"version": version, "reward": reward}).encode())
@@ -41,8 +41,8 @@ def begin_version(store: RunStore, version: str, reward: str) -> None:
         recorded = json.loads(store.get(path))["reward"]
         if recorded != reward:
             raise ValueError(
-                f"reward version {version!r} of run {store.run} was scored by {recorded}, and now {reward} is to "
-                "score it. Choose another version."
+                f"reward version {version!r} of run {store.run} was scored by {recorded}; {reward} cannot "
+                "continue it. Choose another version."
             ) from None
 
 
@@ -69,9 +69,9 @@ def record_rewards(store: RunStore, version: str, shard: pa.Table, rewards: list
 
 
 def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
-    """The shard with the rewards of this version in place of those it was sampled with.
+    """The shard with the rewards of this version in place of the sampled ones.
 
-    A shard that was sampled with this very version is as it should be. NotFound if it was not scored.
+    A shard that was sampled with this version is returned as it is. NotFound if the shard was not scored.
     """
     if set(shard["reward_version"].to_pylist()) == {version}:
         return shard
@@ -82,7 +82,7 @@ def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
     except NotFound as error:
         raise NotFound(
             f"round {number} of searcher {searcher} of run {store.run} in {store.url} has no rewards of version "
-            f"{version!r}. Score what is missing: tba rescore {store.run} --version {version} --reward ..."
+            f"{version!r}. Score it first: tba rescore {store.run} --version {version} --reward ..."
         ) from error
     if not scored["trajectory_id"].equals(shard["trajectory_id"]):
         raise TornShard(f"{path} of run {store.run} in {store.url} holds rewards of other trajectories than its shard")

@@ -97,7 +97,7 @@ def waits_and_goes_on(test: CrashTest) -> None:
         test.stop()
     assert account(test.store, test.acknowledged).faults == proof(test.store) == []
     assert test.resumes == 1, "the run ended, and had to be resumed"
-    assert "trying on" in (test.project / ".tba" / ".local" / "worker.log").read_text()
+    assert "retrying" in (test.project / ".tba" / ".local" / "worker.log").read_text()
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ def test_a_full_disk_is_waited_for_and_named(small_disk, caplog):
     threading.Timer(1.0, ballast.unlink).start()
     store.put_new("big", big)
     assert store.get("big") == big
-    assert "trying on" in caplog.text
+    assert "retrying" in caplog.text
 
 
 @pytest.fixture(scope="module")
