@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 
 def add(model: PreTrainedModel, rank: int, seed: int) -> None:
-    """Puts adapters on every linear layer but the head, in place, and freezes all else. They begin as no change.
+    """Adds adapters to all linear layers but the head, in place; freezes all other weights. At first they have no effect.
 
-    The first matrix of each is random, from `seed` alone; the second one is 0. Other random numbers are left alone.
+    The first matrix of each is random, from `seed` alone; the second one is 0. The global random state does not change.
 
     Raises: RuntimeError: peft is not installed.
     """
@@ -32,8 +32,8 @@ def merged(
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of the model as if it had been trained whole: each adapter is added to its layer's weight.
 
-    One layer's weights at a time are inside `gathered`, which makes them whole where devices share them; use each
-    tensor before the next.
+    One layer's weights at a time are inside `gathered`, which gathers weights that are sharded over devices. Use each
+    tensor before taking the next.
     """
     layers = dict(model.named_modules())
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -1,10 +1,10 @@
-"""Models that judge text: sequence classifiers from transformers, and what is at hand without a download.
+"""Models that score text: sequence classifiers from transformers, and two scorers that need no download.
 
     reward model       one number a text                                  "rouge-l": overlap with the reference summary
     toxicity           probability that a text is toxic, in (0, 1)        "better-profanity": a list of words
 
-The embedded ones are what a package brings: the classifiers found on PyPI have pickled weights, and a file that can run
-code when it is loaded is not used. They stand in for tests and first runs, and say little.
+The two scorers come with packages. Classifiers on PyPI have pickled weights, which can run code when loaded, so they
+are not used. The scorers are for tests and first runs; their judgement is poor.
 """
 
 import math
@@ -14,25 +14,25 @@ from functools import cached_property
 ROUGE_L = "rouge-l"
 WORD_LIST = "better-profanity"
 TEXTS_PER_PASS = 32
-MAX_TOKENS = 1024  # of a text that is judged; the end counts, where the response is
+MAX_TOKENS = 1024  # tokens of a scored text; a longer text keeps its end, which has the response
 SURE = 1e-3  # the word list's probabilities stay this far from 0 and 1, so that their logarithms are bounded
 
 
 class SequenceClassifier:
-    """A sequence-classification model of transformers, from safetensors; it loads when first asked."""
+    """A sequence-classification model of transformers, from safetensors; it loads on the first use."""
 
     def __init__(self, name: str, field: str) -> None:
         """`name`: a folder or a Hugging Face id; `field`: the setting that names it, for error messages."""
         self.name, self._field = name, field
 
     def check(self) -> None:
-        """Raises: ValueError: it is no sequence classifier that can be reached."""
+        """Raises: ValueError: it cannot be reached, or is no sequence classifier."""
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
         try:
             config = AutoConfig.from_pretrained(self.name, trust_remote_code=False)
-        except Exception as error:  # transformers and the hub raise their own kinds
+        except Exception as error:  # transformers and the hub raise exceptions of their own
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{self._field}: {self.name!r} does not load ({reason})") from error
         if config.model_type not in KNOWN:
@@ -54,16 +54,16 @@ class SequenceClassifier:
         return torch.cat(parts)
 
     def rewards(self, texts: Sequence[str]) -> list[float]:
-        """The only label's logit: what a reward model says. Raises: ValueError: it has several labels."""
+        """The logit of a reward model's only label. Raises: ValueError: it has several labels."""
         logits = self.logits(texts)
         if logits.shape[1] != 1:
             raise ValueError(f"{self._field}: {self.name!r} has {logits.shape[1]} labels; a reward model has one")
         return logits[:, 0].tolist()
 
     def probabilities(self, texts: Sequence[str]) -> list[float]:
-        """Of the label that means toxic: the only one, or one that says so, or the last.
+        """Probability of the label for toxic: the only label, a label of that name, or the last one.
 
-        A model of several labels that may hold at once (its problem_type) has a probability for each by itself.
+        If several labels may hold at once (the model's problem_type), each has a probability of its own.
         """
         logits = self.logits(texts)
         config = self._loaded[1].config
@@ -119,5 +119,5 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def mean_log(probabilities: Sequence[float]) -> float:
-    """Mean of the logarithms; 0 counts as the smallest that float32 can tell from it."""
+    """Mean of the logarithms; 0 counts as the smallest positive float32."""
     return sum(math.log(max(p, 1e-45)) for p in probabilities) / len(probabilities)

@@ -81,12 +81,12 @@ class TaskSettings(Settings):
 
 
 def importable_name(function: Callable) -> str:
-    """`module:function`, by which other processes find a Python object that was given in its place.
+    """`module:function`, the name by which other processes import a function that was passed as an object.
 
     Raises: ValueError: it has no such name: a lambda, a method, a function inside another.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module == "__main__":  # the file that was run: imported by its name elsewhere
+    if module == "__main__":  # the file that was run: other processes import it by its name
         module = Path(getattr(sys.modules["__main__"], "__file__", "")).stem
     if not module or not name.isidentifier():
         raise ValueError(f"{function!r} cannot be imported by other processes; define it at the top of a module's file")
@@ -129,10 +129,12 @@ class SearchSettings(Settings):
         if self.system_prompts and not self.exploration_probability:
             raise ValueError(
                 f"search.system_prompts has {len(self.system_prompts)}, and search.exploration_probability is 0: none "
-                "would ever be drawn; set that, too"
+                "would ever be drawn; set it, too"
             )
         if "" in self.system_prompts:
-            raise ValueError("search.system_prompts: one is empty; a prompt that is not explored has none anyway")
+            raise ValueError(
+                "search.system_prompts: one is empty; leave it out, because a prompt that is not explored has none"
+            )
         return self
 
     @model_validator(mode="after")

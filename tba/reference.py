@@ -1,4 +1,4 @@
-"""The reference policy: the model that training began with, and what Trajectory Balance holds responses against."""
+"""The reference policy: the model that training started from, which the objective keeps the policy near."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,7 +16,7 @@ PASS_TOKENS = 16_384
 
 
 class ReferencePolicy:
-    """Log-probabilities of given responses under the reference policy. The model loads when first asked."""
+    """Log-probabilities of given responses under the reference policy. The model loads on the first use."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = folder
@@ -27,15 +27,15 @@ class ReferencePolicy:
 
     @property
     def vocabulary_size(self) -> int:
-        """How many tokens the model knows."""
+        """Number of tokens in the model's vocabulary."""
         return self._model.config.get_text_config().vocab_size
 
     def logprobs(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], temperature: float
     ) -> list[list[float]]:
-        """Of each response to the prompt at its place: the log-probability of each token; equal ones computed once.
+        """Log-probability of each token of each response to the prompt at its index; equal pairs are computed once.
 
-        temperature: what the logits are divided by.
+        temperature: the logits are divided by it.
         """
         keys = [(tuple(prompt), tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
         by_prompt: dict[tuple, list[tuple]] = {}
