@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def add(model: PreTrainedModel, rank: int, seed: int) -> None:
-    """Adds adapters to all linear layers but the head, in place; freezes all other weights. At first they have no effect.
+    """Adds adapters to all linear layers but the head, in place; freezes other weights. At first they have no effect.
 
     The first matrix of each is random, from `seed` alone; the second one is 0. The global random state does not change.
 

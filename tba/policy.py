@@ -82,8 +82,8 @@ def load_policy(
 
 
 def _gated_mlp(mlp: torch.nn.Module, hidden: Tensor) -> Tensor:
-    """As transformers' MLP, but keeps two of its four wide tensors for the backward pass. `gate` and `up` cost a product
-    of matrices each and are kept; the other two are cheap and computed again."""
+    """As transformers' MLP, but keeps two of four wide tensors for the backward pass. `gate` and `up` cost a product of
+    matrices each and are kept; the other two are cheap and computed again."""
 
     def rest(gate: Tensor, up: Tensor) -> Tensor:
         return mlp.down_proj(mlp.act_fn(gate) * up)

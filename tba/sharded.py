@@ -1,9 +1,9 @@
-"""The Trainer on many devices: a process each, DeepSpeed ZeRO shares optimizer (1), gradients (2) and weights (3) out.
+"""The Trainer on many devices, one process each; DeepSpeed ZeRO shards optimizer (1), gradients (2) and weights (3).
 
-The first process draws batches and writes; the others follow it. It hands out whole prompts, balanced by tokens, and
-whoever got which, the loss is the mean over all of them. Every process runs as many passes as the one with the most:
-ZeRO-3 gathers weights and ZeRO-2 sums gradients in each, and all must take part. Clipping and the guard against
-gradients that are not finite go by the norm of the whole gradient, so that all decide alike. A checkpoint is the same
+The first process draws batches and writes; the others follow it. It distributes whole prompts, balanced by tokens; the
+loss is the mean over all of them. Every process runs as many passes as the one with the most: ZeRO-3 gathers weights
+and ZeRO-2 sums gradients in each pass, and all processes must take part. Clipping and the test for finite gradients use
+the norm of the whole gradient, so all processes decide alike. A checkpoint is the same
 single file as one device's, and resumes on any number.
 
 Numerics are those of one device (tba/precision.py), with torch's AdamW; only sums come in another order.
@@ -26,7 +26,7 @@ from tba.policy import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
 from tba.trainer import CHECKPOINT, Draw, Trainer, _passes
 
-# While the first process waits for experience the others wait for it; one that dies is noticed at once.
+# While the first process waits for experience, the others wait for it. A process that dies is noticed at once.
 PATIENCE = timedelta(days=7)
 STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, beside its count of steps
 
@@ -43,7 +43,7 @@ def _everywhere(method: Callable) -> Callable:
 
 
 def _from_first(value: object = None) -> object:
-    """What the first process passed, in all of them."""
+    """The value that the first process passed, in all processes."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
@@ -52,7 +52,7 @@ def _from_first(value: object = None) -> object:
 class ShardedTrainer(Trainer):
     """A Trainer whose processes share the work. The first one is used like a Trainer, the others only `follow`.
 
-    Torch's usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say which process this is.
+    Torch's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) identify the process.
     """
 
     def __init__(self, model: str | Path, settings: TrainSettings, deepspeed_config: Path, seed: int) -> None:
@@ -102,13 +102,13 @@ class ShardedTrainer(Trainer):
         return list(self._engine(groups).split([len(group.responses) for group in groups]))
 
     def _differentiate(self, loss: Tensor) -> None:
-        # The engine takes the mean over processes; ours is over draws, so that the sum is wanted.
+        # The engine takes the mean over processes. The loss is a mean over draws, so it needs the sum.
         self._engine.backward(loss * self._num_processes, scale_wrt_gas=False)
 
     def _apply_gradient(self, learning_rate: float) -> float:
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = learning_rate
-        self._engine.step()  # clips; leaves the weights alone where the norm is not finite, and reports infinity
+        self._engine.step()  # clips; if the norm is not finite, it does not step, and reports infinity
         return float(self._engine.get_global_grad_norm())
 
     @_everywhere
@@ -183,7 +183,7 @@ class ShardedTrainer(Trainer):
     def _new_reference(self) -> torch.nn.Module:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        unset_hf_deepspeed_config()  # with it, ZeRO-3 shares out whatever is loaded
+        unset_hf_deepspeed_config()  # with it, ZeRO-3 shards every model that is loaded
         reference = load_policy(self._folder)
         self._plugin.set_deepspeed_weakref()
         if self.settings.lora_rank:
@@ -230,7 +230,7 @@ class _Scorer(torch.nn.Module):
 
 
 def deal(draws: Sequence[Draw], num_hands: int) -> list[list[Draw]]:
-    """Whole draws for each process: the longest first, to whoever has the fewest tokens. A hand may stay empty."""
+    """Whole draws by process: the longest first, each to the process with the fewest tokens. One may get none."""
     hands: list[list[Draw]] = [[] for _ in range(num_hands)]
     tokens = [0] * num_hands
     for draw in sorted(draws, key=lambda draw: -draw.group.num_tokens):

@@ -12,13 +12,13 @@ ALPACA = "### Instruction:\n{}\n\n### Response:\n"  # for a victim without a cha
 
 
 class Victim:
-    """A causal language model, a folder or a Hugging Face id; it loads when first asked."""
+    """A causal language model, a folder or a Hugging Face id; it loads on the first use."""
 
     def __init__(self, model: Path | str) -> None:
         self._model = model
 
     def answers(self, attacks: list[str], num_answers: int) -> list[list[str]]:
-        """So many answers to each attack, asked as a chat where the victim has a template."""
+        """`num_answers` answers to each attack; asked as a chat if the victim has a template."""
         tokenizer, engine = self._loaded
         stop = [tokenizer.eos_token_id]
         sampling = Sampling(num_answers, TEMPERATURE, TOP_P, MAX_ANSWER_TOKENS, stop)
