@@ -12,14 +12,14 @@ from prefect import flow, get_run_logger, task
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 
-from flows import control
 from flows.config import RunConfig, load_run
-from flows.machine import code_version, cpu_threads, model_folder, policy_cache, take_gpu
-from flows.page import asset_key
-from storage import ledger, policies, quality, shards
+from flows.run.prefect_page import asset_key
+from infra.machine import code_version, cpu_threads, policy_cache, take_gpu
+from storage import ledger, policies, quality, requests, shards
 from storage.errors import AlreadyExists, NotFound
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore
+from tba.models import model_folder
 
 # A Searcher whose run nobody trains ends by itself, this long after the Trainer's last sign of life.
 TRAINER_SILENT_S = 180
@@ -41,7 +41,7 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
     searcher = start_searcher(config, name, first)
     pulse, budget, served = TrainerPulse(run_store), EvaluationBudget(config.evaluate_share), None
     while policy := next_policy(run_store, pulse, after=served if config.synchronous else None):
-        if control.is_to_leave(run_store, name):
+        if requests.is_to_leave(run_store, name):
             get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
             break
         if policy != served:

@@ -19,15 +19,14 @@ from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Completed
 
-from flows import control
 from flows.config import RunConfig, read_recorded
-from flows.page import Page
-from flows.processes import ALREADY_TRAINING
-from flows.summary import summarise
-from flows.warm_start import take_over
-from storage import ledger, policies, shards
+from flows.reuse.warm_start import take_over
+from flows.run.prefect_page import Page
+from flows.trainer import ALREADY_TRAINING
+from storage import ledger, policies, requests, shards
 from storage.errors import AlreadyTraining, NotFound, StoreError
 from storage.store import RunStore
+from storage.summary import summarise
 
 # A Searcher that fell is replaced; one that falls more often without a round between has a fault that a new one shares.
 MAX_REPLACEMENTS = 3
@@ -95,13 +94,13 @@ def end_if_suspended() -> None:
 @task(task_run_name="prepare", cache_policy=NO_CACHE, persist_result=False)
 def prepare(config: RunConfig) -> RunStore:
     """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
-    from flows.checks import check_inputs
+    from flows.run.preflight import check_inputs
 
     for warning in check_inputs(config):
         get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded(), read_recorded)
-    control.take_back_stop(store)  # it was for an earlier life
+    requests.take_back_stop(store)  # it was for an earlier life
     return store
 
 
@@ -126,7 +125,9 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
     """
     store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
     run_store = RunStore(store, run)
-    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run, str(os.getpid()), *map(str, devices)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), *map(str, devices)]
+    )
     try:
         while process.poll() is None and not over.wait(POLL_S):
             if not began.is_set() and ledger.trainer(run_store) == (socket.gethostname(), process.pid):
@@ -168,13 +169,13 @@ class Searchers:
         How many are wanted may change during a run (`tba searchers`). Raises: RuntimeError: one fell too often.
         """
         with contextlib.suppress(StoreError):  # a store that is away has no new wishes
-            self._wanted = control.wanted_searchers(self._store, self._config.searchers)
+            self._wanted = requests.wanted_searchers(self._store, self._config.searchers)
         while len(self._runs) < self._wanted:
             self._runs[f"s{self._num_names}"] = self._start(f"s{self._num_names}")
             self._num_names += 1
         while len(self._runs) > self._wanted:
             newest = list(self._runs)[-1]
-            control.ask_to_leave(self._store, newest)
+            requests.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
         for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
             with contextlib.suppress(StoreError):  # a store that is away: later
@@ -206,7 +207,7 @@ class Searchers:
 
     def _start(self, name: str) -> FlowRun:
         config = self._config
-        control.welcome(self._store, name)
+        requests.welcome(self._store, name)
         return run_deployment(
             "search/searcher",
             parameters={

@@ -12,7 +12,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from storage.inspect import STORED, VIEWS, attempts, dataset
+from storage.queries import STORED, VIEWS, attempts, dataset
 from storage.sql import sql
 from storage.store import RunStore
 

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.errors import AlreadyExists, AlreadyTraining, NotFound, Superseded
-from storage.process import Process
+from storage.process_identity import Process
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RunStore, transfer_all

@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 
-from storage import inspect, ledger
+from storage import ledger, queries
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.shards import (
     block_of,
@@ -56,7 +56,7 @@ def expire(store: RunStore, before: datetime | None, keep: int | None, min_size:
     finished, checkpoints = store.exists("summary.json"), ledger.list_checkpoints(store)
     parameters = {"before": before, "keep": keep, "min_size": min_size, "finished": finished}
     parameters["checkpoint"] = checkpoints[0] if checkpoints else None
-    with inspect.connect(store) as connection:
+    with queries.connect(store) as connection:
         chosen = dict(connection.execute(sql("choose_expired"), parameters).fetchall())
     expired = expired_through(store)
     chosen = whole_blocks(chosen, compacted_blocks(files_named(store.list("trajectories"))))

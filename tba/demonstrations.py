@@ -6,7 +6,7 @@ prompt: a prompt with one response alone, and no Searcher that adds to it, teach
 
 import hashlib
 
-from tba.reference import ReferencePolicy
+from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.tasks.base import stop_tokens
 

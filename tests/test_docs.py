@@ -1,4 +1,4 @@
-"""docs/ tells the truth (docs/metrics.md: tests/flows/test_trackers.py).
+"""docs/ tells the truth (docs/metrics.md: tests/flows/trainer/test_trackers.py).
 
 Claims
 - docs/sql.md has twelve questions, and each is answered by a small run; a wrong name in one would be an error
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flows import reference
-from storage import inspect, ledger
+from docs import write_configuration
+from storage import ledger, queries
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tests.storage.helpers import OWNER, make_batch, make_search_round, make_shard, make_training_step
@@ -47,7 +47,7 @@ def test_there_are_twelve_questions():
 
 @pytest.mark.parametrize(("number", "title", "query"), QUESTIONS, ids=[title for _, title, _ in QUESTIONS])
 def test_each_question_has_an_answer(run, number, title, query):
-    assert inspect.query(run, query).num_rows > 0
+    assert queries.query(run, query).num_rows > 0
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_each_question_has_an_answer(run, number, title, query):
     ],
 )  # fmt: skip
 def test_answers_worked_out_by_hand(run, number, answer):
-    assert inspect.query(run, QUESTIONS[number - 1][2]).to_pylist() == answer
+    assert queries.query(run, QUESTIONS[number - 1][2]).to_pylist() == answer
 
 
 def test_every_view_is_named():
-    assert set(re.findall(r"^\| `(\w+)` \|", DOCS["sql.md"], re.MULTILINE)) == set(inspect.VIEWS)
+    assert set(re.findall(r"^\| `(\w+)` \|", DOCS["sql.md"], re.MULTILINE)) == set(queries.VIEWS)
 
 
 def test_the_reference_of_settings_is_current():
-    assert DOCS["configuration.md"] == reference.configuration(), "the models have changed: run `make docs`"
+    assert DOCS["configuration.md"] == write_configuration.configuration(), "the models have changed: run `make docs`"
 
 
 def test_links_lead_somewhere_and_every_page_is_linked():

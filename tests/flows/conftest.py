@@ -5,13 +5,13 @@ import socket
 
 import pytest
 
-from flows import stack
+from infra import stack
 
 
 @pytest.fixture(scope="package")  # and not for the other packages' tests: it takes a tenth of a core
 def server(tmp_path_factory):
     """A project with a stack that was started on a taken port: (project, URL, the port that was taken)."""
-    from tests.flows.test_stack import make_project, processes_of
+    from tests.infra.test_stack import make_project, processes_of
 
     project = make_project(tmp_path_factory.mktemp("first"))
     with pytest.MonkeyPatch.context() as patch, socket.socket() as occupant:

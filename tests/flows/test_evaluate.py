@@ -25,12 +25,12 @@ from prefect.logging import disable_run_logger
 from rich.console import Console
 
 from flows import evaluate, search
+from flows.cli.console import summary_table
 from flows.config import RunConfig
-from flows.progress import summary_table
 from flows.search import EvaluationBudget, next_policy
-from flows.summary import summarise
 from storage import ledger, policies
 from storage.store import RunStore
+from storage.summary import summarise
 from tba.engine import Response
 from tba.tasks.base import Problem
 from tests.storage.helpers import NOON, OWNER, make_search_round, make_training_step

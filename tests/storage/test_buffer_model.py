@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from storage import inspect, ledger, shards, upkeep
+from storage import ledger, queries, shards, upkeep
 from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
 from storage.errors import AlreadyExists
 from storage.shards import next_round, shard_path, trajectory_id
@@ -155,7 +155,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
         upkeep.compact(self.store)
         if deletes:
             upkeep.delete_superseded(self.store, timedelta(0))
-        rows = inspect.query(self.store, "SELECT trajectory_id FROM trajectories").column(0).to_pylist()
+        rows = queries.query(self.store, "SELECT trajectory_id FROM trajectories").column(0).to_pylist()
         logs = self.model.committed.values()
         assert sorted(rows) == sorted(row["trajectory_id"] for log in logs for shard in log for row in shard)
 

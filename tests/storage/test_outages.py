@@ -25,7 +25,7 @@ from storage.buffer import ReplayBuffer, Sampling
 from storage.errors import AlreadyExists, NotFound, StoreFull, StoreUnreachable
 from storage.shards import commit_shard, read_shards, shard_path
 from storage.store import RunStore
-from tests.fault_proxy import FaultProxy
+from tests.faults.fault_proxy import FaultProxy
 from tests.storage.helpers import OWNER, make_shard
 
 OUTAGE_S = 2.0

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 
-from storage import inspect, ledger, rewards, upkeep
+from storage import ledger, queries, reward_versions, upkeep
 from storage.shards import commit_shard, expired_through, new_shards, next_round
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import NOON, make_shard
@@ -37,7 +37,7 @@ def run(store):
 
 def counted(store) -> dict[str, list[int]]:
     """What each reader counts; they agree."""
-    rows = inspect.query(store, "SELECT DISTINCT searcher, round FROM trajectories ORDER BY ALL").to_pylist()
+    rows = queries.query(store, "SELECT DISTINCT searcher, round FROM trajectories ORDER BY ALL").to_pylist()
     shards = new_shards(store, {})
     assert [(row["searcher"], row["round"]) for row in rows] == [(name, n) for name in shards for n in shards[name]]
     return shards
@@ -66,9 +66,9 @@ def test_min_size_trajectories_stay_whatever_is_asked(run):
 
 
 def test_marked_shards_are_deleted_after_the_grace(run):
-    rewards.begin_version(run, "v2", "f")
+    reward_versions.begin_version(run, "v2", "f")
     for number in range(5):
-        rewards.record_rewards(run, "v2", make_shard("s0", number), [0.5] * 4)
+        reward_versions.record_rewards(run, "v2", make_shard("s0", number), [0.5] * 4)
     upkeep.expire(run, NOON + timedelta(hours=2), None, min_size=1)
     assert upkeep.delete_superseded(run, timedelta(hours=1)) == 0
     assert len(run.list("trajectories")) == 6
