@@ -13,7 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from storage import ledger, schema
+from storage import attempts, schema
 from storage.errors import ReadOnly
 from storage.shards import committed_paths
 from storage.sql import sql
@@ -84,7 +84,7 @@ def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect()
     for name, (folder, columns) in STORED.items():
         connection.register(f"stored_{name}", dataset(store, folder, columns))
-    connection.register("stored_attempts", attempts(store))
+    connection.register("stored_attempts", attempts_table(store))
     for name in VIEWS:
         connection.execute(sql(f"view_{name}"))
     connection.execute(_SETTINGS)
@@ -99,7 +99,7 @@ def dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
     return ds.FileSystemDataset.from_paths(paths, columns, ds.ParquetFileFormat(), filesystem)
 
 
-def attempts(store: RunStore) -> pa.Table:
+def attempts_table(store: RunStore) -> pa.Table:
     """Lives of the Trainer, which are stored as JSON."""
     rows = [
         {
@@ -109,6 +109,6 @@ def attempts(store: RunStore) -> pa.Table:
             "pid": record["owner"]["pid"],
             "created_at": datetime.fromisoformat(record["created_at"]),
         }
-        for record in ledger.attempts(store)
+        for record in attempts.list_attempts(store)
     ]
     return schema.to_table(rows, schema.ATTEMPT)

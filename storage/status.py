@@ -5,7 +5,7 @@ import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from storage import ledger, policies
+from storage import attempts, ledger, policies
 from storage.errors import NotFound
 from storage.store import RunStore, list_runs, transfer_all
 
@@ -38,9 +38,9 @@ class RunStatus:
 
 def run_status(store: RunStore) -> RunStatus:
     """Takes up to `WATCH_S` where the run's Trainer is, or was until lately, on another machine."""
-    beat = read(store, ledger.HEARTBEAT) or {}
+    beat = read(store, attempts.HEARTBEAT) or {}
     summary = read(store, "summary.json")
-    attempts = ledger.attempts(store)
+    lives = attempts.list_attempts(store)
     evaluated = list(ledger.evaluations(store).values())
     best = policies.best_policy(store)
     known = beat | (summary or {})
@@ -58,7 +58,7 @@ def run_status(store: RunStore) -> RunStatus:
         accuracy=ledger.accuracy(store, evaluated[-1]) if evaluated else None,
         best_accuracy=best.accuracy if best else None,
         trajectories=known.get("trajectories") or known.get("num_inserted") or 0,
-        began_at=datetime.fromisoformat(attempts[0]["created_at"]) if attempts else None,
+        began_at=datetime.fromisoformat(lives[0]["created_at"]) if lives else None,
         message=beat.get("message") or "",
     )
 
@@ -72,14 +72,14 @@ def all_runs(url: str) -> list[RunStatus]:
 
 def is_alive(store: RunStore, beat: dict) -> bool:
     """Whether a Trainer works on the run. beat: its newest heartbeat; {} before the first."""
-    owner = ledger.trainer(store)
+    owner = attempts.trainer(store)
     if owner is None or beat.get("state") in ("finished", "stopped", "failed"):
         return False
     if owner[0] == socket.gethostname():
-        return ledger.run_is_alive(store, watch_s=0)
+        return attempts.run_is_alive(store, watch_s=0)
     if "at" not in beat or datetime.now(UTC) - datetime.fromisoformat(beat["at"]) > OLD:
         return False
-    return ledger.run_is_alive(store, WATCH_S)
+    return attempts.run_is_alive(store, WATCH_S)
 
 
 def read(store: RunStore, path: str) -> dict | None:
@@ -87,3 +87,8 @@ def read(store: RunStore, path: str) -> dict | None:
         return json.loads(store.get(path))
     except NotFound:
         return None
+
+
+def stage_of(heartbeat: dict) -> str:
+    """In words: why the Trainer waits or how it ended, else its state."""
+    return heartbeat.get("message") or heartbeat["state"]

@@ -4,7 +4,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from statistics import median
 
-from storage import ledger, policies, queries
+from storage import attempts, policies, queries
 from storage.store import RunStore
 
 Interval = tuple[datetime, datetime]
@@ -20,7 +20,7 @@ def summarise(store: RunStore) -> dict:
     best = policies.best_policy(store)
     training = [(step["started_at"], step["ended_at"]) for step in steps]
     sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
-    attempts = queries.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
+    num_attempts = queries.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
     # Of the Trainer's time from its first step to its last: a resumed run's standstill is nobody's waiting.
     wait_s = sum(step["wait_s"] for step in steps[1:])
     summary = {
@@ -40,9 +40,9 @@ def summarise(store: RunStore) -> dict:
         "searcher_idle_share": idle_share(rounds),
         "evaluation_share": evaluation_share(store, rounds),
         "overlap_share": length(intersection(union(training), sampling)) / length(training),
-        "wall_s": (datetime.now(UTC) - ledger.first_attempt_at(store)).total_seconds(),
+        "wall_s": (datetime.now(UTC) - attempts.first_attempt_at(store)).total_seconds(),
         "step_s_median": median(step["step_s"] for step in steps),
-        "attempts": attempts,
+        "attempts": num_attempts,
         "note": None if rounds else "no Searcher took part, so there was no engine to measure accuracy with",
         "finished_at": datetime.now(UTC).isoformat(),
     }

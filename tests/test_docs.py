@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from docs import write_configuration
-from storage import ledger, queries
+from storage import attempts, ledger, queries
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tests.storage.helpers import OWNER, make_batch, make_search_round, make_shard, make_training_step
@@ -30,14 +30,14 @@ QUESTIONS = re.findall(r"^\*\*(\d+)\. (.*?)\*\*.*?```sql\n(.*?)```", DOCS["sql.m
 def run(tmp_path_factory) -> RunStore:
     """Two rounds, of which the first is drawn; three steps, the last one undone by a resume."""
     store = RunStore(tmp_path_factory.mktemp("store").as_uri(), "run")
-    ledger.start_attempt(store, 0, OWNER)
+    attempts.start_attempt(store, 0, OWNER)
     for number in range(2):
         commit_shard(store, make_shard("s0", number))
         ledger.record_search_round(store, make_search_round("s0", number))
     for step in (1, 2, 3):
         ledger.record_batch(store, 1, step, make_batch([0, 0]))
         ledger.record_training_step(store, make_training_step(1, step))
-    ledger.start_attempt(store, 2, OWNER, previous=1)
+    attempts.start_attempt(store, 2, OWNER, previous=1)
     return store
 
 

@@ -1,5 +1,5 @@
 """`python -m flows.cli` is `tba`."""
 
-from flows.cli.train import main
+from flows.cli.app import main
 
 main()

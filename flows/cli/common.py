@@ -76,3 +76,11 @@ def without_pandas() -> None:
 def fail(message: str, status: int = 1):
     typer.echo(message, err=True)
     raise typer.Exit(status)
+
+
+def project_folder() -> Path:
+    """The working folder, which must be the project's: prefect.yaml there names what is deployed."""
+    folder = Path.cwd()
+    if not (folder / "prefect.yaml").exists():
+        fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)
+    return folder

@@ -30,7 +30,7 @@ def compare(
 
     Example: tba compare staleness --seeds 3
     """
-    from flows.compare import staleness
+    from flows.compare import staleness, turns
     from storage.errors import StoreError
 
     if theme not in ("staleness", "sync"):
@@ -38,7 +38,7 @@ def compare(
     root, numbers = store_url(store or ".tba/compare"), None
     try:
         if theme == "sync":
-            table = staleness.turns(root, out, model, seeds or 3, steps or 50, typer.echo)
+            table = turns.turns(root, out, model, seeds or 3, steps or 50, typer.echo)
         else:
             table, numbers = staleness.staleness(root, out, seeds or 10, steps or 320, typer.echo)
     except (StoreError, ValueError) as error:

@@ -1,15 +1,23 @@
-"""What a person sees while a run trains: a live table in a terminal, else a line now and then."""
+"""What a person sees: while a run trains a live table in a terminal, else a line now and then; rows of a query."""
 
+import csv
+import itertools
+import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import pyarrow
+from pyarrow import types
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from flows.report.text import duration
 
 LINE_INTERVAL_S = 10  # between plain lines, where the output is no terminal
 RESIZE_POLL_S = 0.1
@@ -45,6 +53,11 @@ SUMMARY = {
     "wall_s": ("Wall time", "{:.0f} s"),
     "finished_at": ("Finished", "{}"),
 }
+
+
+def console() -> Console:
+    """As wide as the terminal; nothing is cut or wrapped where the output is a file or a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=100_000)
 
 
 class Progress:
@@ -168,21 +181,56 @@ def _fields(heartbeat: Mapping) -> dict[str, str]:
     return fields
 
 
-def stage_of(heartbeat: Mapping) -> str:
-    """In words: why the Trainer waits or how it ended, else its state."""
-    return heartbeat.get("message") or heartbeat["state"]
-
-
-def duration(seconds: float) -> str:
-    """90 -> '1m 30s'."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
-
-
 def summary_table(summary: Mapping) -> Table:
     table = Table(title=f"Run {summary['run']}", show_header=False, title_justify="left", title_style="bold")
     for key, (label, form) in SUMMARY.items():
         if summary.get(key) is not None:
             table.add_row(label, form.format(summary[key]))
     return table
+
+
+def print_table(rows: "pyarrow.Table", form: str) -> None:
+    """form: `table` for people, `json` (one array of objects) or `csv` (with a header) for programs, on stdout."""
+    rows = rows.rename_columns(_distinct(rows.column_names))
+    if form == "json":
+        print(json_text(rows.to_pylist(maps_as_pydicts="strict")))
+    elif form == "csv":
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(rows.column_names)
+        writer.writerows(row.values() for row in rows.to_pylist(maps_as_pydicts="strict"))
+    else:
+        _print_for_people(rows)
+
+
+def json_text(value: object) -> str:
+    """NaN and the infinities are null: Python would write them as they are, which is no JSON."""
+    return json.dumps(json.loads(json.dumps(value, default=str), parse_constant=lambda _: None), indent=2)
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Names of which none is there twice, as rows become dictionaries: the second `reward` of a join is `reward_1`."""
+    taken, distinct = set(names), []
+    for name in names:
+        if name in distinct:
+            name = next(other for n in itertools.count(1) if (other := f"{name}_{n}") not in taken)
+            taken.add(name)
+        distinct.append(name)
+    return distinct
+
+
+def _print_for_people(rows: "pyarrow.Table") -> None:
+    table = Table()
+    for field in rows.schema:
+        is_number = types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)
+        table.add_column(field.name, justify="right" if is_number else "left")
+    for row in rows.to_pylist(maps_as_pydicts="strict"):
+        table.add_row(*(Text(_cell(value)) for value in row.values()))  # Text: a response's [brackets] are no markup
+    out = console()
+    out.print(table)
+    out.print(f"{rows.num_rows} rows")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -21,13 +21,13 @@ def doctor(store: StoreOption = None, as_json: AsJson = False) -> None:
 
     Example: tba doctor --store s3://bucket/runs
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from flows.cli.console import console
     from infra.doctor import examine
 
-    console, findings = Console(), []
+    out, findings = console(), []
     for finding in examine(Path.cwd(), store_url(store)):
         findings.append(finding)
         if as_json:
@@ -39,7 +39,7 @@ def doctor(store: StoreOption = None, as_json: AsJson = False) -> None:
         line.add_row(Text(mark, style), finding.subject, Text(finding.what))
         if finding.remedy:
             line.add_row("", "", Text(f"→ {finding.remedy}", "bold"))
-        console.print(line)
+        out.print(line)
     faults = [finding for finding in findings if finding.state == "fault"]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))

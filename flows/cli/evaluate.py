@@ -33,7 +33,7 @@ def evaluate(
 
     from flows.config import load_run
     from flows.evaluate import measure_policy
-    from flows.search import start_searcher
+    from flows.searcher.start import start_searcher
     from storage.errors import StoreError
 
     try:

@@ -79,7 +79,7 @@ def _answer(store: "RunStore", statement: str, form: Format) -> str | None:
     """Prints a query's rows; returns the reason where there are none. Each sees what is stored by then."""
     import duckdb
 
-    from flows.cli.table import print_table
+    from flows.cli.console import print_table
     from storage.errors import StoreError
     from storage.queries import query
 

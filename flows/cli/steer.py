@@ -1,48 +1,17 @@
-"""The part of the command line that follows and steers a run, from any machine that sees its store: `tba watch`,
-`tba stop`, `tba searchers`."""
+"""`tba stop` and `tba searchers`: a run is steered, from any machine that sees its store."""
 
 import json
 import time
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
 
-if TYPE_CHECKING:
-    from storage.store import RunStore
-
 app = typer.Typer()
 
 POLL_S = 1.0
 STOP_PATIENCE_S = 600.0  # a step, a checkpoint and a policy, on a slow store
-
-
-@app.command()
-def watch(run: RunName, store: StoreOption = None) -> None:
-    """Follow a run to its end from its store, wherever it trains; whatever dies and comes back, this goes on.
-
-    Also tells what the Prefect server says of it, where one answers. Ctrl-C leaves the run alone.
-
-    Example: tba watch arithmetic --store s3://bucket/runs
-    """
-    from rich.console import Console
-
-    from flows.cli.console import Progress, summary_table
-    from flows.cli.watch import Watcher
-    from storage.status import read
-
-    run_store = existing_run(run, store)
-    console = Console()
-    try:
-        with Watcher(run_store) as watcher, Progress(console, run, began_s=_age_s(run_store)) as progress:
-            while not (seen := watcher.look()).is_over:
-                progress.show(seen.stage, seen.heartbeat, seen.server)
-                progress.wait(POLL_S)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    console.print(summary_table(read(run_store, "summary.json")))
 
 
 @app.command()
@@ -54,8 +23,8 @@ def stop(run: RunName, store: StoreOption = None) -> None:
     Example: tba stop arithmetic
     """
     from storage import requests
+    from storage.attempts import HEARTBEAT
     from storage.errors import StoreError
-    from storage.ledger import HEARTBEAT
     from storage.status import is_alive, read
 
     run_store = existing_run(run, store)
@@ -96,8 +65,8 @@ def searchers(
     Example: tba searchers arithmetic +1
     """
     from storage import requests
+    from storage.attempts import HEARTBEAT
     from storage.errors import StoreError
-    from storage.ledger import HEARTBEAT
     from storage.status import is_alive, read
 
     run_store = existing_run(run, store)
@@ -128,14 +97,3 @@ def searchers(
         return
     when = "within seconds" if alive else "when the next `tba train` resumes it: nobody trains it now"
     typer.echo(f"Run {run!r} is to keep {wanted} Searchers (before: {before}). It changes {when}.")
-
-
-def _age_s(store: "RunStore") -> float:
-    """Seconds since the run began to train; 0 before that."""
-    from storage.errors import NotFound
-    from storage.ledger import first_attempt_at
-
-    try:
-        return (datetime.now(UTC) - first_attempt_at(store)).total_seconds()
-    except NotFound:
-        return 0.0

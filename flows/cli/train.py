@@ -1,11 +1,6 @@
-"""The command line: `tba up`, `down`, `train`; its other parts are cli_*.py. Run in the project's folder.
-
-Exit status: 0 done, 1 failed (the reason and the log's tail are shown), 2 bad input (nothing was started), 130 Ctrl-C.
-Imports are inside the commands: `tba --help` and what only reads a store need neither Prefect nor torch.
-"""
+"""`tba train`: a run is trained or resumed, and shown while it trains."""
 
 import contextlib
-import json
 import signal
 import sys
 import time
@@ -14,72 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli import compare, doctor, evaluate, export, profile, report, runs, sql, steer, verify
-from flows.cli.common import StoreOption, complete_run, fail, store_url
+from flows.cli.common import StoreOption, complete_run, fail, project_folder, store_url
+from flows.cli.settings import config_of
 
 if TYPE_CHECKING:
     from flows.config import RunConfig
     from storage.store import RunStore
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Asynchronous RL post-training of language models by Trajectory Balance.",
-)
-for part in (
-    runs,
-    steer,
-    sql,
-    verify,
-    export,
-    report,
-    evaluate,
-    compare,
-    profile,
-    doctor,
-):
-    app.add_typer(part.app)
-
+app = typer.Typer()
 
 SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back
 PROCESS_SILENCE_S = 30  # a flow process ends a moment before its last state is known
-
-
-def main() -> None:
-    for number in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # `timeout` and a closing terminal end a run in order, as Ctrl-C does
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, _interrupt)
-    app()
-
-
-@app.command()
-def up() -> None:
-    """Start the local stack (Prefect server, work pool, deployments, worker), or what is missing of it.
-
-    Example: tba up
-    """
-    from infra import stack
-
-    try:
-        url = stack.up(_project(), keep=True, say=_say)
-    except stack.StackError as error:
-        fail(str(error))
-    _say(f"The stack is up: {url.removesuffix('/api')}. `tba down` stops what was started here.")
-
-
-@app.command()
-def down() -> None:
-    """Stop what `tba up` started, running flows included. A run that was training resumes with the next `tba train`.
-
-    Example: tba down
-    """
-    from infra import stack
-
-    stopped = stack.down(_project())
-    _say(f"Stopped: {', '.join(stopped)}." if stopped else "Nothing of this project's stack was running.")
 
 
 @app.command()
@@ -106,7 +46,7 @@ def train(
 
     Example: tba train digits --steps 300 --searchers 2 --set train.beta=0.1
     """
-    project = _project()
+    project = project_folder()
     given = {
         "run": run,
         "store": store and store_url(store),
@@ -118,61 +58,18 @@ def train(
         "seed": seed,
         "warm_start": [_source_url(source, store) for source in warm_start] if warm_start else None,
     }
-    config = _config({key: value for key, value in given.items() if value is not None}, settings or [])
+    config = config_of({key: value for key, value in given.items() if value is not None}, settings or [])
     run_store = _check_inputs(config)
     from storage.status import read
 
     if (summary := read(run_store, "summary.json")) is not None:
-        _say(f"Run {config.run!r} is finished. To train on, choose another name.")
+        typer.echo(f"Run {config.run!r} is finished. To train on, choose another name.")
         _print_summary(summary)
         return
     _train(project, config, run_store)
 
 
 # --- train ------------------------------------------------------------------------------------------------------------
-
-
-def _config(given: dict[str, object], settings: list[str]) -> "RunConfig":
-    """The run's configuration; exits with one line a mistake."""
-    from pydantic import ValidationError
-
-    from flows.config import RunConfig
-
-    values: dict = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.1", status=2)
-        try:
-            given[key] = json.loads(value) if value == "null" or value.startswith("[") else value
-        except ValueError as error:
-            fail(f"--set {setting}: a list is JSON, such as --set search.exploration_top_p=[0.8,1]; {error}", status=2)
-    for key, value in given.items():
-        *path, name = key.split(".")
-        node = values
-        for part in path:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                fail(f"--set {key}: {part} is one setting, not a group of them", status=2)
-        node[name] = value
-    if "run" not in given and "task.name" in given:
-        values["run"] = given["task.name"]
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        fail("\n".join(_explain(mistake, RunConfig) for mistake in error.errors()), status=2)
-
-
-def _explain(mistake: dict, model: type) -> str:
-    """One line of a pydantic error: field, rule, value got, and for an unknown field the known ones."""
-    *path, name = [str(part) for part in mistake["loc"]] or ["configuration"]
-    field = ".".join([*path, name])
-    if mistake["type"] == "extra_forbidden":
-        for part in path:
-            model = model.model_fields[part].annotation
-        return f"{field}: there is no such setting; known here: {', '.join(model.model_fields)}"
-    message = mistake["msg"].removeprefix("Value error, ")
-    return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"
 
 
 def _check_inputs(config: "RunConfig") -> "RunStore":
@@ -193,27 +90,27 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     """Bring the stack up, submit or join the run's flow run, show it to its end, leave the stack. Exits on failure."""
     from flows.run import flow_runs
     from infra import prefect_server, stack
+    from storage.attempts import HEARTBEAT
     from storage.errors import StoreError
-    from storage.ledger import HEARTBEAT
     from storage.status import read
 
     flow_run = None
     submitted = False
     try:
-        url = stack.up(project, keep=False, say=_say)
+        url = stack.up(project, keep=False, say=typer.echo)
         old = read(store, HEARTBEAT)
         with prefect_server.api(url) as client:
             flow_run = flow_runs.live_run(client, config)
             if flow_run:
-                _say(f"Run {config.run!r} is being trained already: following it.")
+                typer.echo(f"Run {config.run!r} is being trained already: following it.")
                 old = None
             else:
                 _refuse_live_trainer(store)
                 if num_dead := flow_runs.mark_crashed(client, config):
-                    _say(f"Ended {num_dead} flow runs that a killed stack, flow or machine had left behind.")
-                _say(f"{'Starting' if old is None else 'Resuming'} run {config.run!r}.")
+                    typer.echo(f"Ended {num_dead} flow runs that a killed stack, flow or machine had left behind.")
+                typer.echo(f"{'Starting' if old is None else 'Resuming'} run {config.run!r}.")
                 flow_run, submitted = flow_runs.submit(client, config), True
-            _say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")
+            typer.echo(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")
             state = _follow(project, client, flow_run, store, old)
         if not state.is_completed():
             fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
@@ -223,14 +120,14 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         if submitted:
             with _uninterrupted():
                 flow_runs.cancel(url, flow_run)
-        _say(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
+        typer.echo(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
         raise typer.Exit(130) from None
     finally:
         with _uninterrupted():
-            stack.leave(project, say=_say)
+            stack.leave(project, say=typer.echo)
     if state.name == "Stopped":
         beat = read(store, HEARTBEAT) or {}
-        _say(f"Stopped at step {beat.get('step')}, as it was told to. The same command resumes the run.")
+        typer.echo(f"Stopped at step {beat.get('step')}, as it was told to. The same command resumes the run.")
         return
     summary = read(store, "summary.json")
     if summary is None:
@@ -245,7 +142,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
 def _refuse_live_trainer(store: "RunStore") -> None:
     """A Trainer that no flow run of this server accounts for: another server's, or one that lost its flow."""
     from flows.run.flow_runs import TRAINER_WATCH_S
-    from storage.ledger import HEARTBEAT, run_is_alive
+    from storage.attempts import HEARTBEAT, run_is_alive
     from storage.status import read
 
     if run_is_alive(store, watch_s=TRAINER_WATCH_S):
@@ -259,16 +156,15 @@ def _refuse_live_trainer(store: "RunStore") -> None:
 def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None):
     """Show progress until the flow run ends; returns its final state. old: a heartbeat that is no news."""
     import httpx
-    from rich.console import Console
 
-    from flows.cli.console import Progress
+    from flows.cli.console import Progress, console
     from flows.run import flow_runs
     from infra import stack
-    from storage.ledger import HEARTBEAT
+    from storage.attempts import HEARTBEAT
     from storage.status import read
 
     heard_at = alive_at = time.monotonic()
-    with Progress(Console(), store.run) as progress:
+    with Progress(console(), store.run) as progress:
         while True:
             stack.check(project)
             try:
@@ -292,7 +188,7 @@ def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None
 
 
 def _stage(state, heartbeat: dict | None) -> str:
-    from flows.cli.console import stage_of
+    from storage.status import stage_of
 
     if heartbeat:
         return stage_of(heartbeat)
@@ -300,14 +196,6 @@ def _stage(state, heartbeat: dict | None) -> str:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def _project() -> Path:
-    """The working folder, which must be the project's: prefect.yaml there names what is deployed."""
-    folder = Path.cwd()
-    if not (folder / "prefect.yaml").exists():
-        fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)
-    return folder
 
 
 def _absolute_if_there(name: str) -> str:
@@ -322,22 +210,16 @@ def _source_url(source: str, store: str | None) -> str:
     return f"{store_url(store)}/{source}"
 
 
+def _print_summary(summary: dict) -> None:
+    from flows.cli.console import console, summary_table
+
+    console().print(summary_table(summary))
+
+
 def _command_line() -> str:
     import shlex
 
     return shlex.join(["tba", *sys.argv[1:]])
-
-
-def _print_summary(summary: dict) -> None:
-    from rich.console import Console
-
-    from flows.cli.console import summary_table
-
-    Console().print(summary_table(summary))
-
-
-def _say(message: str) -> None:
-    typer.echo(message)
 
 
 @contextlib.contextmanager
@@ -347,11 +229,3 @@ def _uninterrupted():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def _interrupt(number: int, _frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    main()

@@ -7,15 +7,12 @@ else; the grid of step sizes grows until its best is at no edge.
 
 import json
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-
-from scipy import stats
 
 from infra.machine import code_version
 from storage.store import RunStore
@@ -131,37 +128,3 @@ def run_arm(arm: Arm, seed: int, store: str, first_policy: Path) -> Outcome:
     )  # fmt: skip
     run_store.put("outcome.json", json.dumps(asdict(outcome)).encode())
     return outcome
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds, and half the width of its 95 % confidence interval by Student's t; None for one seed."""
-
-    mean: float
-    half_width: float | None
-    seeds: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if self.half_width is None else f" ± {self.half_width:.3f}")
-
-
-def confidence_interval(values: list[float]) -> Interval:
-    """Of values by seed."""
-    number = len(values)
-    half_width = float(stats.t.ppf(0.975, number - 1) * stats.sem(values)) if number > 1 else None
-    return Interval(statistics.fmean(values), half_width, number)
-
-
-def by_arm(outcomes: list[Outcome]) -> dict[str, dict[int, float]]:
-    """Accuracy by arm and seed, in the order in which the arms first appear."""
-    accuracies: dict[str, dict[int, float]] = {}
-    for outcome in outcomes:
-        accuracies.setdefault(outcome.arm, {})[outcome.seed] = outcome.accuracy_after
-    return accuracies
-
-
-def paired_differences(outcomes: list[Outcome], pairs: list[tuple[str, str]]) -> Iterator[Interval]:
-    """For each pair of arms the accuracy of the first less that of the second, seed by seed."""
-    accuracies = by_arm(outcomes)
-    for one, other in pairs:
-        yield confidence_interval([accuracies[one][seed] - accuracies[other][seed] for seed in accuracies[one]])

@@ -2,7 +2,8 @@
 
 from markupsafe import Markup
 
-from flows.report.svg import WIDE, Series, bar_chart, heat_map, line_chart, number, percent, stacked_chart
+from flows.report.svg import WIDE, Series, bar_chart, heat_map, line_chart, stacked_chart
+from flows.report.text import number, percent
 
 MAX_SEARCHERS = 8  # that a note names
 

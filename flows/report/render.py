@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from flows.report import figures
 from flows.report.diversity import measure_diversity
-from flows.report.svg import number, percent
+from flows.report.text import clip, long_duration, number, percent, setting, when
 from storage.errors import NotFound, StoreError
 from storage.policies import BestPolicy, best_policy, published_policies
 from storage.queries import query
@@ -21,7 +21,6 @@ from storage.verify import Fault, verify
 from tba.alarms import spans
 
 PAGE = "report.html"
-MAX_TEXT = 1500  # characters of a prompt or response that are shown
 MAX_FAULTS = 50
 SMALL_SAMPLE = 2_000  # responses: a second
 
@@ -44,7 +43,7 @@ def render(store: RunStore) -> str:
     config, summary = json.loads(store.get("run.json")), _read(store, "summary.json")
     totals = tables["totals"][0]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {f.__name__: f for f in (number, percent, clip, when, duration, setting)}
+    environment.filters |= {f.__name__: f for f in (number, percent, clip, when, long_duration, setting)}
     page = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8"))
     return page.render(
         run=store.run,
@@ -61,27 +60,6 @@ def render(store: RunStore) -> str:
         provenance=_provenance(store, tables, config, best),
         faults=_faults(store, totals),
     )
-
-
-def clip(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT:,} more characters)"
-
-
-def setting(value: object) -> str:
-    return json.dumps(value) if isinstance(value, bool | list) else str(value)
-
-
-def when(moment: datetime | None) -> str:
-    return "" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def duration(seconds: float | None) -> str:
-    """1 h 02 m, 7 m 29 s, 12 s."""
-    if seconds is None:
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} m" if hours else f"{minutes} m {rest:02} s" if minutes else f"{rest} s"
 
 
 def _read(store: RunStore, path: str) -> dict | None:
@@ -138,7 +116,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
         },
         {
             "label": "wall time",
-            "value": duration(summary["wall_s"] if summary else wall),
+            "value": long_duration(summary["wall_s"] if summary else wall),
             "remark": f"{number(sampled / wall)} sampled tokens a second" if wall else "",
         },
     ]

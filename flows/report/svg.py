@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from flows.report.text import number, percent
+
 Point = tuple[float, float]
 Band = tuple[float, float, float]  # x, low, high
 
@@ -31,21 +33,6 @@ class Series:
     dots: bool = False  # measured now and then: a mark at each point
     band: Sequence[Band] = ()
     faint: bool = False
-
-
-def number(value: float) -> str:
-    """As short as it can be read: 0.25, 1.2k, 3.4M."""
-    if value == 0:
-        return "0"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            scale = 1e3 if letter == "k" else size
-            return f"{value / scale:.3g}{letter}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
 
 
 def line_chart(

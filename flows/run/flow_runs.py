@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from flows.config import RunConfig
 from infra import prefect_server
 from infra.processes import find_processes, stop_processes
-from storage import ledger, policies
+from storage import attempts, policies
 from storage.store import RunStore
 
 FLOWS = ["tba", "search"]
@@ -38,11 +38,11 @@ def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
         return True
     if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
         return False
-    if ledger.trainer(store) is None:  # a warm start may take hours
+    if attempts.trainer(store) is None:  # a warm start may take hours
         return False
     policy = policies.latest_policy(store)
     in_last_evaluation = policy is not None and policy.final  # which needs no Trainer
-    return not in_last_evaluation and not ledger.run_is_alive(store, TRAINER_WATCH_S)
+    return not in_last_evaluation and not attempts.run_is_alive(store, TRAINER_WATCH_S)
 
 
 def mark_crashed(client, config: RunConfig) -> int:

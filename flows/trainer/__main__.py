@@ -17,7 +17,7 @@ from flows.config import load_run
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.heartbeat import Heartbeat
 from infra.machine import remove_leftovers
-from storage import ledger, policies
+from storage import attempts, checkpoints, policies
 from storage.errors import AlreadyTraining
 from storage.store import RunStore
 
@@ -36,13 +36,13 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     """
     store = RunStore(store_url, run)
     config = load_run(store)
-    previous = ledger.refuse_live_trainer(store, TAKEOVER_WATCH_S)
+    previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)
     if (policy := policies.latest_policy(store)) and policy.final:
         log.info("run %s has its final policy: nothing is left to train", run)
         return
-    steps = ledger.list_checkpoints(store)
+    steps = checkpoints.list_checkpoints(store)
     resumed_from = steps[-1] if steps else 0
-    attempt = ledger.start_attempt(store, resumed_from, ledger.this_process(), previous=previous)
+    attempt = attempts.start_attempt(store, resumed_from, attempts.this_process(), previous=previous)
     heart = Heartbeat(store, config, attempt, parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # the flow's way to say so; Ctrl-C reaches every process
         signal.signal(number, lambda *_: heart.stop.set())

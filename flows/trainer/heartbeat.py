@@ -11,7 +11,7 @@ import time
 from datetime import UTC, datetime
 
 from flows.config import RunConfig
-from storage import ledger, requests
+from storage import attempts, requests
 from storage.errors import StoreError, Superseded
 from storage.store import RunStore
 
@@ -66,11 +66,11 @@ class Heartbeat:
 
     def write(self) -> None:
         """One beat. Raises: Superseded: another Trainer has taken over."""
-        ledger.check_not_superseded(self._store, self._attempt)
+        attempts.check_not_superseded(self._store, self._attempt)
         steps, step = self._config.train.steps, self._beat["step"]
         since_first = step - self._first_step if self._first_step is not None else 0
         seconds_left = (time.monotonic() - self._started) / since_first * (steps - step) if since_first else None
-        ledger.heartbeat(
+        attempts.heartbeat(
             self._store,
             self._beat
             | {
@@ -78,7 +78,7 @@ class Heartbeat:
                 "steps": steps,
                 "min_size": self._config.sampling.min_size,
                 "seconds_left": seconds_left,
-                "owner": ledger.this_process(),
+                "owner": attempts.this_process(),
                 "at": datetime.now(UTC).isoformat(),
             },
         )

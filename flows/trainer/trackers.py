@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from flows.config import RunConfig
 from infra.machine import local_folder
-from storage import ledger
+from storage import attempts
 from storage.store import RunStore
 
 # Columns of the training ledger under another name; the others keep theirs.
@@ -116,7 +116,7 @@ class Trackers:
         PartialState()  # Accelerate's trackers log, and its loggers ask this who they are
         folder, run = tracking_folder(self._store), self._config.run
         if name == "tensorboard":
-            begun = ledger.attempts(self._store)[-1]["resumed_from"]
+            begun = attempts.list_attempts(self._store)[-1]["resumed_from"]
             tracker = tracking.TensorBoardTracker("", folder / name, purge_step=begun + 1)
         elif name == "wandb":
             tracker = tracking.WandBTracker("tba", name=f"{run}-{self._attempt}", group=run, dir=folder)

@@ -98,7 +98,7 @@ def publish_ours(folder: Path, shape: Shape) -> dict:
     """Our loop with its real outbox, on a local folder: a policy every second step."""
     from flows.config import RunConfig
     from flows.trainer.heartbeat import Heartbeat
-    from flows.trainer.session import StoreOutbox
+    from flows.trainer.outbox import StoreOutbox
     from storage.store import RunStore
     from tba.trainer import Batch, train
 

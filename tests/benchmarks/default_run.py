@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 
-from flows.compare.staleness import run_to_its_end
+from flows.compare.turns import run_to_its_end
 from storage.queries import query
 from storage.store import RunStore
 

@@ -34,7 +34,7 @@ import psutil
 
 from infra.local_s3 import LocalS3, free_ports
 from infra.processes import find_processes, stop_processes
-from storage import ledger
+from storage import attempts, ledger
 from storage.errors import NotFound, StoreError
 from storage.queries import query
 from storage.shards import by_block, new_shards, read_each, shard_path, trajectory_id
@@ -170,7 +170,7 @@ class CrashTest:
     def progress(self) -> tuple[int, int]:
         """Attempt and step of the Trainer's newest sign of life; (0, 0) before the first step."""
         with contextlib.suppress(NotFound):
-            beat = json.loads(self.store.get(ledger.HEARTBEAT))
+            beat = json.loads(self.store.get(attempts.HEARTBEAT))
             if beat["state"] == "training":
                 return beat["attempt"], beat["step"]
         return 0, 0

@@ -26,7 +26,7 @@ import duckdb
 import psutil
 import pytest
 
-from tests.infra.test_stack import states
+from tests.infra.project import states
 
 pytestmark = pytest.mark.slow
 

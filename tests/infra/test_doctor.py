@@ -22,7 +22,7 @@ import prefect
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.train import app
+from flows.cli.app import app
 from infra import doctor, stack
 from storage.process_identity import Process
 

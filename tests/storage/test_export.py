@@ -15,7 +15,7 @@ from datetime import timedelta
 import duckdb
 import pytest
 
-from storage import ledger, queries, shards
+from storage import attempts, ledger, queries, shards
 from storage.export import export
 from storage.shards import commit_shard
 from storage.store import RunStore
@@ -40,14 +40,14 @@ with duckdb.connect(sys.argv[1], read_only=True) as reader:
 
 def fill(store: RunStore) -> None:
     store.create_run({})
-    ledger.start_attempt(store, 0, OWNER)
+    attempts.start_attempt(store, 0, OWNER)
     for number in range(3):
         commit_shard(store, make_shard("s0", number))
         ledger.record_search_round(store, make_search_round("s0", number))
     for step in (1, 2):
         ledger.record_batch(store, 1, step, make_batch([0, step - 1]))
         ledger.record_training_step(store, make_training_step(1, step))
-    ledger.start_attempt(store, 1, OWNER, previous=1)  # step 2 is undone
+    attempts.start_attempt(store, 1, OWNER, previous=1)  # step 2 is undone
 
 
 def test_every_view_is_as_in_tba_sql(store, tmp_path):

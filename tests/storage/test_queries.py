@@ -17,11 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage import ledger, queries, schema
+from storage import attempts, ledger, queries, schema
 from storage.errors import ReadOnly
 from storage.shards import commit_shard
-from tests.storage.helpers import NOON, OWNER, make_batch, make_search_round, make_shard, make_training_step
-from tests.storage.test_ledger import Sync
+from tests.storage.helpers import NOON, OWNER, Sync, make_batch, make_search_round, make_shard, make_training_step
 
 
 def rows(store, statement: str) -> list[tuple]:
@@ -35,7 +34,7 @@ def stored(store):
         commit_shard(store, make_shard(searcher, number))
         ledger.record_search_round(store, make_search_round(searcher, number))
     for attempt, resumed_from, steps in ((1, 0, (1, 2, 3)), (2, 2, (3, 4))):
-        assert ledger.start_attempt(store, resumed_from, OWNER) == attempt
+        assert attempts.start_attempt(store, resumed_from, OWNER) == attempt
         for step in steps:
             ledger.record_batch(store, attempt, step, make_batch([0, 0]))
             ledger.record_training_step(store, make_training_step(attempt, step))
@@ -222,7 +221,7 @@ def test_training_steps_of_an_older_version_have_no_value_for_later_columns(stor
     later = {"fresh_kl", "fresh_entropy", "fresh_cut_share", "fresh_staleness"} | {
         "effective_sample_size", "tapered_share", "logprob_mismatch",
     }  # fmt: skip
-    ledger.start_attempt(store, 0, OWNER)
+    attempts.start_attempt(store, 0, OWNER)
     for step in (1, 2):
         ledger.record_training_step(store, make_training_step(1, step))
     path = "metrics/training/attempt=00000001/step=00000001.parquet"

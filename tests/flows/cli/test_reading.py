@@ -25,9 +25,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from flows.cli import sql
+from flows.cli.app import app
 from flows.cli.console import Progress
-from flows.cli.train import app
-from storage import ledger, policies
+from storage import attempts, ledger, policies
 from storage.store import RunStore
 from tests.flows.prepared_run import heartbeat, prepare_run
 from tests.storage.helpers import make_batch
@@ -51,7 +51,7 @@ def tba(*arguments: str, text: str | None = None):
 
 def test_watch_says_the_alarms(root, monkeypatch):
     store = prepare_run((root / ".tba").as_uri(), "peaked")
-    ledger.heartbeat(store, heartbeat(3, alarms={"entropy_low": "entropy is near zero. Raise search.temperature"}))
+    attempts.heartbeat(store, heartbeat(3, alarms={"entropy_low": "entropy is near zero. Raise search.temperature"}))
     monkeypatch.setattr(Progress, "wait", lambda *_: store.put("summary.json", b'{"run": "peaked", "steps": 80}'))
     lines = tba("watch", "peaked").stdout.splitlines()
     assert "ALARM: entropy is near zero. Raise search.temperature" in lines
@@ -62,12 +62,12 @@ def test_runs_tells_the_state_of_each(root):
     url = (root / ".tba").as_uri()
     prepare_run(url, "done", finished=True)
     ours = prepare_run(url, "ours")
-    ledger.start_attempt(ours, resumed_from=0, owner=ledger.this_process())
-    ledger.heartbeat(ours, heartbeat(2))
+    attempts.start_attempt(ours, resumed_from=0, owner=attempts.this_process())
+    attempts.heartbeat(ours, heartbeat(2))
     (root / "policy").mkdir()
     policies.keep_if_best(ours, policies.publish_policy(ours, root / "policy", 2, "f" * 32, attempt=2), 0.875, 8)
     lost = prepare_run(url, "lost")
-    ledger.heartbeat(lost, heartbeat(1, state="failed", message="no room is left"))
+    attempts.heartbeat(lost, heartbeat(1, state="failed", message="no room is left"))
     (root / ".tba" / ".local").mkdir()
     (root / ".tba" / "not-a-run").mkdir()
     found = {run["run"]: run for run in json.loads(tba("runs", "--json").stdout)}
@@ -168,7 +168,7 @@ def test_names_of_runs_complete(root, tmp_path):
     def complete(words: str) -> list[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "_TBA_COMPLETE": "complete_bash",
                        "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}  # fmt: skip
-        code = "from flows.cli.train import app; app(prog_name='tba')"
+        code = "from flows.cli.app import app; app(prog_name='tba')"
         done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
         return done.stdout.split()
 
@@ -191,7 +191,7 @@ def test_light_commands_import_nothing_heavy(root):
     code = f"""
 import sys
 from typer.testing import CliRunner
-from flows.cli.train import app
+from flows.cli.app import app
 for name, arguments in {LIGHT!r}.items():
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, SystemExit | None), result.exception

@@ -30,11 +30,14 @@ from prefect.states import Completed, Crashed
 from typer.testing import CliRunner
 
 from flows import search, train
-from flows.cli.train import app
+from flows.cli.app import app
 from flows.config import RunConfig
+from flows.run import searchers as of_run
+from flows.run.searchers import MAX_REPLACEMENTS, Searchers
+from flows.trainer.alarms import RunAlarms
 from flows.trainer.heartbeat import Heartbeat
-from flows.trainer.session import RunAlarms, StoreOutbox
-from storage import ledger, requests
+from flows.trainer.outbox import StoreOutbox
+from storage import attempts, ledger, policies, requests
 from storage.errors import StoreUnreachable
 from storage.policies import PolicyRef
 from storage.shards import commit_shard
@@ -60,13 +63,13 @@ def started(monkeypatch) -> list[dict]:
         parameters.append(given["parameters"])
         return SimpleNamespace(id=len(parameters))
 
-    monkeypatch.setattr(train, "run_deployment", run_deployment)
-    monkeypatch.setattr(train.Searchers, "_has_fallen", staticmethod(lambda run: False))
+    monkeypatch.setattr(of_run, "run_deployment", run_deployment)
+    monkeypatch.setattr(Searchers, "_has_fallen", staticmethod(lambda run: False))
     return parameters
 
 
-def new_flow(store: RunStore) -> train.Searchers:
-    return train.Searchers(RunConfig(run=store.run, store=store.url, searchers=1))
+def new_flow(store: RunStore) -> Searchers:
+    return Searchers(RunConfig(run=store.run, store=store.url, searchers=1))
 
 
 def tba(*arguments: str):
@@ -110,7 +113,7 @@ def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
     tba("searchers", "arithmetic", "+1")
     searchers.keep_up()
 
-    monkeypatch.setattr(train.requests, "wanted_searchers", away)
+    monkeypatch.setattr(requests, "wanted_searchers", away)
     searchers.keep_up()
     assert names(started) == ["s0", "s1"]
     assert not requests.is_to_leave(store, "s1")
@@ -118,26 +121,26 @@ def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
 
 def test_who_gave_up_on_a_silent_trainer_is_started_again(store, monkeypatch):
     parameters = []
-    monkeypatch.setattr(train, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
-    monkeypatch.setattr(train.Searchers, "_state", staticmethod(lambda run: Completed()))
+    monkeypatch.setattr(of_run, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
+    monkeypatch.setattr(Searchers, "_state", staticmethod(lambda run: Completed()))
     latest = SimpleNamespace(final=False)
-    monkeypatch.setattr(train.policies, "latest_policy", lambda store: latest)
+    monkeypatch.setattr(policies, "latest_policy", lambda store: latest)
     searchers = new_flow(store)
     with disable_run_logger():
-        for _ in range(2 * train.MAX_REPLACEMENTS):
+        for _ in range(2 * MAX_REPLACEMENTS):
             searchers.keep_up()
-        assert names(parameters) == ["s0"] * (1 + 2 * train.MAX_REPLACEMENTS)
+        assert names(parameters) == ["s0"] * (1 + 2 * MAX_REPLACEMENTS)
         latest.final = True
         searchers.keep_up()
-    assert len(parameters) == 1 + 2 * train.MAX_REPLACEMENTS
+    assert len(parameters) == 1 + 2 * MAX_REPLACEMENTS
 
 
 @pytest.fixture
 def fallen(monkeypatch) -> list[dict]:
     """The parameters of the flow runs that were started, in order; each of them has crashed when it is looked at."""
     parameters = []
-    monkeypatch.setattr(train, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
-    monkeypatch.setattr(train.Searchers, "_state", staticmethod(lambda run: Crashed()))
+    monkeypatch.setattr(of_run, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
+    monkeypatch.setattr(Searchers, "_state", staticmethod(lambda run: Crashed()))
     return parameters
 
 
@@ -145,27 +148,27 @@ def test_who_falls_now_and_then_is_replaced_as_often_as_that_takes(store, fallen
     """A preempted machine each day, of which a run of many days has many, is no fault."""
     searchers = new_flow(store)
     with disable_run_logger():
-        for number in range(2, 3 + 2 * train.MAX_REPLACEMENTS):
+        for number in range(2, 3 + 2 * MAX_REPLACEMENTS):
             searchers.keep_up()
             commit_shard(store, make_shard("s0", number))
-    assert names(fallen) == ["s0"] * (2 + 2 * train.MAX_REPLACEMENTS)
+    assert names(fallen) == ["s0"] * (2 + 2 * MAX_REPLACEMENTS)
 
 
 def test_each_of_many_may_fall(store, fallen):
-    searchers = train.Searchers(RunConfig(run=store.run, store=store.url, searchers=2 * train.MAX_REPLACEMENTS))
+    searchers = Searchers(RunConfig(run=store.run, store=store.url, searchers=2 * MAX_REPLACEMENTS))
     with disable_run_logger():
         searchers.keep_up()
-    assert names(fallen)[2 * train.MAX_REPLACEMENTS :] == names(fallen)[: 2 * train.MAX_REPLACEMENTS]
+    assert names(fallen)[2 * MAX_REPLACEMENTS :] == names(fallen)[: 2 * MAX_REPLACEMENTS]
 
 
 def test_who_falls_again_and_again_ends_the_run(store, fallen):
     searchers = new_flow(store)
     with disable_run_logger():
-        for _ in range(train.MAX_REPLACEMENTS):
+        for _ in range(MAX_REPLACEMENTS):
             searchers.keep_up()
         with pytest.raises(RuntimeError, match="searcher s0 fell 4 times at its round 2"):
             searchers.keep_up()
-    assert names(fallen) == ["s0"] * (1 + train.MAX_REPLACEMENTS)
+    assert names(fallen) == ["s0"] * (1 + MAX_REPLACEMENTS)
 
 
 def test_who_falls_while_the_store_is_away_is_replaced_when_it_is_back(store, fallen, monkeypatch):
@@ -175,7 +178,7 @@ def test_who_falls_while_the_store_is_away_is_replaced_when_it_is_back(store, fa
         with monkeypatch.context() as outage:
             outage.setattr(RunStore, "list", away)
             outage.setattr(RunStore, "get", away)
-            for _ in range(2 * train.MAX_REPLACEMENTS):
+            for _ in range(2 * MAX_REPLACEMENTS):
                 searchers.keep_up()
         assert names(fallen) == ["s0", "s0"]
         searchers.keep_up()
@@ -183,7 +186,7 @@ def test_who_falls_while_the_store_is_away_is_replaced_when_it_is_back(store, fa
 
 
 def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatch):
-    monkeypatch.setattr(train.policies, "latest_policy", lambda store: SimpleNamespace(step=80))
+    monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
     monkeypatch.setattr(train, "POLL_S", 0)
 
     def keep_up() -> None:
@@ -265,14 +268,14 @@ def test_stop_refuses_where_nobody_trains(store):
 
 
 def test_stop_waits_until_the_trainer_has_stopped(store):
-    ledger.start_attempt(store, resumed_from=0, owner=ledger.this_process())
-    ledger.heartbeat(store, heartbeat(41))
+    attempts.start_attempt(store, resumed_from=0, owner=attempts.this_process())
+    attempts.heartbeat(store, heartbeat(41))
 
     def obey() -> None:
         while not requests.take_back_stop(store):
             time.sleep(0.05)
         time.sleep(0.5)
-        ledger.heartbeat(store, heartbeat(42, state="stopped"))
+        attempts.heartbeat(store, heartbeat(42, state="stopped"))
 
     trainer = threading.Thread(target=obey)
     trainer.start()

@@ -34,12 +34,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.cli import train
-from flows.cli.console import Progress, duration
-from flows.cli.train import _refuse_live_trainer, app
+from flows.cli.app import app
+from flows.cli.console import Progress
+from flows.cli.train import _refuse_live_trainer
 from flows.config import RunConfig
+from flows.report.text import duration
 from flows.run import flow_runs
 from infra import prefect_server, stack
-from storage import ledger, policies
+from storage import attempts, policies
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -152,13 +154,13 @@ def test_what_the_check_warns_of_is_printed(project, monkeypatch):
 
 def test_a_live_trainer_that_prefect_does_not_know_is_named(project, capsys):
     store = RunStore((project / ".tba").as_uri(), "elsewhere")
-    owner = ledger.this_process()
-    ledger.start_attempt(store, 0, owner)
+    owner = attempts.this_process()
+    attempts.start_attempt(store, 0, owner)
     stop = threading.Event()
 
     def beat():
         while not stop.wait(0.1):
-            ledger.heartbeat(store, {"at": time.time(), "owner": owner})
+            attempts.heartbeat(store, {"at": time.time(), "owner": owner})
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -250,7 +252,7 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
     client = RemoteServer(flow)
     assert flow_runs.live_run(client, config) is flow  # its warm start has not ended
 
-    ledger.start_attempt(store, 0, OWNER)
+    attempts.start_attempt(store, 0, OWNER)
     assert flow_runs.live_run(client, config) is None
     young = flow_run("tba", config, Running(timestamp=datetime.now(UTC) - timedelta(minutes=9)))
     assert flow_runs.live_run(RemoteServer(young), config) is young
@@ -259,7 +261,7 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
 
     def beat() -> None:
         while not stop.wait(0.1):
-            ledger.heartbeat(store, {"at": time.time()})
+            attempts.heartbeat(store, {"at": time.time()})
 
     trainer = threading.Thread(target=beat)
     trainer.start()

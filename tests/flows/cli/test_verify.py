@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flows.cli.train import app
+from flows.cli.app import app
 from storage import policies
 from storage.shards import commit_shard, shard_path
 from storage.store import RunStore

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from storage import ledger
+from storage import attempts
 from storage.store import RunStore
 from tests.flows.prepared_run import heartbeat, prepare_run
 
@@ -108,7 +108,7 @@ class Heart:
     def _beat_on(self) -> None:
         while not self._stop.wait(0.3):
             self.step += 1
-            ledger.heartbeat(self._store, heartbeat(self.step, steps=10_000))
+            attempts.heartbeat(self._store, heartbeat(self.step, steps=10_000))
 
     def stop(self) -> None:
         self._stop.set()

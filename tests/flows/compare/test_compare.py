@@ -15,10 +15,11 @@ import time
 
 import pytest
 
-from flows.compare import staleness
-from flows.compare.arms import Arm, Bench, Outcome, confidence_interval, paired_differences, rates_to_try, run_arm
+from flows.compare import staleness, turns
+from flows.compare.arms import Arm, Bench, Outcome, rates_to_try, run_arm
+from flows.compare.results import confidence_interval, paired_differences
+from storage.attempts import first_attempt_at, start_attempt
 from storage.errors import RunConfigMismatch
-from storage.ledger import first_attempt_at, start_attempt
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit
 from tests.storage.helpers import NOON, OWNER, start_python
@@ -126,11 +127,11 @@ time.sleep(60)
 """
 COMPARE = """
 import os, sys
-from flows.cli import train
+from flows.cli.app import main
 os.chdir(sys.argv[1])
 sys.executable = os.path.abspath("train")
 sys.argv = ["tba", "compare", "sync"]
-cli.main()
+main()
 """
 
 
@@ -151,17 +152,17 @@ def test_interrupted_it_lets_its_run_stop_in_order(tmp_path):
 
 def test_equal_accuracy_is_what_all_runs_came_to():
     curves = [[(10.0, 0.2), (20.0, 0.6), (30.0, 0.5)], [(5.0, 0.1), (50.0, 0.4)]]
-    assert staleness.common_accuracy(curves) == 0.4
+    assert turns.common_accuracy(curves) == 0.4
 
 
 def test_sampled_accuracy_is_the_mean_of_the_newest(tmp_path, monkeypatch):
-    monkeypatch.setattr(staleness, "WINDOW", 4)
+    monkeypatch.setattr(turns, "WINDOW", 4)
     store = RunStore(tmp_path.as_uri(), "run")
     start_attempt(store, 0, OWNER)
     with pytest.raises(ValueError, match="fewer than 4 trajectories"):
-        staleness.sampled_accuracy(store)
+        turns.sampled_accuracy(store)
     rewards = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
     commit(store, "s0", 0, [("a", [place, 1], reward) for place, reward in enumerate(rewards)])
-    curve = staleness.sampled_accuracy(store)
+    curve = turns.sampled_accuracy(store)
     assert [accuracy for _, accuracy in curve] == [0.25, 0.5, 0.75]
     assert {seconds for seconds, _ in curve} == {(NOON - first_attempt_at(store)).total_seconds()}

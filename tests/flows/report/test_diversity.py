@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.train import app
+from flows.cli.app import app
 from flows.report.diversity import measure_diversity
 from storage.queries import query
 from storage.store import RunStore

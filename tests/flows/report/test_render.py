@@ -23,9 +23,10 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.train import app
+from flows.cli.app import app
 from flows.report import svg
-from flows.report.render import MAX_TEXT, render
+from flows.report.render import render
+from flows.report.text import MAX_TEXT, number
 from storage.ledger import record_batch, record_training_step
 from storage.report_tables import report_tables
 from storage.shards import commit_shard
@@ -194,7 +195,7 @@ def test_ticks_are_round_numbers_in_the_range():
 
 def test_numbers_are_short():
     values = (0, 0.25, 1234, 56_789, 3_400_000)
-    assert [svg.number(value) for value in values] == ["0", "0.25", "1,234", "56.8k", "3.4M"]
+    assert [number(value) for value in values] == ["0", "0.25", "1,234", "56.8k", "3.4M"]
 
 
 def test_charts_escape_names_and_leave_out_what_is_not_there():

@@ -24,10 +24,10 @@ from flows.config import RunConfig
 from flows.report.curves import POINTS_SHOWN, curves, image_url
 from flows.run import prefect_page
 from infra import prefect_server, stack
-from storage import ledger, policies
+from storage import attempts, policies
 from storage.store import RunStore
 from tests.browser import LAPTOP, PHONE, browser
-from tests.infra.test_stack import REPOSITORY, make_project, processes_of, wait_for
+from tests.infra.project import REPOSITORY, make_project, processes_of, wait_for
 
 STEPS = 12
 # The real flow; only its checks, and what the Trainer's process runs, are stood in for.
@@ -42,7 +42,7 @@ class Popen(subprocess.Popen):
         super().__init__([sys.executable, {trainer!r}, *command[3:]])
 
 train.subprocess = types.SimpleNamespace(Popen=Popen, TimeoutExpired=subprocess.TimeoutExpired)
-train.POLL_S = page.UPDATE_S = 0.5
+train.POLL_S = prefect_page.UPDATE_S = 0.5
 tba = train.tba
 """
 # A Trainer that takes a step every half a second, publishes every second one, and goes on where the last one stopped.
@@ -51,14 +51,14 @@ TRAINER = """
 import json, signal, sys, tempfile, threading
 from datetime import UTC, datetime
 from pathlib import Path
-from storage import ledger, policies
+from storage import attempts, ledger, policies
 from storage.store import RunStore
 from tests.storage.helpers import make_batch, make_training_step
 
 store, told = RunStore(*sys.argv[1:3]), threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: told.set())
 begun = policies.latest_policy(store).step if policies.latest_policy(store) else 0
-attempt = ledger.start_attempt(store, begun, ledger.this_process(), previous=ledger.latest_attempt(store))
+attempt = attempts.start_attempt(store, begun, attempts.this_process(), previous=attempts.latest_attempt(store))
 
 def publish(step):
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +68,7 @@ def publish(step):
 def beat(state, step):
     alarms = {{"entropy_low": "entropy is near zero"}}
     facts = {{"state": state, "step": step, "reward_mean": 0.5, "attempt": attempt, "alarms": alarms}}
-    ledger.heartbeat(store, facts)
+    attempts.heartbeat(store, facts)
 
 publish(begun)
 for step in range(begun + 1, {steps} + 1):
@@ -161,7 +161,7 @@ def has(found: list[dict], step: int) -> list[dict] | None:
 
 
 def beat(store: RunStore) -> dict:
-    return json.loads(store.get(ledger.HEARTBEAT)) if store.exists(ledger.HEARTBEAT) else {"step": 0}
+    return json.loads(store.get(attempts.HEARTBEAT)) if store.exists(attempts.HEARTBEAT) else {"step": 0}
 
 
 def events(client, prefix: str, resource: str) -> list[dict]:
@@ -184,7 +184,7 @@ def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
 
     client.resume_flow_run(flow_run.id)
     wait_for(lambda: state_of(client, flow_run) == "Completed")
-    assert [record["resumed_from"] for record in ledger.attempts(store)] == [0, stopped["step"]]
+    assert [record["resumed_from"] for record in attempts.list_attempts(store)] == [0, stopped["step"]]
 
     shown = artifacts_of(client, flow_run)
     keys = {"suspended-progress": 2, "suspended-steps": 2, "suspended-reward-curve": 2, "suspended-staleness-curve": 2}

@@ -24,7 +24,7 @@ import pytest
 from flows.config import RunConfig
 from flows.train import may_succeed_later
 from flows.trainer import ALREADY_TRAINING
-from storage import ledger
+from storage import attempts
 from storage.errors import AlreadyTraining
 from storage.store import RunStore
 from tests.storage.helpers import OWNER, start_python
@@ -33,8 +33,7 @@ from tests.storage.helpers import OWNER, start_python
 TRAINER = """
 import sys, time
 from types import SimpleNamespace
-from flows.trainer import heartbeat
-from flows.trainer import __main__
+from flows.trainer import __main__, heartbeat
 
 def train_run(store, config, attempt, resumed_from, heart, processes, zero_stage):
     heart.tell("training", 1, {})
@@ -46,7 +45,7 @@ sys.modules["flows.trainer.session"] = SimpleNamespace(train_run=train_run)
 heartbeat.HEARTBEAT_S = 0.5
 print("ready", flush=True)
 input()
-sys.exit(learn.main(*sys.argv[1:]))
+sys.exit(__main__.main(*sys.argv[1:]))
 """
 START_S = 60  # of a busy machine
 
@@ -96,9 +95,9 @@ def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(s
     winner, loser = sorted(first_two, key=lambda process: process.poll() is not None)
     assert loser.returncode == ALREADY_TRAINING
     assert winner.stdout.readline() == "training\n" and winner.poll() is None
-    assert ledger.trainer(store)[1] == winner.pid
-    assert store.list("") == ["run.json", "trainer/attempt=00000001.json", ledger.HEARTBEAT]
-    assert json.loads(store.get(ledger.HEARTBEAT))["owner"]["pid"] == winner.pid
+    assert attempts.trainer(store)[1] == winner.pid
+    assert store.list("") == ["run.json", "trainer/attempt=00000001.json", attempts.HEARTBEAT]
+    assert json.loads(store.get(attempts.HEARTBEAT))["owner"]["pid"] == winner.pid
 
     winner.send_signal(signal.SIGKILL)
     winner.wait()
@@ -106,11 +105,11 @@ def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(s
     begin(third)
     assert third.stdout.readline() == "training\n"
     assert time.monotonic() - killed_at < 5
-    assert (ledger.latest_attempt(store), ledger.trainer(store)[1]) == (2, third.pid)
+    assert (attempts.latest_attempt(store), attempts.trainer(store)[1]) == (2, third.pid)
 
     third.send_signal(signal.SIGTERM)
     assert third.wait(timeout=START_S) == 0
-    beat = json.loads(store.get(ledger.HEARTBEAT))
+    beat = json.loads(store.get(attempts.HEARTBEAT))
     assert (beat["state"], beat["step"]) == ("stopped", 1)
 
 
@@ -125,10 +124,10 @@ def test_a_run_is_claimed_before_anything_heavy_is_imported():
 def test_a_frozen_trainer_ends_when_it_wakes_and_writes_no_more(store, start):
     frozen = start()
     begin(frozen)
-    while not store.exists(ledger.HEARTBEAT):
+    while not store.exists(attempts.HEARTBEAT):
         time.sleep(0.1)
     frozen.send_signal(signal.SIGSTOP)
-    ledger.start_attempt(store, 0, OWNER)  # on another machine, which saw no sign of life
+    attempts.start_attempt(store, 0, OWNER)  # on another machine, which saw no sign of life
     before = contents(store)
     frozen.send_signal(signal.SIGCONT)
     assert frozen.wait(timeout=START_S) == 1
@@ -141,7 +140,7 @@ def test_a_trainer_whose_flow_is_gone_ends(store, start):
     orphan = start(parent=flow.pid)
     begin(orphan)
     assert orphan.wait(timeout=START_S) == 1
-    assert not store.exists(ledger.HEARTBEAT)
+    assert not store.exists(attempts.HEARTBEAT)
 
 
 def test_a_run_of_another_trainer_is_not_tried_again():

@@ -29,12 +29,15 @@ import pytest
 import torch
 
 from flows.config import RunConfig
-from flows.search import place_among_gpus
+from flows.searcher.start import place_among_gpus
 from flows.trainer import session
 from flows.trainer.__main__ import learn
+from flows.trainer.alarms import RunAlarms
+from flows.trainer.experience import StoredExperience
 from flows.trainer.heartbeat import Heartbeat
+from flows.trainer.outbox import StoreOutbox
 from infra import machine
-from storage import ledger, policies
+from storage import attempts, checkpoints, ledger, policies
 from storage.schema import TRAINING_STEP
 from storage.store import RunStore
 from tba.precision import to_bfloat16
@@ -51,13 +54,13 @@ def store(tmp_path):
 
 @pytest.fixture
 def alarms(store):
-    return session.RunAlarms(store, resumed_from=0)
+    return RunAlarms(store, resumed_from=0)
 
 
 @pytest.fixture
 def experience(store, alarms):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2, max_age=4)
-    return session.StoredExperience(store, buffer, attempt=1, alarms=alarms)
+    return StoredExperience(store, buffer, attempt=1, alarms=alarms)
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def outbox(store, heart, alarms, tmp_path):
     template = tmp_path / "template"
     template.mkdir()
     (template / "config.json").write_text("{}")
-    with contextlib.closing(session.StoreOutbox(store, RunConfig(), 1, template, heart, alarms)) as outbox:
+    with contextlib.closing(StoreOutbox(store, RunConfig(), 1, template, heart, alarms)) as outbox:
         yield outbox
 
 
@@ -90,7 +93,7 @@ def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experienc
 
 def test_a_resumed_run_waits_for_its_searchers(store, alarms):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4)
-    experience = session.StoredExperience(store, buffer, 2, alarms, awaits_shard=True)
+    experience = StoredExperience(store, buffer, 2, alarms, awaits_shard=True)
     commit(store, "s0", 0, distinct("ab", 4))
     for _ in range(2):
         experience.sync(5)
@@ -114,18 +117,18 @@ def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, hea
     assert facts["searchers_silent_s"] >= 0.3
     outbox.status("training", 1, facts)
     heart.write()
-    beat = json.loads(store.get(ledger.HEARTBEAT))
+    beat = json.loads(store.get(attempts.HEARTBEAT))
     assert beat["alarms"]["searchers_silent"].startswith("no new shard for") and beat["message"] == ""
 
     commit(store, "s0", 1, distinct("ab", 4))
     experience.sync(2)
     outbox.status("training", 2, experience.draw(2).facts)
     heart.write()
-    assert json.loads(store.get(ledger.HEARTBEAT))["alarms"] == {}
+    assert json.loads(store.get(attempts.HEARTBEAT))["alarms"] == {}
 
 
 def test_what_the_newest_sync_took_in_is_in_the_metrics(store, alarms):
-    experience = session.StoredExperience(store, new_buffer(store), attempt=1, alarms=alarms)
+    experience = StoredExperience(store, new_buffer(store), attempt=1, alarms=alarms)
     commit(store, "s0", 0, [("a", [8, 16], 1.0), ("a", [4], 0.0)], policy_step=0)
     commit(store, "s1", 0, [("b", [2, 2, 2, 2, 2], 0.5), ("b", [2, 2, 2, 2, 2], 0.5)], policy_step=3)
     experience.sync(4)
@@ -152,19 +155,21 @@ def test_an_alarm_is_in_the_log_once_and_in_the_heartbeat(store, outbox, heart, 
     (record,) = caplog.records
     assert record.message.startswith("log-probabilities disagree")
     heart.write()
-    assert json.loads(store.get(ledger.HEARTBEAT))["alarms"].keys() == {"logprobs_disagree"}
+    assert json.loads(store.get(attempts.HEARTBEAT))["alarms"].keys() == {"logprobs_disagree"}
     outbox.status("waiting", 7, {"message": "too early"})
     heart.write()
-    assert json.loads(store.get(ledger.HEARTBEAT))["alarms"].keys() == {"logprobs_disagree"}, "it is on until it is off"
+    assert json.loads(store.get(attempts.HEARTBEAT))["alarms"].keys() == {"logprobs_disagree"}, (
+        "it is on until it is off"
+    )
     outbox.status("training", 8, {"logprob_mismatch": 0.01})
     heart.write()
-    assert json.loads(store.get(ledger.HEARTBEAT))["alarms"] == {}
+    assert json.loads(store.get(attempts.HEARTBEAT))["alarms"] == {}
 
 
 def test_a_resumed_trainer_knows_the_steps_before_it(store):
     for step in range(1, 5):
         ledger.record_training_step(store, mismatched(step))
-    resumed, anew = session.RunAlarms(store, resumed_from=4), session.RunAlarms(store, resumed_from=0)
+    resumed, anew = RunAlarms(store, resumed_from=4), RunAlarms(store, resumed_from=0)
     for alarms in (resumed, anew):
         assert alarms.on == {}
         alarms.see(mismatched(5))
@@ -174,8 +179,8 @@ def test_a_resumed_trainer_knows_the_steps_before_it(store):
 def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     written, go_on = [], threading.Event()
     record = ledger.record_training_step
-    monkeypatch.setattr(session.ledger, "record_training_step", lambda *of: (go_on.wait(30), record(*of)))
-    monkeypatch.setattr(session.ledger, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
+    monkeypatch.setattr(ledger, "record_training_step", lambda *of: (go_on.wait(30), record(*of)))
+    monkeypatch.setattr(checkpoints, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
     metrics = {k: v for k, v in make_training_step(1, 1).items() if k not in ("attempt", "step")}
     outbox.record(1, Batch([], {}, make_batch([0])), metrics)
     trainer = SimpleNamespace(save=lambda folder: (folder / "state.json").touch())
@@ -193,7 +198,7 @@ def test_the_final_policy_is_not_published_before_all_that_was_trained_is_on_rec
     def full_disk(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(session.ledger, "record_training_step", full_disk)
+    monkeypatch.setattr(ledger, "record_training_step", full_disk)
     outbox.record(7, Batch([], {}, make_batch([0])), {})
     with pytest.raises(OSError, match="no space left"):
         outbox.publish(7, {}, final=True)
@@ -282,7 +287,7 @@ def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatc
     """What torch says of the machine is made up: this one may have no GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     config = RunConfig(run=store.run, store=store.url, searchers=3)
-    ledger.start_attempt(store, 0, ledger.this_process())
+    attempts.start_attempt(store, 0, attempts.this_process())
     found = []
     for name in ("s0", "s1", "s2"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
@@ -292,5 +297,5 @@ def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatc
 
 def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
     config = RunConfig(run=store.run, store=store.url, searchers=3)
-    ledger.start_attempt(store, 0, ledger.this_process() | {"host": "elsewhere"})
+    attempts.start_attempt(store, 0, attempts.this_process() | {"host": "elsewhere"})
     assert [place_among_gpus(config, name) for name in ("s0", "s2", "evaluate")] == [(0, 3), (2, 3), (3, 3)]

@@ -23,7 +23,7 @@ import pytest
 
 from flows.config import RunConfig
 from flows.trainer import trackers
-from storage import ledger
+from storage import attempts
 from storage.schema import TRAINING_STEP
 from storage.store import RunStore
 from tests.storage.helpers import OWNER, make_batch, make_training_step
@@ -41,7 +41,7 @@ def store(tmp_path, monkeypatch):
 
 def log(store: RunStore, resumed_from: int, steps: range, *names: str, reward: float = 0.25) -> trackers.Trackers:
     """One life of the Trainer, as far as trackers see it."""
-    attempt = ledger.start_attempt(store, resumed_from, OWNER, previous=ledger.latest_attempt(store))
+    attempt = attempts.start_attempt(store, resumed_from, OWNER, previous=attempts.latest_attempt(store))
     opened = trackers.Trackers(store, RunConfig(run="run", trackers=names), attempt)
     for step in steps:
         row = make_training_step(attempt, step) | {"reward_mean": reward, "reward_recent_mean": reward}

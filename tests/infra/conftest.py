@@ -1,4 +1,4 @@
-"""Fixtures that the tests of flows/ share: a project with a stack, started once."""
+"""Fixtures that the tests of infra/ share: a project with a stack, started once."""
 
 import shutil
 import socket
@@ -6,13 +6,12 @@ import socket
 import pytest
 
 from infra import stack
+from tests.infra.project import make_project, processes_of
 
 
 @pytest.fixture(scope="package")  # and not for the other packages' tests: it takes a tenth of a core
 def server(tmp_path_factory):
     """A project with a stack that was started on a taken port: (project, URL, the port that was taken)."""
-    from tests.infra.test_stack import make_project, processes_of
-
     project = make_project(tmp_path_factory.mktemp("first"))
     with pytest.MonkeyPatch.context() as patch, socket.socket() as occupant:
         occupant.bind(("127.0.0.1", 0))
