@@ -1,6 +1,7 @@
 """Where a warm start takes trajectories from: another run, or a Parquet file of demonstrations."""
 
 import hashlib
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,20 @@ from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore, read_file
 
 if TYPE_CHECKING:
-    from flows.reuse.warm_start import Copy
+    from tba.demonstrations import Demonstrations
+    from tba.reference_policy import ReferencePolicy
 
 ROWS_PER_SHARD = 500  # of demonstrations: what is lost when their scoring is interrupted
 SHARDS_AT_ONCE = 32  # of another run; the quality gate takes half a second, however many
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What completes trajectories that come from elsewhere."""
+
+    reference: "ReferencePolicy"
+    temperature: float
+    demonstrations: "Demonstrations"
 
 
 def open_source(url: str, config: RunConfig):
@@ -65,10 +76,10 @@ class RunSource:
         shard = shards.read_shards(self._store, searcher, [number])
         return shard if self._version is None else reward_versions.with_rewards(self._store, self._version, shard)
 
-    def trajectories(self, rows: pa.Table, copy: "Copy") -> pa.Table:
+    def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
         if self._is_for_other_temperature:
             tokens = (rows[name].to_pylist() for name in ("prompt_tokens", "response_tokens"))
-            rows = replace_columns(rows, {"reference_logprobs": copy.reference.logprobs(*tokens, copy.temperature)})
+            rows = replace_columns(rows, {"reference_logprobs": scorer.reference.logprobs(*tokens, scorer.temperature)})
         return rows
 
 
@@ -109,7 +120,7 @@ class FileSource:
     def read(self, part: list) -> pa.Table:
         return self._rows.slice(*part)
 
-    def trajectories(self, rows: pa.Table, copy: "Copy") -> pa.Table:
+    def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
         of_all = dict.fromkeys(TRAJECTORY.names) | {
             "policy_fingerprint": "demonstration",
             "temperature": 1.0,
@@ -120,5 +131,5 @@ class FileSource:
             "schema_version": SCHEMA_VERSION,
             "created_at": datetime.now(UTC),
         }
-        completed = copy.demonstrations.complete(rows.to_pylist())
+        completed = scorer.demonstrations.complete(rows.to_pylist())
         return to_table([of_all | {"rewards": {"given": row["reward"]}} | row for row in completed], TRAJECTORY)

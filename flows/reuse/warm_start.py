@@ -18,7 +18,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from flows.reuse.sources import FileSource, RunSource, open_source
+from flows.reuse.sources import FileSource, RunSource, Scorer, open_source
 from storage import quality, shards
 from storage.errors import AlreadyExists
 from storage.reward_versions import replace_columns
@@ -91,8 +91,9 @@ class Copy:
         self._store = store
         self._vocab_size = AutoConfig.from_pretrained(folder).vocab_size
         self._heldout = pa.array([problem.prompt for problem in task_.heldout], pa.string())
-        self.reference, self.temperature = ReferencePolicy(folder), config.train.temperature
-        self.demonstrations = Demonstrations(task_, tokenizer, self.reference, self.temperature)
+        reference, temperature = ReferencePolicy(folder), config.train.temperature
+        demonstrations = Demonstrations(task_, tokenizer, reference, temperature)
+        self._scorer = Scorer(reference, temperature, demonstrations)
 
     def all_of(self, source: RunSource | FileSource, searcher: str, parts: list) -> dict:
         """Commits a source as the shards of a searcher of that name. Returns how much was taken and left out."""
@@ -120,7 +121,7 @@ class Copy:
             "round": [number] * rows.num_rows,
             "policy_step": [0] * rows.num_rows,
         }
-        return replace_columns(source.trajectories(rows, self), here)
+        return replace_columns(source.trajectories(rows, self._scorer), here)
 
     def _commit(self, source: RunSource | FileSource, made: list[pa.Table]) -> None:
         for shard, reasons in zip(made, quality.validate_shards(made, self._vocab_size), strict=True):
