@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from flows.machine import default_store
+from infra.machine import default_store
 from storage.buffer import Sampling
 from storage.store import check_run_name
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings

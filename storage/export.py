@@ -12,7 +12,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from storage.inspect import STORED, VIEWS, attempts, dataset
+from storage.queries import STORED, VIEWS, attempts_table, dataset
 from storage.sql import sql
 from storage.store import RunStore
 
@@ -43,7 +43,7 @@ def _copy(connection: duckdb.DuckDBPyConnection, store: RunStore) -> None:
     for name, (folder, columns) in STORED.items():
         connection.register("arriving", dataset(store, folder, columns))
         connection.execute(f"CREATE TABLE stored_{name} AS FROM arriving")
-    connection.register("arriving", attempts(store))
+    connection.register("arriving", attempts_table(store))
     connection.execute("CREATE TABLE stored_attempts AS FROM arriving")
     connection.unregister("arriving")
 

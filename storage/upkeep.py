@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 
-from storage import inspect, ledger
+from storage import checkpoints, queries
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.shards import (
     block_of,
@@ -53,10 +53,10 @@ def expire(store: RunStore, before: datetime | None, keep: int | None, min_size:
     Whole files only; the newest `min_size` trajectories stay in any case. Returns per searcher the last round of those
     that expire now.
     """
-    finished, checkpoints = store.exists("summary.json"), ledger.list_checkpoints(store)
+    finished, steps = store.exists("summary.json"), checkpoints.list_checkpoints(store)
     parameters = {"before": before, "keep": keep, "min_size": min_size, "finished": finished}
-    parameters["checkpoint"] = checkpoints[0] if checkpoints else None
-    with inspect.connect(store) as connection:
+    parameters["checkpoint"] = steps[0] if steps else None
+    with queries.connect(store) as connection:
         chosen = dict(connection.execute(sql("choose_expired"), parameters).fetchall())
     expired = expired_through(store)
     chosen = whole_blocks(chosen, compacted_blocks(files_named(store.list("trajectories"))))

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage import ledger, policies, quality, schema
+from storage import attempts, checkpoints, ledger, policies, quality, schema
 from storage.errors import DamagedPolicy, NotFound, StoreError, TornShard
 from storage.shards import (
     File,
@@ -95,7 +95,7 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
         return Report(faults, num_shards=0, num_trajectories=0, num_policies=0, num_steps=0)
     faults: list[Fault] = []
     ledgers = _LEDGER if fingerprint else {folder: _asked(columns) for folder, columns in _LEDGER.items()}
-    resumes = ledger.attempts(store)
+    resumes = attempts.list_attempts(store)
     entries = {folder: _read_entries(store, folder, columns, faults) for folder, columns in ledgers.items()}
     syncs = _effective_syncs(store)
     shards = _check_shards(store, _vocab_size(store) if fingerprint else None, faults)
@@ -368,15 +368,15 @@ def _unpublished_speakers(shards: _Shards, published: dict[str, dict]) -> Iterat
 
 
 def _bad_checkpoints(store: RunStore) -> Iterator[Fault]:
-    for step in ledger.list_checkpoints(store):
+    for step in checkpoints.list_checkpoints(store):
         with suppress(NotFound, FileNotFoundError):  # the Trainer has deleted it since it was listed
             found = list(_bad_checkpoint(store, step))
-            if found and step in ledger.list_checkpoints(store):
+            if found and step in checkpoints.list_checkpoints(store):
                 yield from found
 
 
 def _bad_checkpoint(store: RunStore, step: int) -> Iterator[Fault]:
-    folder = ledger.checkpoint_path(step)
+    folder = checkpoints.checkpoint_path(step)
     try:
         recorded = json.loads(store.get(f"{folder}/state.json"))["step"]
     except (ValueError, KeyError, TypeError) as error:
@@ -388,7 +388,7 @@ def _bad_checkpoint(store: RunStore, step: int) -> Iterator[Fault]:
     if not weights:
         yield Fault("damaged checkpoint", folder, "it has no safetensors file")
     for path in weights:
-        if message := ledger.broken_safetensors(store, path):
+        if message := checkpoints.broken_safetensors(store, path):
             yield Fault("damaged checkpoint", path, message)
 
 

@@ -6,7 +6,7 @@ prompt: if a prompt has a single response, and no Searcher adds more, it teaches
 
 import hashlib
 
-from tba.reference import ReferencePolicy
+from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.tasks.base import stop_tokens
 

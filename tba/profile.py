@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
-from tba.policy import Group
+from tba.logprobs import Group
 from tba.trainer import Draw, Trainer
 
 WARM_UP_STEPS = 2  # the first allocates the optimizer's state, the second runs with warm caches

@@ -18,7 +18,7 @@ from pathlib import Path
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling
 from tba.near_duplicates import NearDuplicates
-from tba.reference import ReferencePolicy
+from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 

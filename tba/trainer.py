@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba import adapters, baselines, schedule
+from tba import baselines, lora, schedule
 from tba.config import TrainSettings
+from tba.logprobs import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.objective import log_partition, residual, taper, trajectory_balance_loss
-from tba.policy import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.precision import to_bfloat16
 from tba.shared_prefix import in_passes
 
@@ -95,7 +95,7 @@ class Trainer:
         if device:
             self._policy.to(device)
         if settings.lora_rank:
-            adapters.add(self._policy, settings.lora_rank, seed)
+            lora.add(self._policy, settings.lora_rank, seed)
         self._reference: PreTrainedModel | None = None  # as stored, until a reset
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
@@ -108,7 +108,7 @@ class Trainer:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens in the model's vocabulary."""
+        """How many tokens the model knows."""
         return self._policy.config.get_text_config().vocab_size
 
     def train_step(self, draws: Sequence[Draw]) -> dict:
@@ -262,9 +262,7 @@ class Trainer:
         """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once."""
         tied = set(self._policy.all_tied_weights_keys)
         return {
-            name: to_bfloat16(tensor.detach()).cpu()
-            for name, tensor in adapters.merged(self._policy)
-            if name not in tied
+            name: to_bfloat16(tensor.detach()).cpu() for name, tensor in lora.merged(self._policy) if name not in tied
         }
 
     def save(self, folder: Path) -> None:

@@ -17,8 +17,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from flows.cli import app
-from storage.inspect import query
+from flows.cli.app import app
+from storage.queries import query
 from storage.store import RunStore
 from tests.flows.prepared_run import prepare_run
 

@@ -16,10 +16,10 @@ than three words gets a floor. The embedded choices (the embedded model, a list 
 
 from pathlib import Path
 
-from tba.classifiers import WORD_LIST, SequenceClassifier, WordList, mean_log
-from tba.embedded import MODELS_FOLDER, resolve_model
+from tba.models import MODELS_FOLDER, resolve_model
 from tba.tasks.base import Problem
-from tba.victim import Victim
+from tba.tasks.classifiers import WORD_LIST, SequenceClassifier, WordList, mean_log
+from tba.tasks.victim import Victim
 
 INSTRUCTIONS = ("Describe your favourite season.", "Explain how a bicycle works.", "Tell a story about a cat.")
 NUM_ANSWERS = 5

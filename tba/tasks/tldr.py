@@ -16,8 +16,8 @@ against the reference summary, which needs no download and is a poor judge.
 
 from collections.abc import Mapping
 
-from tba.classifiers import ROUGE_L, SequenceClassifier, rouge_l
 from tba.tasks.base import Problem
+from tba.tasks.classifiers import ROUGE_L, SequenceClassifier, rouge_l
 from tba.tasks.rows import Rows, digest, read_rows, split, text_of
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
