@@ -29,14 +29,14 @@ test-apart: $(STAMP)  ## Tests of minutes each: printed commands, Prefect's page
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart
 
 test-crash: $(STAMP)  ## Searcher, Trainer and S3 of a run are killed, each once: the part of crash-matrix that CI runs
-	$(BIN)/python -m pytest -m apart tests/crash -k killed
+	$(BIN)/python -m pytest -m apart tests/faults -k killed
 
 lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 docs: $(STAMP)  ## What is generated of docs/: the reference of settings
-	$(BIN)/python -m flows.reference
+	$(BIN)/python -m docs.write_configuration
 
 up: $(STAMP)  ## Prefect server, work pool, deployments, worker, until `make down`
 	$(BIN)/tba up
@@ -71,8 +71,8 @@ compare-sync: $(STAMP)  ## Asynchronous beside synchronous training, on the same
 	$(BIN)/tba compare sync
 
 crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle, then outages; nothing may be lost
-	$(BIN)/python -m tests.crash.matrix
-	$(BIN)/python -m pytest -m apart tests/crash
+	$(BIN)/python -m tests.faults.matrix
+	$(BIN)/python -m pytest -m apart tests/faults
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
@@ -85,5 +85,5 @@ $(STAMP): pyproject.toml infra/constraints.txt infra/overrides.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c infra/constraints.txt uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev]"
-	$(BIN)/python -m tba.embedded
+	$(BIN)/python -m tba.models
 	touch $@

@@ -5,39 +5,45 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from flows.machine import default_store
+from infra.machine import default_store
 from storage.buffer import Sampling
 from storage.store import check_run_name
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
 
 
 class RunConfig(Settings):
-    """Everything that decides what a run does. The same name with the same configuration resumes the run."""
+    """The configuration of a run. The same name with the same configuration resumes the run."""
 
-    run: str = Field("arithmetic", description="Name of the run: its folder in the store.")
-    store: str = Field(default_factory=default_store, description="Root URL: file:///folder or s3://bucket/prefix.")
-    model: str = Field("smollm2-135m-instruct", description="The embedded model, a local folder or a Hugging Face id.")
-    seed: int = Field(0, ge=0, description="Of prompts' order, sampling and every draw.")
-    searchers: int = Field(1, ge=0, description="Searchers that the flow starts; more may join at any time.")
+    run: str = Field("arithmetic", description="Name of the run, and of its folder in the store.")
+    store: str = Field(
+        default_factory=default_store, description="Root URL of the store: file:///folder or s3://bucket/prefix."
+    )
+    model: str = Field(
+        "smollm2-135m-instruct",
+        description="Model to start from: embedded model's name, local folder or Hugging Face id.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the order of prompts, of sampling, and of every draw.")
+    searchers: int = Field(1, ge=0, description="Number of Searchers that the flow starts; more may join at any time.")
     warm_start: tuple[str, ...] = Field(
         (),
         description="URLs of runs (<store>/<run>) and .parquet files of demonstrations to begin with.",
     )
     reward_version: str | None = Field(
-        None, description="Reward version that the warm-starting runs' trajectories count with; None: as sampled."
+        None, description="Reward version of the warm start's trajectories (tba rescore); None: the rewards as sampled."
     )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
-        ("tensorboard",), description="Where metrics go as they come, beside the store: tensorboard, wandb, mlflow."
+        ("tensorboard",),
+        description="Trackers of the metrics, besides the store: tensorboard, wandb, mlflow.",
     )
     synchronous: bool = Field(
         False,
-        description="One Searcher and the Trainer in turns, each with all CPU cores: for comparison. Replays nothing.",
+        description="For comparison: one Searcher and the Trainer take turns, without replay, each with all CPU cores.",
     )
     evaluate_share: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="Share of one Searcher's time that evaluations may take; 0: the first and the last policy only.",
+        description="Share of one Searcher's time for evaluations, at most; 0: only the first and final policy.",
     )
     task: TaskSettings = TaskSettings()
     search: SearchSettings = SearchSettings()

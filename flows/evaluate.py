@@ -17,8 +17,8 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig, load_run
-from flows.machine import policy_cache
-from flows.search import start_searcher
+from flows.searcher.start import start_searcher
+from infra.machine import policy_cache
 from storage import policies
 from storage.store import RunStore
 from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, win_rate

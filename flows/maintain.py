@@ -9,9 +9,9 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import load_run
-from flows.machine import model_folder
 from storage import audit, upkeep
 from storage.store import RunStore
+from tba.models import model_folder
 
 
 @flow(name="maintain")

@@ -1,10 +1,6 @@
 """search/searcher: one Searcher. Start more at any time, on any machine that sees the store: they join by run name."""
 
 import contextlib
-import hashlib
-import os
-import re
-import socket
 import time
 from collections.abc import Callable
 
@@ -12,20 +8,17 @@ from prefect import flow, get_run_logger, task
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 
-from flows import control
-from flows.config import RunConfig, load_run
-from flows.machine import code_version, cpu_threads, model_folder, policy_cache, take_gpu
-from flows.page import asset_key
-from storage import ledger, policies, quality, shards
-from storage.errors import AlreadyExists, NotFound
+from flows.config import load_run
+from flows.run.prefect_page_lineage import asset_key
+from flows.searcher.policy_feed import TrainerPulse, deliver, next_policy
+from flows.searcher.start import start_searcher
+from storage import ledger, policies, quality, requests, shards
+from storage.errors import AlreadyExists
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore
 
-# A Searcher whose run nobody trains ends by itself, this long after the Trainer's last sign of life.
-TRAINER_SILENT_S = 180
 # A reward or an engine that spoils this many rounds running will spoil the next one too.
 MAX_SPOILED_ROUNDS = 3
-POLL_S = 0.5
 
 
 @flow(name="search")
@@ -41,7 +34,7 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
     searcher = start_searcher(config, name, first)
     pulse, budget, served = TrainerPulse(run_store), EvaluationBudget(config.evaluate_share), None
     while policy := next_policy(run_store, pulse, after=served if config.synchronous else None):
-        if control.is_to_leave(run_store, name):
+        if requests.is_to_leave(run_store, name):
             get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
             break
         if policy != served:
@@ -55,57 +48,6 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> i
         as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number)
         number += 1
     return number - first
-
-
-@task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)
-def start_searcher(config: RunConfig, name: str, next_round: int):
-    """Loads engine and reference policy (seconds to minutes)."""
-    threads = cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    gpu_share = take_gpu(*place_among_gpus(config, name))
-    from transformers import AutoTokenizer
-
-    from tba.engine import make_engine
-    from tba.searcher import Searcher
-    from tba.tasks import load_task
-
-    folder = model_folder(config.model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
-    max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
-    quality.load_suite()  # seconds of imports: now, and not while a first shard waits for them
-    prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
-    prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
-    engine = make_engine(
-        folder,
-        max_tokens=max(map(len, prompts)) + max_response_tokens,
-        max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
-        # Not the run's seed alone: Searchers, and lives of one Searcher, must not sample alike.
-        seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
-        threads=threads,
-        gpu_share=gpu_share,
-    )
-    return Searcher(
-        name,
-        task_,
-        tokenizer,
-        engine,
-        folder,
-        config.search,
-        max_response_tokens=max_response_tokens,
-        temperature=config.train.temperature,
-        seed=config.seed,
-        code_version=code_version(),
-    )
-
-
-def place_among_gpus(config: RunConfig, name: str) -> tuple[int, int]:
-    """Which of the run's processes a Searcher is, and of how many: its Trainer's are the first where that is here."""
-    owner = ledger.trainer(RunStore(config.store, config.run))
-    trainers = config.train.processes if owner and owner[0] == socket.gethostname() else 0
-    number = re.search(r"\d+$", name)
-    return trainers + (int(number[0]) if number else config.searchers), trainers + max(config.searchers, 1)
 
 
 def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef):
@@ -180,24 +122,6 @@ def commit(store: RunStore, table, metrics: dict) -> None:
     )  # fmt: skip
 
 
-def deliver(store: RunStore, searcher, policy: policies.PolicyRef) -> bool:
-    """Has the engine serve the policy. False: it was replaced by a newer one and deleted before it was fetched.
-
-    Raises: RuntimeError: the engine took in other weights than were published.
-    """
-    try:
-        folder = policies.fetch_policy(store, policy, policy_cache(store.run))
-        fingerprint = searcher.load(folder, policy.step)
-    except (NotFound, FileNotFoundError):
-        return False
-    if fingerprint != policy.fingerprint:
-        raise RuntimeError(
-            f"searcher: the engine serves weights {fingerprint}, but policy step {policy.step} was published as "
-            f"{policy.fingerprint}: {policy.path} is damaged or was changed after it was published"
-        )
-    return True
-
-
 class EvaluationBudget:
     """Keeps a Searcher's evaluations within a share of its time since its engine was ready.
 
@@ -218,32 +142,3 @@ class EvaluationBudget:
         """What an evaluation took; 0 where there was none to do."""
         self._spent_s += seconds
         self._last_s = seconds or self._last_s
-
-
-class TrainerPulse:
-    """Whether somebody trains the run: its heartbeat changes. Needs no common clock."""
-
-    def __init__(self, store: RunStore) -> None:
-        self._store, self._last, self._seen = store, None, time.monotonic()
-
-    def is_silent(self) -> bool:
-        with contextlib.suppress(NotFound):
-            beat = self._store.get("trainer/heartbeat.json")
-            if beat != self._last:
-                self._last, self._seen = beat, time.monotonic()
-        return time.monotonic() - self._seen > TRAINER_SILENT_S
-
-
-def next_policy(
-    store: RunStore, pulse: TrainerPulse, after: policies.PolicyRef | None = None
-) -> policies.PolicyRef | None:
-    """The newest policy; waits for the first one, or one that is not `after`.
-
-    None: the Trainer has been silent for `TRAINER_SILENT_S`.
-    """
-    while not pulse.is_silent():
-        if (policy := policies.latest_policy(store)) and policy != after:
-            return policy
-        time.sleep(POLL_S)
-    get_run_logger().warning("no sign of life from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)
-    return None

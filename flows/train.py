@@ -13,24 +13,20 @@ import httpx
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.deployments import run_deployment
 from prefect.exceptions import Pause
 from prefect.runtime import flow_run
-from prefect.states import Cancelling, Completed
+from prefect.states import Completed
 
-from flows import control
 from flows.config import RunConfig, read_recorded
-from flows.page import Page
-from flows.processes import ALREADY_TRAINING
-from flows.summary import summarise
-from flows.warm_start import take_over
-from storage import ledger, policies, shards
-from storage.errors import AlreadyTraining, NotFound, StoreError
+from flows.reuse.warm_start import take_over
+from flows.run.prefect_page import Page
+from flows.run.searchers import Searchers
+from flows.trainer import ALREADY_TRAINING
+from storage import attempts, ledger, policies, requests
+from storage.errors import AlreadyTraining, NotFound
 from storage.store import RunStore
+from storage.summary import summarise
 
-# A Searcher that fell is replaced; one that falls more often without a round between has a fault that a new one shares.
-MAX_REPLACEMENTS = 3
 POLL_S = 2.0
 # A step with its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
 TRAINER_PATIENCE_S = 20.0
@@ -61,7 +57,9 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
                 silent = False
             except httpx.HTTPError as error:  # training goes on while the Prefect server is away
                 if not silent:
-                    get_run_logger().warning("nobody looks after the Searchers for now: %r", error)
+                    get_run_logger().warning(
+                        "the Prefect server is unreachable; Searchers are not being restarted: %r", error
+                    )
                 silent = True
             page.update()
             time.sleep(POLL_S)
@@ -95,13 +93,13 @@ def end_if_suspended() -> None:
 @task(task_run_name="prepare", cache_policy=NO_CACHE, persist_result=False)
 def prepare(config: RunConfig) -> RunStore:
     """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
-    from flows.checks import check_inputs
+    from flows.run.preflight import check_inputs
 
     for warning in check_inputs(config):
         get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded(), read_recorded)
-    control.take_back_stop(store)  # it was for an earlier life
+    requests.take_back_stop(store)  # it was for an earlier life
     return store
 
 
@@ -126,17 +124,21 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
     """
     store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
     run_store = RunStore(store, run)
-    process = subprocess.Popen([sys.executable, "-m", "flows.learn", store, run, str(os.getpid()), *map(str, devices)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), *map(str, devices)]
+    )
     try:
         while process.poll() is None and not over.wait(POLL_S):
-            if not began.is_set() and ledger.trainer(run_store) == (socket.gethostname(), process.pid):
+            if not began.is_set() and attempts.trainer(run_store) == (socket.gethostname(), process.pid):
                 began.set()
     finally:
         status = end(process)
     if over.is_set():
         return
     if status == ALREADY_TRAINING:
-        raise AlreadyTraining(f"run {run} has another live Trainer: {ledger.trainer(run_store)}. Nothing was written.")
+        raise AlreadyTraining(
+            f"run {run} has another live Trainer: {attempts.trainer(run_store)}. Nothing was written."
+        )
     if status:
         raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(run_store)}")
 
@@ -149,90 +151,6 @@ def end(process: subprocess.Popen) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-class Searchers:
-    """The run's Searchers, each a flow run of its own on whatever machine the work pool has."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._store, self._wanted = RunStore(config.store, config.run), config.searchers
-        self._falls: dict[str, tuple[int, int]] = {}  # by name: the round that it fell at, and how often
-        self._runs: dict[str, FlowRun] = {}  # the first one evaluates
-        self._leaving: list[FlowRun] = []
-        self._num_names = 0  # no name is used twice: who leaves may not be gone yet
-
-    def keep_up(self) -> None:
-        """Starts those not started yet, and anew each that failed, crashed or was lost; lets go whom nobody wants.
-
-        How many are wanted may change during a run (`tba searchers`). Raises: RuntimeError: one fell too often.
-        """
-        with contextlib.suppress(StoreError):  # a store that is away has no new wishes
-            self._wanted = control.wanted_searchers(self._store, self._config.searchers)
-        while len(self._runs) < self._wanted:
-            self._runs[f"s{self._num_names}"] = self._start(f"s{self._num_names}")
-            self._num_names += 1
-        while len(self._runs) > self._wanted:
-            newest = list(self._runs)[-1]
-            control.ask_to_leave(self._store, newest)
-            self._leaving.append(self._runs.pop(newest))
-        for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
-            with contextlib.suppress(StoreError):  # a store that is away: later
-                self._replace(name)
-
-    def stop(self) -> None:
-        """Ends those that still run. Nothing is lost: what they committed is in the store."""
-        with get_client(sync_client=True) as client:
-            for run in [*self._runs.values(), *self._leaving]:
-                state = client.read_flow_run(run.id).state
-                if not state.is_final():
-                    client.set_flow_run_state(run.id, Cancelling(message="the run is over"), force=True)
-
-    def _replace(self, name: str) -> None:
-        """Starts one anew. Raises: RuntimeError: it fell too often. StoreError: the store is away; nothing was done."""
-        at = shards.next_round(self._store, name)
-        before, falls = self._falls.get(name, (at, 0))
-        if before != at:  # it has committed since
-            falls = 0
-        # one that gave up on a Trainer that was long in coming back has no fault that a new one would share
-        falls += not self._state(self._runs[name]).is_completed()
-        if falls > MAX_REPLACEMENTS:
-            raise RuntimeError(
-                f"searcher {name} fell {falls} times at its round {at}; its flow run's log in Prefect says why"
-            )
-        self._runs[name] = self._start(name)
-        self._falls[name] = at, falls
-        get_run_logger().warning("searcher %s fell and is started again", name)
-
-    def _start(self, name: str) -> FlowRun:
-        config = self._config
-        control.welcome(self._store, name)
-        return run_deployment(
-            "search/searcher",
-            parameters={
-                "store": config.store,
-                "run": config.run,
-                "name": name,
-                "evaluates": name == next(iter(self._runs), name),
-            },
-            flow_run_name=f"{config.run}/{name}",
-            tags=[f"run:{config.run}"],
-            timeout=0,
-        )
-
-    def _has_fallen(self, run: FlowRun) -> bool:
-        """Whether it has ended, and not because the run has its final policy."""
-        state = self._state(run)
-        if state.is_completed():
-            with contextlib.suppress(StoreError):  # away: later
-                policy = policies.latest_policy(self._store)
-                return policy is None or not policy.final
-        return state.is_failed() or state.is_crashed() or state.is_cancelled()
-
-    @staticmethod
-    def _state(run: FlowRun) -> State:
-        with get_client(sync_client=True) as client:
-            return client.read_flow_run(run.id).state
 
 
 @task(task_run_name="await evaluation", cache_policy=NO_CACHE, persist_result=False)

@@ -1,6 +1,6 @@
 """Audit: the whole buffer against the quality gate's suite, with Great Expectations' Data Docs as a site in the store.
 
-audits/20261121T120000Z/index.html     begin here; each audit has a folder of its own, nothing is replaced
+audits/20261121T120000Z/index.html     the first page; each audit has a folder of its own
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from storage.store import RunStore
 
 
 def audit(store: RunStore, vocab_size: int) -> tuple[str, list[str]]:
-    """Judge every shard that counts, all together. Returns the site's first page in the run, and what is wrong.
+    """Validate all shards that count, together. Returns the path of the site's first page, and the faults.
 
     A shard that cannot be read is one of the faults. vocab_size: token ids are in [0, vocab_size).
     """
@@ -40,7 +40,7 @@ def audit(store: RunStore, vocab_size: int) -> tuple[str, list[str]]:
 
 
 def _validate(facts: pa.Table, folder: Path, run: str) -> list[str]:
-    """Run the suite over all facts and build the Data Docs in the folder. Returns what is wrong."""
+    """Run the suite over all facts and build the Data Docs in the folder. Returns the faults."""
     import great_expectations as gx
 
     context = gx.get_context(mode="file", project_root_dir=folder)

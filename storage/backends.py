@@ -1,9 +1,9 @@
 """The two kinds of store: a folder and an S3 prefix. storage/store.py is what everything else uses.
 
-Both promise the same: a file is seen whole or not at all, whoever is killed; of writers racing to create one path
-exactly one wins (on S3, where the server honours create-if-absent); a listing shows every file put before it; a store
-that is full or does not answer is waited for, `patience_s` long. Paths are relative, with `/`; exceptions are the
-backend's.
+Both keep the same promises. A reader sees a whole file or none, even if a writer was killed. Of several writers that
+race to create one path exactly one wins (on S3, if the server honours create-if-absent). A listing shows every file put
+before it. If the store is full or does not answer, operations are retried for `patience_s`. Paths are relative, with
+`/`; exceptions are the backend's.
 """
 
 import errno
@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import pyarrow.fs
 
 _TEMPORARY = ".tmp-"  # begins the name of a file still being written: no listing and no *.parquet glob shows it
-# A gateway that restarts, a network that comes back, a disk that is being cleared. Less than the silence after which a
-# Searcher takes its run's Trainer for dead (180 s), so that an outage ends no Searcher.
+# Long enough for a gateway to restart, a network to return, or a disk to be cleared. Shorter than the silence after
+# which a Searcher assumes that the Trainer is dead (180 s), so that an outage ends no Searcher.
 PATIENCE_S = 120.0
 _LONGEST_PAUSE_S = 5.0
 
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 def patient(operation: Callable) -> Callable:
     """Repeats a backend's operation while the store is full or away, up to the backend's `patience_s`.
 
-    The one place where an outage is waited for; what s3fs and botocore repeat by themselves are hiccups of seconds.
-    Every operation may be repeated: a put brings the same bytes to the same path.
+    Only this function waits for an outage; s3fs and botocore by themselves retry for seconds. Every operation may be
+    repeated: a put writes the same bytes to the same path.
     """
 
     @functools.wraps(operation)
@@ -47,7 +47,7 @@ def patient(operation: Callable) -> Callable:
             except Exception as error:
                 if not _may_pass(error) or time.monotonic() + pause_s > deadline:
                     raise
-                logger.warning("store: cannot %s now, trying on: %s", operation.__name__.strip("_"), error)
+                logger.warning("store: cannot %s now, retrying: %s", operation.__name__.strip("_"), error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -55,7 +55,7 @@ def patient(operation: Callable) -> Callable:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the store is full or away, and not refusing."""
+    """Whether the error may be temporary: the store is full or away, and does not refuse."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     for cause in (error, error.__cause__):
@@ -67,11 +67,11 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _response(error: BaseException | None) -> dict:
-    return getattr(error, "response", None) or {}  # of a connection that was cut it is there, and None
+    return getattr(error, "response", None) or {}  # None if the connection was cut
 
 
 class LocalFolder:
-    """A folder. Written to a temporary file beside its place, synced to disk, then linked or renamed there."""
+    """A folder. Files are written beside their path under a temporary name, synced to disk, then linked or renamed."""
 
     def __init__(self, root: str, patience_s: float = PATIENCE_S):
         self._root = Path(root)
@@ -81,7 +81,7 @@ class LocalFolder:
         self._write(path, lambda file: file.write(data), os.replace)
 
     def put_new(self, path: str, data: bytes) -> None:
-        # a link appears whole, and only where nothing is: rename would replace what another writer put
+        # a link fails if the path exists; a rename would replace another writer's file
         self._write(path, lambda file: file.write(data), os.link)
 
     def is_exclusive(self, probe: str) -> bool:
@@ -111,7 +111,7 @@ class LocalFolder:
             publish(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
-        # the name itself survives a power cut only once its folder is on disk
+        # the file's name survives a power cut only once its folder is on disk
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -165,10 +165,10 @@ class S3Prefix:
         self._root = root
         self.patience_s = patience_s
         self._bucket, _, self._prefix = root.partition("/")
-        # an own instance sees the environment as it is now; without a cache of listings it sees other writers at once
+        # an own instance reads the environment now; without a cache of listings it sees other writers' files at once
         self._fs = self._connect()
         if _is_loopback(urlsplit(self._fs.s3.meta.endpoint_url).hostname):
-            # over http each byte is hashed for the signature, here and there: half the cost of a put. Nobody is between
+            # over http client and server hash each byte for the signature: half the cost of a put. Nobody is between
             # two processes of one machine; a checksum goes with the bytes all the same, as it does over https.
             self._fs = self._connect(config_kwargs={"s3": {"payload_signing_enabled": False}})
 
@@ -183,14 +183,14 @@ class S3Prefix:
         self._fs.pipe_file(f"{self._root}/{path}", data)
 
     def put_new(self, path: str, data: bytes) -> None:
-        # A server that ignores create-if-absent replaces: looking first leaves it only the moment until the put.
+        # A server that ignores create-if-absent would replace the object: looking first narrows this to a moment.
         if self.exists(path):
             raise FileExistsError(path)
         self._create(path, data, uuid.uuid4().hex)
 
     @patient
     def _create(self, path: str, data: bytes, mark: str) -> None:
-        # a put whose answer got lost is sent again and meets its own object: the mark tells it from a rival's
+        # if the answer to a put was lost, the repeated put finds its own object, which the mark tells apart
         try:
             self._fs.pipe_file(f"{self._root}/{path}", data, mode="create", Metadata={"writer": mark})
         except OSError as error:
@@ -212,7 +212,7 @@ class S3Prefix:
 
     @patient
     def put_file(self, path: str, local: Path) -> None:
-        # s3fs would send ten parts of 50 MB at once, and all else waits until they are through: 17 s for a checkpoint
+        # s3fs would send ten parts of 50 MB at once, and other requests would wait for them: 17 s for a checkpoint
         self._fs.put_file(str(local), f"{self._root}/{path}", max_concurrency=2)
 
     @patient
@@ -237,7 +237,7 @@ class S3Prefix:
 
     @patient
     def files(self, folder: str, start_after: str) -> list[str]:
-        # StartAfter skips on the server: what was listed before costs nothing
+        # StartAfter skips earlier paths on the server, at no cost
         skip = {"StartAfter": self._key(start_after)} if start_after else {}
         start = len(self._key(""))
         return [item["Key"][start:] for page in self._pages(folder, **skip) for item in page.get("Contents", [])]
@@ -258,7 +258,7 @@ class S3Prefix:
 
     @patient
     def delete(self, path: str) -> None:
-        self._head(path)  # S3 deletes what is not there without a word
+        self._head(path)  # S3 deletes a missing object without an error
         self._fs.rm_file(f"{self._root}/{path}")
 
     @patient
@@ -292,7 +292,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _lost_the_race(error: OSError) -> bool:
-    """Whether a create-if-absent put failed because the object is there; stores word it in different ways."""
+    """Whether a create-if-absent put failed because the object exists; stores report this in different ways."""
     code = _response(error.__cause__).get("Error", {}).get("Code")
     # 409: another writer was in the middle of it
     return isinstance(error, FileExistsError) or code in ("PreconditionFailed", "412", "ConditionalRequestConflict")

@@ -2,30 +2,25 @@
 
     shards in the store ──sync──► index (DuckDB: metadata) + word file (tokens, log-probabilities) ──draw──► batch
 
-The shards are the truth. Index and word file are one process's cache of them, gone with it and rebuilt at will.
+The shards are the truth. Index and word file are a cache of them in one process; they end with it and can be rebuilt.
 
     sync     produces: a sync record, rows to draw   consumes: shards committed since the last sync
     draw     produces: a batch                       consumes: nothing, rows stay
-             waits for nothing: raises NotEnoughExperience where flow control says that the Trainer is too early:
-             fewer than `min_size` taken in, more than `samples_per_insert` drawn of each, none within `max_age`
+             waits for: nothing. Raises NotEnoughExperience if the Trainer is too early for flow control: fewer
+             than `min_size` taken in, more than `samples_per_insert` drawn of each, or none within `max_age`
     rebuild  produces: the buffer as it was at some step, from shards and sync records alone
 
-A draw depends on nothing but (seed, step) and the rows stored, and those only on the syncs so far: "what would step 420
-have drawn?" is `rebuild(420)`, `draw(420)`, on any machine, any day. What may be drawn is SQL (list_prompts.sql,
-list_candidates.sql), how likely, storage/mop.py.
+A draw depends only on (seed, step) and the stored rows, and these only on the syncs so far. So `rebuild(420)`,
+`draw(420)` repeat the draw of step 420 on any machine. The candidates of a draw are chosen in SQL (list_prompts.sql,
+list_candidates.sql), their probabilities computed in storage/mop.py.
 
 B prompts a batch, K responses a prompt.
 """
 
-import hashlib
-import os
-import tempfile
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 import duckdb
 import numpy as np
@@ -37,14 +32,14 @@ from storage.fresh import Fresh
 from storage.shards import by_block, expired_through, new_shards, read_shards
 from storage.sql import sql
 from storage.store import RunStore
+from storage.word_file import WordFile
 
-# Rounds of whole syncs that a rebuild indexes before it throws out repeats: few statements, and few rows in excess.
+# Rounds that a rebuild indexes, in whole syncs, before it deletes repeats: few statements, and few rows in excess.
 ROUNDS_PER_SETTLE = 64
-WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
 
 
 class NotEnoughExperience(RuntimeError):
-    """Flow control: a batch now would be too early. The message names the setting, and what would let it go on."""
+    """Flow control: it is too early for a batch. The message names the setting that requires more trajectories."""
 
 
 class Sampling(BaseModel):
@@ -52,20 +47,23 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts_per_batch: int = Field(8, ge=1, description="B, prompts in a batch")
-    responses_per_prompt: int = Field(16, ge=2, description="K, responses drawn of each prompt; the loss compares them")
-    recent_probability: float = Field(0.75, ge=0, le=1, description="m, share of prompts drawn from the newest sync")
+    prompts_per_batch: int = Field(8, ge=1, description="B: prompts in a batch.")
+    responses_per_prompt: int = Field(16, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
+    recent_probability: float = Field(0.75, ge=0, le=1, description="m: probability of drawing from the newest sync.")
     reward_temperature: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="tau: other draws weigh softmax(reward / tau); None: all the same"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="tau: weights softmax(reward / tau) in other draws; None: uniform.",
     )
-    uniform_fraction: float = Field(0.0, ge=0, le=1, description="share of the uniform distribution in that softmax")
-    capacity_per_prompt: int = Field(100, ge=2, description="distinct responses kept of each prompt, the newest")
-    min_size: int = Field(192, ge=1, description="trajectories taken in before the first batch, repeats included")
+    uniform_fraction: float = Field(0.0, ge=0, le=1, description="Share of the uniform distribution in those weights.")
+    capacity_per_prompt: int = Field(100, ge=2, description="Distinct responses kept for a prompt, the newest.")
+    min_size: int = Field(192, ge=1, description="Trajectories taken in before the first batch, repeats too.")
     samples_per_insert: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="draws of each trajectory taken in, at most, on average; None: any"
+        None, gt=0, allow_inf_nan=False, description="Largest mean number of draws of a trajectory; None: unlimited."
     )
     max_age: int | None = Field(
-        None, ge=0, description="policy steps; trajectories of older policies are not drawn; None: all are"
+        None, ge=0, description="Largest age of a drawn trajectory, in policy steps; None: unlimited."
     )
 
     @model_validator(mode="after")
@@ -73,14 +71,14 @@ class Sampling(BaseModel):
         if self.capacity_per_prompt < self.responses_per_prompt:
             raise ValueError(
                 f"capacity_per_prompt={self.capacity_per_prompt} must be at least "
-                f"responses_per_prompt={self.responses_per_prompt}, or no prompt ever has enough; raise it"
+                f"responses_per_prompt={self.responses_per_prompt}, because no prompt ever has enough; raise it"
             )
         return self
 
 
 @dataclass(frozen=True)
 class Sync:
-    """What one sync took in."""
+    """The trajectories that one sync took in."""
 
     number: int  # counts from 1
     step: int  # the first training step that could draw it
@@ -96,85 +94,21 @@ class Sync:
 def ages_from(policy_step: np.ndarray, sync_step: np.ndarray) -> np.ndarray:
     """The policy step that a trajectory's staleness counts from, given the first training step that could draw it.
 
-    That is its policy's step, unless a resume undid that policy: then its step is sync_step or later, which no policy
-    of the run had when the trajectory came in. Both lines have policy sync_step - 1 in common, and n steps after it are
-    as far from it as n steps before it. Not told apart is a trajectory of an undone policy that comes in after training
-    has passed that policy's step again, as of a round that is on its way while the Trainer resumes.
+    This is its policy's step, unless a resume undid that policy. An undone policy has a step of sync_step or later,
+    which no policy of the run had when the trajectory came in. The undone and the current policies have policy
+    sync_step - 1 in common, and n steps after it are as far from it as n steps before it. One case is not detected: a
+    trajectory of an undone policy that comes in after training has passed that policy's step again, such as a round
+    that was in progress while the Trainer resumed.
     """
     return np.minimum(policy_step, 2 * (sync_step - 1) - policy_step)
 
 
-class WordFile:
-    """Tokens and log-probabilities of the stored trajectories, in one append-only temporary file of 4-byte words.
-
-    A record is one trajectory: its number of prompt tokens, then prompt tokens, response tokens, behavior and reference
-    log-probabilities. Records are numbered from 0 as they come; those of trajectories the index dropped stay. The file
-    has no name, so nothing is left behind however the process ends. It is read with pread: through a memory map every
-    page ever touched would count as resident.
-    """
-
-    COLUMNS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "reference_logprobs")
-    TYPES = (pa.int32(), pa.int32(), pa.float32(), pa.float32())
-
-    def __init__(self):
-        self._file = tempfile.TemporaryFile(prefix="tba-words-")  # noqa: SIM115, closed with the object
-        self._starts = array("q", [0])  # of each record in words, and of the next one
-
-    def append(self, table: pa.Table) -> dict[str, np.ndarray]:
-        """Append each row's record. Returns what the index keeps of it: the record's number, the response's digest."""
-        columns = [table[name].combine_chunks() for name in self.COLUMNS]
-        ends = np.stack([column.offsets.to_numpy() for column in columns], axis=1)  # [rows + 1, columns]
-        lengths = np.diff(ends, axis=0)
-        num_words = 1 + lengths.sum(axis=1)
-        starts = np.cumsum(num_words) - num_words
-        words = np.empty(num_words.sum(), np.int32)
-        words[starts] = lengths[:, 0]
-        for index, column in enumerate(columns):
-            values = column.values.to_numpy()[ends[0, index] : ends[-1, index]]
-            words[self._positions(starts, lengths, index)] = values.view(np.int32)
-        first, begin = len(self._starts) - 1, self._starts[-1]
-        self._file.seek(begin * WORD_BYTES)
-        self._file.write(words)
-        self._file.flush()
-        self._starts.frombytes((begin + starts + num_words).tobytes())
-        responses = columns[self.COLUMNS.index("response_tokens")]
-        bounds, tokens = responses.offsets.to_numpy(), memoryview(responses.values.to_numpy())
-        digests = [hashlib.blake2b(tokens[start:end], digest_size=8).digest() for start, end in pairwise(bounds)]
-        digest = np.frombuffer(b"".join(digests), np.int64)
-        return {"record": first + np.arange(len(starts)), "response_digest": digest}
-
-    def read(self, records: np.ndarray) -> dict[str, pa.ListArray]:
-        """The records of the given numbers, in that order, as the four list columns."""
-        all_starts = np.frombuffer(self._starts, np.int64)
-        begins, num_words = all_starts[records], all_starts[records + 1] - all_starts[records]
-        places = zip((num_words * WORD_BYTES).tolist(), (begins * WORD_BYTES).tolist(), strict=True)
-        file = self._file.fileno()
-        words = np.frombuffer(b"".join([os.pread(file, size, offset) for size, offset in places]), np.int32)
-        starts = np.cumsum(num_words) - num_words
-        prompt_length = words[starts]
-        response_length = (num_words - 1 - prompt_length) // 3
-        lengths = np.stack([prompt_length, *[response_length] * 3], axis=1)  # [rows, columns]
-        columns = {}
-        for index, (name, word_type) in enumerate(zip(self.COLUMNS, self.TYPES, strict=True)):
-            values = pa.array(words[self._positions(starts, lengths, index)]).view(word_type)
-            ends = np.cumsum([0, *lengths[:, index]]).astype(np.int32)
-            columns[name] = pa.ListArray.from_arrays(ends, values)
-        return columns
-
-    @staticmethod
-    def _positions(starts: np.ndarray, lengths: np.ndarray, column: int) -> np.ndarray:
-        """Where the words of one column are, record after record, given starts [rows] and lengths [rows, columns]."""
-        of_column = lengths[:, column]
-        first = starts + 1 + lengths[:, :column].sum(axis=1)
-        return np.arange(of_column.sum()) + np.repeat(first - np.cumsum(of_column) + of_column, of_column)
-
-
 class ReplayBuffer:
-    """All trajectories of a run, without repeats and bounded by prompt, sampled by recency and reward.
+    """All trajectories of a run, without repeats and with a limit for each prompt, sampled by recency and reward.
 
-    Of identical responses to one prompt the newest stays, and weighs by how often its sync brought them; of each prompt
-    the newest `capacity_per_prompt` responses stay. Age is (sync, policy_step, md5 of trajectory_id), so the order of
-    reading does not matter.
+    Of identical responses to one prompt the newest stays; its weight is the number of copies that its sync brought. Of
+    each prompt the newest `capacity_per_prompt` responses stay. Age is (sync, policy_step, md5 of trajectory_id), so
+    the order of reading does not matter.
     """
 
     def __init__(self, store: RunStore, sampling: Sampling, seed: int):
@@ -184,11 +118,11 @@ class ReplayBuffer:
         self._clear()
 
     def sync(self, step: int, attempt: int) -> Sync | None:
-        """Take in every shard committed since the last sync, before `step` is drawn; what they hold becomes "recent".
+        """Take in every shard committed since the last sync, before `step` is drawn. The new rows become "recent".
 
-        Without new shards nothing changes (recent stays what the last sync took in) and the result is None. The sync
-        is in the ledger before its rows can be drawn, so every batch ever drawn can be drawn again. On an error nothing
-        is taken in: TornShard, or AlreadyExists where another Trainer records syncs of the same attempt.
+        Without new shards nothing changes (the last sync's trajectories stay recent) and the result is None. The sync
+        is in the ledger before its rows can be drawn, so every draw can be repeated. On an error nothing is taken in:
+        TornShard, or AlreadyExists if another Trainer records syncs of the same attempt.
         """
         rounds = new_shards(self._store, self._seen)
         if not rounds:
@@ -201,10 +135,10 @@ class ReplayBuffer:
         return sync
 
     def rebuild(self, step: int) -> None:
-        """Become the buffer `step` was drawn from: the shards of the recorded syncs that count, up to that step's.
+        """Restore the buffer that `step` was drawn from: the shards of the recorded syncs that count, up to that step.
 
-        What has expired since is left out. The next sync() takes in the rest. Raises NotFound or TornShard where a
-        recorded shard is gone or unreadable.
+        Rounds that have expired since are left out. The next sync() takes in the rest. Raises NotFound or TornShard if
+        a recorded shard is missing or unreadable.
         """
         self._clear()
         records, expired = ledger.effective_syncs(self._store, step), expired_through(self._store)
@@ -214,7 +148,7 @@ class ReplayBuffer:
             syncs[record["sync"]][record["searcher"]] += range(first, record["last_round"] + 1)
         with self._transaction():
             found = self._take_in(syncs, {record["sync"]: record["step"] for record in records})
-        # What has expired since was drawn, so it counts as taken in. Older versions did not record how many.
+        # Rounds that have expired since were taken in, so they count. Older versions did not record how many.
         recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
         num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
         newest_sync = max((record["sync"] for record in records), default=0)
@@ -227,7 +161,7 @@ class ReplayBuffer:
         drawn, given its prompt and `recent`), reward, policy_step, ages_from, sync (the newest when drawn),
         prompt_tokens, response_tokens, behavior_logprobs, reference_logprobs.
 
-        Raises NotEnoughExperience where it is too early.
+        Raises NotEnoughExperience if it is too early.
         """
         self._check_rate(step)
         sampling, oldest = self._sampling, self._oldest(step)
@@ -277,7 +211,7 @@ class ReplayBuffer:
         return pa.table(columns | self._words.read(rows["record"]))
 
     def _check_rate(self, step: int) -> None:
-        """NotEnoughExperience while too little was taken in for that many steps. Depends on step and syncs alone."""
+        """NotEnoughExperience if too few trajectories were taken in for this step. Depends on step and syncs alone."""
         taken_in, limit = self.num_taken_in, self._sampling.samples_per_insert
         if taken_in < self._sampling.min_size:
             raise NotEnoughExperience(
@@ -286,7 +220,7 @@ class ReplayBuffer:
         if limit is not None and self.samples_per_insert(step) > limit:
             raise NotEnoughExperience(
                 f"step {step} would draw each of {taken_in} trajectories {self.samples_per_insert(step):.2f} times on "
-                f"average, and samples_per_insert is {limit:g}: it waits for more"
+                f"average, and samples_per_insert is {limit:g}: waiting for more trajectories"
             )
 
     def _oldest(self, step: int) -> int:
@@ -295,18 +229,18 @@ class ReplayBuffer:
         return np.iinfo(np.int64).min if max_age is None else step - 1 - max_age
 
     def samples_per_insert(self, step: int) -> float:
-        """How often a trajectory taken in so far is drawn on average, once that step is drawn: each draws B * K."""
+        """Mean number of draws of a trajectory taken in so far, this step's B * K draws included."""
         drawn = step * self._sampling.prompts_per_batch * self._sampling.responses_per_prompt
         return drawn / self.num_taken_in
 
     def num_too_old(self, step: int) -> int:
-        """Trajectories stored that `max_age` keeps from that step."""
+        """Number of stored trajectories that `max_age` excludes from that step."""
         query = "SELECT count(*) FROM trajectories WHERE ages_from < ?"
         return self._index.execute(query, [self._oldest(step)]).fetchone()[0]
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories stored: what was taken in, less repeated responses and what capacity pushed out."""
+        """Number of stored trajectories: all that were taken in, less repeats and those beyond the capacity."""
         return self._index.execute("SELECT count(*) FROM trajectories").fetchone()[0]
 
     @property
@@ -314,18 +248,18 @@ class ReplayBuffer:
         return self._index.execute("SELECT count(*) FROM prompts").fetchone()[0]
 
     def _clear(self) -> None:
-        # One thread: queries of milliseconds gain nothing from more, and the policy wants the cores.
+        # One thread: queries of milliseconds gain nothing from more, and training needs the cores.
         self._index = duckdb.connect(config={"threads": 1})
         self._index.execute(sql("create_index"))
         self._statements: dict[str, duckdb.Statement] = {}
-        self._prompt_ids: dict[int, str] = {}  # as in the index, where a join would cost a draw a millisecond
+        self._prompt_ids: dict[int, str] = {}  # as in the index; a join would cost a millisecond a draw
         self._words = WordFile()
         self._seen: dict[str, int] = {}  # last round taken in, by searcher
-        self.num_taken_in = 0  # repeats, and what capacity pushed out since, included
+        self.num_taken_in = 0  # repeats and later evictions included
         self.newest_sync = 0
 
     def _execute(self, query: str, parameters: dict | None = None) -> duckdb.DuckDBPyConnection:
-        """Run a file of storage/sql. Parsed once only: parsing alone would be a tenth of a draw."""
+        """Run a file of storage/sql, parsed once: parsing takes a tenth of the time of a draw."""
         if query not in self._statements:
             (self._statements[query],) = self._index.extract_statements(sql(query))
         return self._index.execute(self._statements[query], parameters)
@@ -341,20 +275,20 @@ class ReplayBuffer:
         self._index.commit()
 
     def _take_in(self, syncs: Mapping[int, Mapping[str, Sequence[int]]], steps: Mapping[int, int]) -> Fresh:
-        """Index rounds, by sync and searcher, syncs in order; `steps`: of the syncs. Returns what they sum up to."""
+        """Index rounds, by sync and searcher, in the order of syncs; `steps`: of the syncs. Returns their sums."""
         found, waiting = Fresh(), defaultdict(dict)  # by searcher the sync of each round
         last = max(syncs, default=0)
         for number, rounds in syncs.items():
             for searcher, of_searcher in rounds.items():
                 waiting[searcher] |= dict.fromkeys(of_searcher, number)
-            # Only once a sync is there in full: how often it brought a response counts copies that capacity throws out.
+            # Only for whole syncs: the number of copies of a response includes copies that exceed the capacity.
             if number == last or sum(map(len, waiting.values())) >= ROUNDS_PER_SETTLE:
                 found += self._index_rounds(waiting, steps)
                 waiting.clear()
         return found
 
     def _index_rounds(self, sync_of_round: Mapping[str, Mapping[int, int]], steps: Mapping[int, int]) -> Fresh:
-        """Index rounds of whole syncs, by searcher; throw out repeats and what exceeds capacity. Returns their sums."""
+        """Index rounds of whole syncs, by searcher; delete repeats and rows beyond capacity. Returns their sums."""
         found, prompt_ids = Fresh(), []
         for searcher, syncs in sync_of_round.items():
             for rounds in by_block(syncs):

@@ -1,10 +1,10 @@
-"""What can go wrong with a store, and the one table from backends' exceptions to these."""
+"""Errors of a store, and the one table that maps backends' exceptions to them."""
 
 import errno
 
 
 class StoreError(Exception):
-    """A store did not do what was asked. The message says what, where and what to do."""
+    """An operation on a store failed. The message names the operation, the path and the remedy."""
 
 
 class NotFound(StoreError):
@@ -28,11 +28,11 @@ class RunConfigMismatch(StoreError):
 
 
 class TornShard(StoreError):
-    """A shard cannot be read, or holds something else than trajectories."""
+    """A shard cannot be read, or does not hold trajectories."""
 
 
 class DamagedPolicy(StoreError):
-    """A published policy's files are not those that were published."""
+    """A published policy's files differ from the published ones."""
 
 
 class Superseded(StoreError):
@@ -44,14 +44,14 @@ class AlreadyTraining(StoreError):
 
 
 class ReadOnly(StoreError):
-    """A statement that would do more than read."""
+    """A SQL statement that is not read-only."""
 
 
 # By class name, so that a local store never imports botocore; an exception's nearest ancestor in the table counts.
 _BACKEND_ERRORS: dict[str, tuple[type[StoreError], str]] = {
     "FileNotFoundError": (NotFound, "it is not there"),
     "FileExistsError": (AlreadyExists, "it is there already and is never replaced"),
-    "PermissionError": (StoreUnreachable, "permission denied; check credentials, and what they may do there"),
+    "PermissionError": (StoreUnreachable, "permission denied; check the credentials and their permissions"),
     "NoCredentialsError": (
         StoreUnreachable,
         "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give the machine a role",
@@ -64,7 +64,7 @@ _BACKEND_ERRORS: dict[str, tuple[type[StoreError], str]] = {
 }
 
 # Before those: what the operating system says, and what s3fs makes of 503 and 500.
-_FULL = (StoreFull, "no room is left; make room, and the same command resumes")
+_FULL = (StoreFull, "no room is left; free some space, and the same command resumes")
 _AWAY = (StoreUnreachable, "the store is away or overloaded; when it is back, the same command resumes")
 _BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOSPC: _FULL,

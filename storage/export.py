@@ -1,8 +1,8 @@
-"""A run as a DuckDB database file, for a notebook, `duckdb -ui` or whatever else opens one.
+"""A run as a DuckDB database file, for notebooks, `duckdb -ui` and other programs.
 
-Of a local store the file holds views alone: each query reads the Parquet files that are there, so it follows the run,
-costs no space, and locks nothing that the run writes. Of a store elsewhere, which plain DuckDB cannot read without an
-extension from the network and credentials, it holds a copy of the run as it is now.
+For a local store the file has only views. Each query reads the run's current Parquet files, so the database follows the
+run, costs no space, and locks none of the run's files. For another store, which plain DuckDB cannot read without an
+extension and credentials, it is a copy of the run as it is now.
 """
 
 import os
@@ -12,15 +12,15 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from storage.inspect import STORED, VIEWS, attempts, dataset
+from storage.queries import STORED, VIEWS, attempts_table, dataset
 from storage.sql import sql
 from storage.store import RunStore
 
 
 def export(store: RunStore, path: Path) -> bool:
-    """Writes the database to `path`, replacing what is there. True: it follows the run; False: it is a copy.
+    """Writes the database to `path`, replacing an existing file. True: it follows the run; False: it is a copy.
 
-    Open it with `duckdb.connect(path, read_only=True)`: then any number of processes may.
+    With `duckdb.connect(path, read_only=True)` any number of processes may open it.
     """
     partial = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
     folder = store.local_path("")
@@ -43,7 +43,7 @@ def _copy(connection: duckdb.DuckDBPyConnection, store: RunStore) -> None:
     for name, (folder, columns) in STORED.items():
         connection.register("arriving", dataset(store, folder, columns))
         connection.execute(f"CREATE TABLE stored_{name} AS FROM arriving")
-    connection.register("arriving", attempts(store))
+    connection.register("arriving", attempts_table(store))
     connection.execute("CREATE TABLE stored_attempts AS FROM arriving")
     connection.unregister("arriving")
 

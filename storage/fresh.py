@@ -1,4 +1,4 @@
-"""What a sync took in ("fresh"), summed shard by shard: how good, how far from the reference, how varied, how old."""
+"""Sums over the trajectories that a sync took in ("fresh"): reward, KL divergence, entropy, staleness."""
 
 from dataclasses import asdict, dataclass
 
@@ -8,8 +8,8 @@ import pyarrow.compute as pc
 
 @dataclass(frozen=True)
 class Fresh:
-    """Sums over trajectories, repeated responses included. The log-probabilities are those that they were stored with:
-    of the distribution that each was sampled from, at its own temperature and top_p, behind its own system prompt."""
+    """Sums over trajectories, repeated responses included. The log-probabilities are the stored ones, of the
+    distribution that each response was sampled from: at its own temperature and top_p, behind its own system prompt."""
 
     num_trajectories: int = 0
     num_response_tokens: int = 0
@@ -37,7 +37,7 @@ class Fresh:
         return Fresh(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def facts(self, step: int) -> dict[str, float]:
-        """The columns of training_steps that it determines, for a step that follows."""
+        """The columns of training_steps that these sums determine, for a later step."""
         return {
             "fresh_reward_mean": self.reward / self.num_trajectories,
             "fresh_kl": (self.behavior_logprob - self.reference_logprob) / self.num_trajectories,

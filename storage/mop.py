@@ -1,5 +1,5 @@
-"""MOP: mixing recent and older trajectories (TBA, arXiv 2503.18929, section 4). What a training step draws, given what
-it may draw (storage/sql/list_prompts.sql, list_candidates.sql): pure functions, their random numbers a hash.
+"""MOP: mixing recent and older trajectories (TBA, arXiv 2503.18929, section 4). Draws prompts and responses from the
+candidates that storage/sql/list_prompts.sql and list_candidates.sql list. Pure functions; random numbers are a hash.
 
 B prompts a batch, K responses a prompt.
 """
@@ -25,11 +25,11 @@ def uniform_numbers(keys: np.ndarray, seed: int, step: int, purpose: str) -> np.
 def choose_prompts(
     keys: np.ndarray, recent: np.ndarray, num_places: int, recent_probability: float, seed: int, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The prompt of each place, and whether the place is a recent one: that with probability m. Both [B].
+    """The prompt of each place, and whether the place is recent (with probability m). Both [B].
 
-    keys, recent: of all prompts that may be drawn, and whether the newest sync brought them something [n], in any
-    order. Returned are indices into these. Recent places take recent prompts, the other places any, each in random
-    order and in turn: all different where there are enough; those that recent places took come last in the others.
+    keys, recent: the candidates' keys, and whether the newest sync brought each of them responses [n], in any order.
+    Returns indices into these. Recent places take recent prompts, other places any prompt, in random order and in
+    turn: all different if there are enough. Prompts that recent places took come last in the order of other places.
     """
     places = np.arange(num_places, dtype=np.uint64)
     is_recent = recent.any() & (uniform_numbers(places, seed, step, "recent") < recent_probability)
@@ -56,16 +56,15 @@ def draw_responses(
     """Draw one place's K responses. Returns index and first-draw probability of each slot [K].
 
     keys, log_weights, times_sampled: of the candidates [n], in any order. The draw is among samples, as if the buffer
-    had kept every copy of a response: without replacement where there are K samples, else all of them in turn. A
-    response's share therefore follows how often it was sampled, however many distinct ones there are. Drawing without
-    replacement is an exponential race, -ln(u) / p, first come first drawn (the Gumbel-top-k trick); where p underflows
-    to 0 the higher weight goes first.
+    had kept every copy of a response: without replacement if there are K samples, else all of them in turn. So a
+    response's share is proportional to how often it was sampled. Drawing without replacement is an exponential race:
+    the lowest -ln(u) / p are drawn (the Gumbel-top-k trick). If p underflows to 0, the higher weight comes first.
     """
     response = np.repeat(np.arange(len(keys)), times_sampled)  # of each sample
     first = np.cumsum(times_sampled) - times_sampled  # of each response, its first sample
     copy = (np.arange(len(response)) - first[response]).astype(np.uint64)
     numbers = uniform_numbers(keys[response] + copy * SPLITMIX64_STRIDE, seed, step, f"response/{place}")
-    order = np.argsort(numbers)  # the same sums, to the last bit, in whatever order the candidates came
+    order = np.argsort(numbers)  # the same sums, to the bit, for any order of the candidates
     response = response[order]
     weights = np.exp(log_weights[response] - log_weights.max())
     p = (1 - uniform_fraction) * weights / weights.sum() + uniform_fraction / len(weights)
@@ -76,6 +75,6 @@ def draw_responses(
 
 
 def _lowest(numbers: np.ndarray, count: int) -> np.ndarray:
-    """Where the `count` lowest numbers are, in their order; all where there are no more."""
+    """Indices of the `count` lowest numbers, lowest first; of all if there are fewer."""
     lowest = np.argpartition(numbers, count)[:count] if count < len(numbers) else np.arange(len(numbers))
     return lowest[np.argsort(numbers[lowest])]

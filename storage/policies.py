@@ -1,9 +1,9 @@
-"""Published policies: from the Trainer to whoever samples from them or evaluates them.
+"""Published policies: from the Trainer to Searchers and evaluations.
 
-policies/step=00000040/          Hugging Face format; policy.json, written last, says which files make it whole
-policies/step=00000044-a0002/    published by the run's second Trainer: what the first published is not touched
+policies/step=00000040/          Hugging Face format; policy.json, written last, lists the files of the whole policy
+policies/step=00000044-a0002/    published by the run's second attempt; the first attempt's policies do not change
 policies/step=00000010/          pruned: only policy.json is left, so that every trajectory's fingerprint stays known
-policies/latest.json             names the newest; replaced in one put, after everything that it names is there
+policies/latest.json             names the newest policy; replaced in one put, after all of the policy's files exist
 policies/best.json               names the one with the highest held-out accuracy; replaced in one put
 
 The Trainer prunes while a Searcher evaluates, perhaps on another machine. Two files keep an evaluated policy whole:
@@ -39,13 +39,13 @@ BEST = "policies/best.json"
 _HELD = "policies/held"
 _PRUNING = "policies/pruning.json"
 _FOLDER = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
-_CACHED_POLICIES = 2  # the one that is served, and the next one coming in
-_STALE_DOWNLOAD_S = 3600  # a download that old died with its process
+_CACHED_POLICIES = 2  # the served policy, and the next one
+_STALE_DOWNLOAD_S = 3600  # the process of a download this old has died
 
 
 @dataclass(frozen=True)
 class PolicyRef:
-    """What policies/latest.json says."""
+    """The content of policies/latest.json."""
 
     step: int
     path: str  # of the folder, inside the run
@@ -57,7 +57,7 @@ class PolicyRef:
 
 @dataclass(frozen=True)
 class BestPolicy(PolicyRef):
-    """What policies/best.json says."""
+    """The content of policies/best.json."""
 
     accuracy: float  # on held-out problems, greedy
     num_problems: int
@@ -75,9 +75,9 @@ def publish_policy(
 ) -> PolicyRef:
     """Upload a policy, then point policies/latest.json to it.
 
-    cache_dir: where fetch_policy of this machine's processes keeps its copies. One made there spares the download; it
-    shares its bytes with local_folder's files where both are on one filesystem, so these must not be written to again.
-    Superseded if a later attempt has published: two Trainers would take turns at leading the Searchers.
+    cache_dir: the folder of fetch_policy's copies on this machine. A copy is put there to save the download. On one
+    filesystem the copy links to local_folder's files, so these must not be written to again. Superseded if a later
+    attempt has published: otherwise Searchers would alternate between two Trainers' policies.
     """
     local_folder = Path(local_folder)
     latest = latest_policy(store)
@@ -98,7 +98,7 @@ def publish_policy(
     ref = PolicyRef(step, path, fingerprint, final, attempt, datetime.now(UTC).isoformat())
     if cache_dir is not None and store.local_path(path) is None:
         link = partial(shutil.copytree, local_folder, copy_function=_link, dirs_exist_ok=True)
-        with suppress(OSError):  # where the disk is full, it is downloaded
+        with suppress(OSError):  # if the disk is full, Searchers download it
             _into_cache(ref, Path(cache_dir), link)
     store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
     return ref
@@ -109,7 +109,7 @@ def policy_path(step: int, attempt: int) -> str:
 
 
 def latest_policy(store: RunStore) -> PolicyRef | None:
-    """The newest policy that is there in full; None before the first."""
+    """The newest complete policy; None before the first."""
     try:
         return PolicyRef(**json.loads(store.get(LATEST)))
     except NotFound:
@@ -117,9 +117,9 @@ def latest_policy(store: RunStore) -> PolicyRef | None:
 
 
 def best_policy(store: RunStore) -> BestPolicy | None:
-    """The policy with the highest held-out accuracy, there in full; None before the first evaluation.
+    """The complete policy with the highest held-out accuracy; None before the first evaluation.
 
-    It may be of steps that a resumed Trainer undid: it was trained and evaluated, and a crash should not lose it.
+    A resume may have undone its steps. It was trained and evaluated, so a crash does not remove it.
     """
     try:
         return BestPolicy(**json.loads(store.get(BEST)))
@@ -128,9 +128,9 @@ def best_policy(store: RunStore) -> BestPolicy | None:
 
 
 def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
-    """Keep a policy from being pruned until this Searcher holds another or releases it. False: it is too late.
+    """Keep a policy from being pruned until this Searcher holds another one or releases it. False: it is too late.
 
-    A Searcher that is killed leaves its policy held; the next one of its name takes its place.
+    If the Searcher is killed, its policy stays held until the next Searcher of that name holds another one.
     """
     store.put(_held_path(searcher), json.dumps(asdict(ref), indent=2).encode())
     try:
@@ -141,13 +141,13 @@ def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
 
 
 def release_policy(store: RunStore, searcher: str) -> None:
-    """From now on only best.json keeps the policy that this Searcher held."""
+    """End this Searcher's hold. From now on only best.json can keep the policy."""
     with suppress(NotFound):
         store.delete(_held_path(searcher))
 
 
 def keep_if_best(store: RunStore, ref: PolicyRef, accuracy: float, num_problems: int) -> bool:
-    """Point policies/best.json to a policy that is held, if none was better; of equal ones the newer stays."""
+    """Point policies/best.json to a held policy, unless a better one was evaluated; of equal ones the newer wins."""
     best = best_policy(store)
     if best is not None and best.accuracy > accuracy:
         return False
@@ -178,8 +178,8 @@ def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path
 
 
 def _into_cache(ref: PolicyRef, cache_dir: Path, fill: Callable[[Path], object]) -> Path:
-    """The cache's copy; where there is none, `fill` writes one. Whoever is killed, it is there whole or not at all."""
-    # the fingerprint tells apart runs of one name in different stores
+    """The cache's copy; if there is none, `fill` writes one. The copy is whole or absent, also after a kill."""
+    # the fingerprint separates runs of one name in different stores
     cached = cache_dir / f"{Path(ref.path).name}-{ref.fingerprint[:16]}"
     if not cached.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _trim_cache(cache_dir: Path) -> None:
 
 
 def published_policies(store: RunStore) -> dict[str, dict]:
-    """By folder (inside the run) what the policy.json of each policy ever published says, pruned ones included."""
+    """The policy.json of each policy ever published, by folder inside the run; pruned policies included."""
     paths = [path for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
     manifests = transfer_all(lambda path: json.loads(store.get(path)), paths)
     return {path.removesuffix(f"/{MANIFEST}"): manifest for path, manifest in zip(paths, manifests, strict=True)}
@@ -240,8 +240,8 @@ def published_policies(store: RunStore) -> dict[str, dict]:
 def prune_policies(store: RunStore, keep: int) -> None:
     """Delete the weights of all but the newest `keep` policies, the best one and those that Searchers hold.
 
-    Their policy.json stays, marked as pruned. A later attempt's are newer, whatever their step: it began anew. Of half
-    a policy, whose Trainer was killed, nothing stays.
+    Their policy.json stays, marked as pruned. Policies of a later attempt are newer, whatever their step. A partial
+    policy, whose Trainer was killed, is deleted.
     """
 
     def age(folder: str) -> tuple[int, int]:
@@ -251,7 +251,7 @@ def prune_policies(store: RunStore, keep: int) -> None:
     files: dict[str, list[str]] = defaultdict(list)
     for path in store.list("policies"):
         folder = "/".join(path.split("/")[:2])
-        if _FOLDER.fullmatch(Path(folder).name):  # what is named otherwise is not ours
+        if _FOLDER.fullmatch(Path(folder).name):  # other names are not policies
             files[folder].append(path)
     unpruned = [folder for folder, paths in files.items() if paths != [f"{folder}/{MANIFEST}"]]
     doomed = sorted(unpruned, key=age)[:-keep]
@@ -266,7 +266,7 @@ def prune_policies(store: RunStore, keep: int) -> None:
         if manifest not in files[folder]:
             store.delete_folder(folder, first=MANIFEST)
             continue
-        # the mark comes first: files that are gone without it mean damage
+        # the mark comes first: missing files without it mean damage
         store.put(manifest, json.dumps(json.loads(store.get(manifest)) | {"pruned": True}, indent=2).encode())
         for path in files[folder]:
             if path != manifest:

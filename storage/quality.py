@@ -1,7 +1,7 @@
-"""The quality gate: what a shard must be before it is committed, as a Great Expectations suite.
+"""The quality gate: the rules for a shard before it is committed, as a Great Expectations suite.
 
-The suite looks at facts: one flat row a trajectory, computed from the shard by Arrow (lengths, counts of bad values),
-so that its cost does not grow with the number of tokens.
+The suite checks facts: one flat row a trajectory, computed from the shard by Arrow (lengths, counts of bad values). So
+its cost does not grow with the number of tokens.
 """
 
 import logging
@@ -21,19 +21,19 @@ _NUM_EXAMPLES = 3  # offending values that a failure quotes
 
 
 def validate_shard(table: pa.Table, vocab_size: int) -> list[str]:
-    """Why the shard must not be trained on; empty if it is good.
+    """The rules that the shard breaks; empty if it may be trained on.
 
     table: one round's trajectories, as they would be committed. vocab_size: token ids are in [0, vocab_size).
     """
     if not table.schema.equals(TRAJECTORY):
         wrong = sorted(str(field) for field in set(table.schema) - set(TRAJECTORY))
         missing = sorted(str(field) for field in set(TRAJECTORY) - set(table.schema))
-        return [f"schema: missing {missing}, unknown {wrong}, or in another order; it is storage.schema.TRAJECTORY"]
+        return [f"schema: missing {missing}, unknown {wrong}, or in another order; expected storage.schema.TRAJECTORY"]
     return _judge(facts_of(table, vocab_size))
 
 
 def validate_shards(tables: list[pa.Table], vocab_size: int) -> list[list[str]]:
-    """validate_shard of each table of TRAJECTORY columns: as strict, and many good ones cost little more than one."""
+    """validate_shard of each table of TRAJECTORY columns. Many good tables cost little more than one."""
     facts = [facts_of(table, vocab_size) for table in tables]
     if all(of_shard.num_rows for of_shard in facts) and not (facts and _judge(pa.concat_tables(facts))):
         return [[] for _ in facts]
@@ -49,9 +49,9 @@ def _judge(facts: pa.Table) -> list[str]:
 
 
 def facts_of(table: pa.Table, vocab_size: int) -> pa.Table:
-    """The flat facts that the suite judges, one row a trajectory."""
+    """The flat facts that the suite checks, one row a trajectory."""
     facts = {name: table[name] for name in ("trajectory_id", "finish_reason")}
-    # by name, and not a column each: an expectation costs milliseconds
+    # by name, not one column each: an expectation takes milliseconds
     nulls = [[name if null else "" for null in pc.is_null(table[name]).to_pylist()] for name in TRAJECTORY.names]
     facts["null_columns"] = [" ".join(filter(None, names)) for names in zip(*nulls, strict=True)]
     facts["reward_is_finite"] = pc.is_finite(table["reward"])
@@ -70,7 +70,7 @@ def facts_of(table: pa.Table, vocab_size: int) -> pa.Table:
 
 
 def _count_outside(lists: pa.ChunkedArray, low: float, high: float) -> np.ndarray:
-    """By row, how many values of its list are not in [low, high]; null and NaN are not."""
+    """Number of values of each row's list outside [low, high]; null and NaN count as outside."""
     rows = lists.combine_chunks()
     values = rows.flatten().to_numpy(zero_copy_only=False)  # nulls become NaN
     outside = ~((values >= low) & (values <= high))
@@ -83,12 +83,12 @@ def _num_not_finite(components: list[tuple[str, float]] | None) -> int:
 
 @cache
 def load_suite():
-    """Great Expectations' context and our suite. Importing takes seconds, so it comes late."""
-    logging.getLogger("great_expectations").setLevel(logging.WARNING)  # it tells hundreds of things about itself
+    """Great Expectations' context and the suite. Imported here, because the import takes seconds."""
+    logging.getLogger("great_expectations").setLevel(logging.WARNING)  # it logs hundreds of lines
     import great_expectations as gx
 
     context = gx.get_context(mode="ephemeral")  # nothing on disk
-    context.variables.progress_bars = {"globally": False}  # one a shard would drown a Searcher's log
+    context.variables.progress_bars = {"globally": False}  # a progress bar for each shard would fill a Searcher's log
     context.enable_analytics(False)
     context.data_sources.add_pandas("shards").add_dataframe_asset("facts").add_batch_definition_whole_dataframe("whole")
     return context, gx.ExpectationSuite(name="trajectories", expectations=expectations())

@@ -1,7 +1,7 @@
-"""The columns of everything stored as Parquet: the one definition.
+"""The only definition of the columns of every Parquet file.
 
-A trajectory is one prompt with one sampled response and its reward. The other schemas are the ledger: what was sampled,
-drawn, trained and measured, one row each. Times are UTC, durations seconds (`_s`), log-probabilities natural logs.
+A trajectory is one prompt with one sampled response and its reward. The other schemas are the ledger: one row for each
+round, draw, step and measurement. Times are UTC, durations seconds (`_s`), log-probabilities natural logs.
 """
 
 import pyarrow as pa
@@ -29,7 +29,7 @@ TRAJECTORY = pa.schema(
         "round": pa.int64(),
         "temperature": pa.float32(),
         "top_p": pa.float32(),
-        "system_prompt": pa.string(),  # it was sampled behind this one, which training does not see; "" for none
+        "system_prompt": pa.string(),  # it was sampled behind; not in training; "" for none
         "reward_version": pa.string(),
         "code_version": pa.string(),
         "schema_version": pa.int32(),
@@ -104,7 +104,7 @@ TRAINING_STEP = pa.schema(
         "searchers_silent_s": pa.float64(),  # since a sync last took something in
         "num_response_tokens": pa.int64(),  # in the batch
         "num_unique": pa.int64(),  # distinct trajectories in the batch
-        "skipped": pa.bool_(),  # the weights were left as they were
+        "skipped": pa.bool_(),  # the weights were not changed
     }
 )
 
@@ -136,7 +136,7 @@ SYNC = pa.schema(
     }
 )
 
-# One life of the Trainer.
+# One attempt of the Trainer: from its start to its end.
 ATTEMPT = pa.schema(
     {
         "attempt": pa.int64(),
@@ -149,7 +149,7 @@ ATTEMPT = pa.schema(
 
 EVALUATION = pa.schema(
     {
-        "attempt": pa.int64(),  # the life of the Trainer that published the policy
+        "attempt": pa.int64(),  # attempt of the Trainer that published the policy
         "policy_step": pa.int64(),
         "split": pa.string(),
         "num_problems": pa.int64(),

@@ -2,13 +2,13 @@
 
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
     quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; the .json beside it says why
-    trajectories/compacted/<id>-00000000-00000031.parquet   a block of those rounds in one file: from when it is there
-                                                            it counts, and their shards do not (storage/upkeep.py)
+    trajectories/compacted/<id>-00000000-00000031.parquet   a block of rounds in one file. Once the file exists, it
+                                                            counts, and the rounds' shards do not (storage/upkeep.py)
     expired/searcher=<id>/through=00000041.json             rounds that no longer count (storage/upkeep.py)
 
-A Searcher's rounds have no gaps, from the first that has not expired: a round that went to quarantine is tried again
-under its number. So what is new is what follows the last round seen of each Searcher, and finding it costs in
-proportion to what is new. Each round is read from one place, so every reader here sees each trajectory once.
+A Searcher's rounds have no gaps, from the first that has not expired: a round that went to quarantine is repeated under
+its number. So the new shards are those after the last round seen of each Searcher, and the cost of finding them is
+proportional to their number. Each round is read from one file, so a reader sees each trajectory once.
 """
 
 import json
@@ -27,11 +27,11 @@ from storage.errors import NotFound, StoreError, TornShard
 from storage.schema import TRAJECTORY
 from storage.store import RunStore, transfer_all
 
-# The folder's name must read as text to whoever infers types from it: DuckDB turns searcher=7 into a number, and
+# Readers infer a type from the folder's name, and it must be text: DuckDB turns searcher=7 into a number, and
 # searcher=epoch into a date.
 _SEARCHER = re.compile(r"(?!(?:epoch|infinity)(?![a-z0-9-]))[a-z][a-z0-9-]{0,31}")
-# Block b is rounds 32 b to 32 b + 31. A part of the format: whoever compacts, the blocks are the same, so that no two
-# files ever hold one round.
+# Block b is rounds 32 b to 32 b + 31. This is part of the format: blocks are the same for every writer, so no two
+# files hold the same round.
 ROUNDS_PER_BLOCK = 32
 _COMPACTED = "trajectories/compacted"
 _SHARD_NAME = re.compile(rf"trajectories/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.parquet")
@@ -42,7 +42,7 @@ _BLOCK_NAME = re.compile(
 
 
 def check_searcher_id(searcher: str) -> str:
-    """The id, if it can name a Searcher's log. ValueError otherwise."""
+    """Returns the id if it can name a Searcher's log. ValueError otherwise."""
     if not _SEARCHER.fullmatch(searcher):
         raise ValueError(
             f"searcher: got {searcher!r}; an id is 1 to 32 lowercase letters, digits or '-', begins with a letter and "
@@ -52,12 +52,12 @@ def check_searcher_id(searcher: str) -> str:
 
 
 def trajectory_id(searcher: str, round_number: int, index: int) -> str:
-    """The id of one row of a shard: the same whenever the round is retried, so that no trajectory counts twice."""
+    """The id of one row of a shard. A retried round has the same ids, so no trajectory counts twice."""
     return f"{searcher}-{round_number:08d}-{index:05d}"
 
 
 def round_of(trajectory_id: str) -> tuple[str, int]:
-    """Searcher and round of a trajectory: the shard that it is in."""
+    """Searcher and round of a trajectory, which name its shard."""
     searcher, number, _ = trajectory_id.rsplit("-", 2)
     return searcher, int(number)
 
@@ -81,7 +81,7 @@ def block_path(searcher: str, block: int) -> str:
 
 @dataclass(frozen=True)
 class File:
-    """A file in trajectories/, and what its name says of it."""
+    """A file in trajectories/, with the facts in its name."""
 
     path: str
     searcher: str
@@ -94,7 +94,7 @@ class File:
 
 
 def files_named(paths: list[str]) -> list[File]:
-    """Shards and compacted files among the paths; of what is named otherwise nothing is ever read."""
+    """Shards and compacted files among the paths. Files with other names are never read."""
     files = []
     for path in paths:
         if match := _SHARD_NAME.fullmatch(path):
@@ -112,7 +112,7 @@ def _log(searcher: str) -> str:
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
-    # a dictionary of tokens or log-probabilities is larger than they are, and takes longer than all the rest
+    # dictionary encoding of tokens or log-probabilities is larger than the values, and takes longer than all the rest
     repeating = [field.name for field in table.schema if not pa.types.is_list(field.type)]
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=repeating)
@@ -180,7 +180,7 @@ def marked_through(marks: list[str]) -> dict[str, int]:
 
 
 def whole_blocks(through: dict[str, int], blocks: dict[str, set[int]]) -> dict[str, int]:
-    """Last rounds to expire, lowered to where no compacted file is cut: a file counts or does not."""
+    """Last rounds to expire, lowered so that no compacted file is cut: a file counts as a whole or not at all."""
     lowered = {
         searcher: rounds_of(block_of(last + 1))[0] - 1 if block_of(last + 1) in blocks.get(searcher, ()) else last
         for searcher, last in through.items()
@@ -216,7 +216,7 @@ def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
     names = [name.removeprefix("searcher=") for name in store.folders("trajectories") if name.startswith("searcher=")]
     searchers = [name for name in names if _SEARCHER.fullmatch(name)]
     listed = dict(zip(searchers, transfer_all(listed_after_seen, searchers), strict=True))
-    blocks = _list_blocks(store)  # after the shards: one that was deleted before it could be listed is in a file
+    blocks = _list_blocks(store)  # listed after the shards: a shard deleted before it was listed is in a compacted file
     expired = whole_blocks(marked, blocks)
     new = {}
     for searcher, rounds in listed.items():
@@ -232,7 +232,7 @@ def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Tab
 
 
 def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterator[pa.Table]:
-    """The same, a table a round. `rounds` are in order."""
+    """As read_shards, one table a round. `rounds` are in order."""
     for of_block in by_block(rounds):
         yield from map(_raised, read_each(store, searcher, of_block))
 
@@ -270,7 +270,7 @@ def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.
 
 
 def by_block(rounds: Iterable[int]) -> Iterator[list[int]]:
-    """Rounds in order, those of a block together: as many as should be read at once."""
+    """Rounds in order, grouped by block: the rounds to read together."""
     for _, of_block in groupby(sorted(rounds), block_of):
         yield list(of_block)
 

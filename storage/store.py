@@ -1,11 +1,11 @@
-"""RunStore: everything one run keeps, as files under `<store>/<run>/`. The layout is in design.md.
+"""RunStore: everything one run keeps, as files under `<store>/<run>/`. docs/concepts.md has the layout.
 
-Writing has two verbs. `put_new` creates and never replaces: what it wrote is immutable, and of two writers racing for
-one path one gets AlreadyExists. `put` replaces in one step and is for the few pointers that move. Whatever dies, a
-reader sees a whole file or none.
+There are two ways to write. `put_new` creates a file and never replaces one: the file is immutable, and if two writers
+race for one path, one of them gets AlreadyExists. `put` replaces a file in one step and is for the few pointers that
+change. A reader sees a whole file or none, even if the writer was killed.
 """
 
-from __future__ import annotations  # the method `list` hides the type from the annotations after it
+from __future__ import annotations  # the method `list` hides the type in the annotations after it
 
 import json
 import re
@@ -26,7 +26,7 @@ _PARALLEL_TRANSFERS = 8  # hides the latency of an object store without flooding
 
 
 def check_run_name(run: str) -> str:
-    """The name, if it can be a folder's on any store. ValueError otherwise."""
+    """Returns the name if any store accepts it as a folder's name. ValueError otherwise."""
     if not _RUN_NAME.fullmatch(run) or ".." in run:
         raise ValueError(
             f"run: got {run!r}; a run's name is 1 to 64 letters, digits, '.', '_' or '-', begins with a letter or "
@@ -36,7 +36,7 @@ def check_run_name(run: str) -> str:
 
 
 def transfer_all(transfer: Callable, items: Iterable) -> list:
-    """transfer(item) of each, a few at a time, results in order: the waits for an object store overlap."""
+    """transfer(item) of each item, in order; a few at a time, so that the waits for an object store overlap."""
     with ThreadPoolExecutor(_PARALLEL_TRANSFERS) as pool:
         return list(pool.map(transfer, items))
 
@@ -55,7 +55,7 @@ class RunStore:
         return f"RunStore({self.url!r}, {self.run!r})"
 
     def put_new(self, path: str, data: bytes) -> None:
-        """Create. AlreadyExists if something is there; of writers racing exactly one succeeds."""
+        """Create a file. AlreadyExists if the path is taken; of several racing writers exactly one succeeds."""
         with self._errors("create", path):
             self._files.put_new(path, data)
 
@@ -76,7 +76,7 @@ class RunStore:
     def list(self, folder: str, *, start_after: str | None = None) -> list[str]:
         """Paths of all files in a folder, at any depth, sorted; only those that sort after `start_after` if given.
 
-        Empty if there is no such folder. Nothing is cached: what any writer has put is there.
+        Empty if there is no such folder. Nothing is cached, so files of other writers are listed at once.
         """
         with self._errors("list", folder):
             return self._files.files(folder.rstrip("/"), start_after or "")
@@ -92,7 +92,7 @@ class RunStore:
             self._files.delete(path)
 
     def delete_folder(self, folder: str, *, first: str) -> None:
-        """Delete every file in a folder; before the others the file whose presence means "complete"."""
+        """Delete every file in a folder. `first`, whose presence means "complete", is deleted before the others."""
         with self._errors("delete", folder):
             if self._files.exists(f"{folder}/{first}"):
                 self._files.delete(f"{folder}/{first}")
@@ -133,32 +133,34 @@ class RunStore:
         return self._files.arrow_filesystem()
 
     def check_writable(self) -> str | None:
-        """Write, read and remove a probe beside the runs. Returns what to warn of: a store without create-if-absent.
+        """Write, read and remove a probe beside the runs. Returns a warning if the store has no create-if-absent.
 
-        StoreUnreachable if that fails, at once: what does not answer before a run begins is a wrong address more often
-        than an outage.
+        StoreUnreachable if that fails, without retries: before a run begins, a store that does not answer is more
+        often a wrong address than an outage.
         """
         files, probe = self._backend(self._store_root, patience_s=0), f".probe-{uuid.uuid4().hex}"
         try:
             with self._errors("write", probe):
                 exclusive = files.is_exclusive(probe)
         except NotFound as error:
-            raise StoreUnreachable(f"store: cannot write to {self.url}: its bucket does not exist; make it") from error
+            raise StoreUnreachable(
+                f"store: cannot write to {self.url}: its bucket does not exist; create it"
+            ) from error
         except StoreError as error:
             raise StoreUnreachable(f"store: cannot write to {self.url}. {error}") from error
         if exclusive:
             return None
         return (
-            f"store: {self.url} does not honour create-if-absent (If-None-Match on PUT). Nothing is counted twice, but "
-            "of two processes that write one shard, ledger entry or attempt in the same moment the later silently "
-            "replaces the earlier: never start two Trainers of one run, or two Searchers of one name, at once. AWS S3, "
+            f"store: {self.url} does not honour create-if-absent (If-None-Match on PUT). Nothing is counted twice. But "
+            "if two processes write one shard, ledger entry or attempt at the same moment, the later replaces the "
+            "earlier silently. Never start two Trainers of one run, or two Searchers of one name, at once. AWS S3, "
             "Ceph's radosgw, MinIO and a local folder honour it."
         )
 
     def create_run(self, config: dict, read: Callable[[bytes], dict] = json.loads) -> dict:
-        """Record the resolved configuration (JSON values) of a new run, or find that the run has exactly this one.
+        """Record the configuration (JSON values) of a new run, or check that an existing run has the same one.
 
-        read: the settings in a run.json, which an older version may have written. Returns the recorded configuration.
+        read: parses a run.json, which an older version may have written. Returns the recorded configuration.
         RunConfigMismatch names every setting that differs.
         """
         try:
@@ -183,7 +185,7 @@ class RunStore:
 
     @contextmanager
     def _errors(self, action: str, path: str) -> Iterator[None]:
-        """Backends' exceptions leave as StoreError."""
+        """Turns backends' exceptions into StoreErrors."""
         try:
             yield
         except Exception as error:
@@ -193,7 +195,7 @@ class RunStore:
 
 
 def list_runs(url: str) -> list[str]:
-    """Names of the runs in a store, sorted; what else lies there is left out."""
+    """Names of the runs in a store, sorted. Other folders are left out."""
     backend, root = _parse_url(url)
     try:
         names = [name for name in backend(root).folders("") if _RUN_NAME.fullmatch(name)]
@@ -218,7 +220,7 @@ def read_file(url: str) -> bytes:
 
 
 def _parse_url(url: str) -> tuple[type, str]:
-    """The backend for a store's URL, and the root as it understands it."""
+    """The backend class for a store's URL, and the root in the backend's form."""
     parts = urlsplit(url)
     if "@" in parts.netloc:  # the message must not repeat them
         raise ValueError("store: the URL holds credentials; give them in AWS's environment variables or files instead")

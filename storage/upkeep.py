@@ -1,16 +1,16 @@
-"""Upkeep of the buffer: old trajectories expire, small shards become one file. Both in two steps, apart in time.
+"""Upkeep of the buffer: old trajectories expire, small shards become one file. Each in two steps, `grace` apart.
 
-    expired/searcher=<id>/through=00000041.json             put first: rounds up to 41 do not count any more
-    trajectories/compacted/<id>-00000000-00000031.parquet   put first: counts instead of the shards of these rounds
-    what does not count any more                            deleted by a later call, once the above is `grace` old
+    expired/searcher=<id>/through=00000041.json             first step: rounds up to 41 no longer count
+    trajectories/compacted/<id>-00000000-00000031.parquet   first step: counts instead of the shards of these rounds
+    files that no longer count                              second step, a later call: deleted after `grace`
 
-From a mark or a compacted file on no reader of this package begins to read what it stands for; who had begun has
-`grace` to finish. Killed anywhere, each round counts in one place or not at all, and the next call goes on.
+Marked files get no new readers; existing readers have `grace` to finish. If a call is killed, each round counts in one
+place or not at all, and the next call continues.
 
-Only the oldest rounds of a searcher expire and never its last, so that the rest has no gaps and its next round is
-numbered as before. Of a run that is not finished, what a resume from any kept checkpoint would draw as recent, and all
-that came later, stays. What an earlier step drew cannot be drawn again once a part of it has expired; the ledger keeps
-its ids. Compaction changes no row and no answer.
+Only the oldest rounds of a searcher expire, and never its last one. So the remaining rounds have no gaps, and the next
+round has the number that follows. In a run that is not finished, all trajectories stay that a resume from a kept
+checkpoint would draw as recent, and all later ones. The draw of an earlier step cannot be repeated once one of its
+trajectories has expired; the ledger keeps the ids. Compaction changes no row and no query's answer.
 """
 
 import json
@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 
-from storage import inspect, ledger
+from storage import checkpoints, queries
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.shards import (
     block_of,
@@ -41,22 +41,22 @@ from storage.shards import (
 from storage.sql import sql
 from storage.store import RunStore, transfer_all
 
-# Shards of a block are small, and worth a file in their place, up to this much together: what a reader holds at once.
+# A block is compacted if its shards are at most this large together, because a reader holds a whole file in memory.
 MAX_BLOCK_BYTES = 32 << 20
 _REWARDS = re.compile(r"rewards/[^/]+/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
 _COMPACTED_AT = b"compacted_at"  # in a compacted file's metadata: when, in ISO 8601
 
 
 def expire(store: RunStore, before: datetime | None, keep: int | None, min_size: int) -> dict[str, int]:
-    """Mark as expired what was committed earlier than `before`, and what exceeds the newest `keep` trajectories.
+    """Mark as expired the trajectories committed before `before`, and those beyond the newest `keep`.
 
     Whole files only; the newest `min_size` trajectories stay in any case. Returns per searcher the last round of those
     that expire now.
     """
-    finished, checkpoints = store.exists("summary.json"), ledger.list_checkpoints(store)
+    finished, steps = store.exists("summary.json"), checkpoints.list_checkpoints(store)
     parameters = {"before": before, "keep": keep, "min_size": min_size, "finished": finished}
-    parameters["checkpoint"] = checkpoints[0] if checkpoints else None
-    with inspect.connect(store) as connection:
+    parameters["checkpoint"] = steps[0] if steps else None
+    with queries.connect(store) as connection:
         chosen = dict(connection.execute(sql("choose_expired"), parameters).fetchall())
     expired = expired_through(store)
     chosen = whole_blocks(chosen, compacted_blocks(files_named(store.list("trajectories"))))
@@ -104,7 +104,7 @@ def _compact(store: RunStore, searcher: str, block: int) -> bool:
             return False
         tables.append(table)
     metadata = {_COMPACTED_AT: datetime.now(UTC).isoformat().encode()}
-    with suppress(AlreadyExists):  # somebody else was faster: the same rows
+    with suppress(AlreadyExists):  # another process wrote the same rows first
         store.put_new(
             block_path(searcher, block), parquet_bytes(pa.concat_tables(tables).replace_schema_metadata(metadata))
         )
@@ -113,9 +113,9 @@ def _compact(store: RunStore, searcher: str, block: int) -> bool:
 
 
 def delete_superseded(store: RunStore, grace: timedelta) -> int:
-    """Delete what expired at least `grace` ago, rewards too, and the shards compacted at least that long ago.
+    """Delete files that expired, and shards that were compacted, at least `grace` ago; their rewards, too.
 
-    Returns how many files of trajectories.
+    Returns the number of deleted files of trajectories.
     """
     due = datetime.now(UTC) - grace
     files = files_named(store.list("trajectories"))
@@ -133,7 +133,7 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
             paths.append(path)
 
     def delete(path: str) -> None:
-        with suppress(NotFound):  # somebody else was faster
+        with suppress(NotFound):  # another process deleted it first
             store.delete(path)
 
     transfer_all(delete, set(paths))
@@ -145,7 +145,7 @@ def _marked_at(store: RunStore, path: str) -> datetime:
 
 
 def _compacted_at(store: RunStore, path: str) -> datetime:
-    """Reads all of it: where it is broken, which verify and audit name, the shards it stands for are there for ever."""
+    """Reads the whole file: if it is broken, which verify and audit report, its shards are never deleted."""
     try:
         return datetime.fromisoformat(read_file(store, path).schema.metadata[_COMPACTED_AT].decode())
     except TornShard:

@@ -1,13 +1,13 @@
 """The proof that a run's store is whole: `tba verify RUN`.
 
     shards       every one whole and valid, under its own name, no round missing, no trajectory twice
-    ledger       every trajectory trained on is there, every step that counts recorded, syncs as the shards say
+    ledger       every trained trajectory is stored, every step that counts recorded, syncs match the shards
     policies     every one still stored has the published files and weights, latest.json and best.json name one,
                  every trajectory of this run was sampled by a policy that was published
     checkpoints  every one that training could resume from is whole
 
-What a killed process leaves unfinished is no fault: nothing of it is visible to a reader. A run may be verified while
-it goes on: what points to something is read before it.
+Unfinished writes of a killed process are no fault: readers do not see them. A run may be verified while it trains:
+pointers are read before the files that they name.
 """
 
 import json
@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage import ledger, policies, quality, schema
+from storage import attempts, checkpoints, ledger, policies, quality, schema
 from storage.errors import DamagedPolicy, NotFound, StoreError, TornShard
 from storage.shards import (
     File,
@@ -54,7 +54,7 @@ _POINTERS = {policies.LATEST: policies.PolicyRef, policies.BEST: policies.BestPo
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is not as it must be."""
+    """One fault of a run's store."""
 
     kind: str  # in two words, such as "missing round"
     path: str  # inside the run
@@ -63,7 +63,7 @@ class Fault:
 
 @dataclass
 class Report:
-    """What was found; `num_*`: how much was looked at."""
+    """The faults, and the numbers of checked files and rows (`num_*`)."""
 
     faults: list[Fault]
     num_shards: int
@@ -74,28 +74,28 @@ class Report:
 
 @dataclass
 class _Shards:
-    """What the other checks need of the shards."""
+    """Facts about the shards for the other checks."""
 
-    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, those that are there
-    expired: dict[str, int] = field(default_factory=dict)  # by searcher, through which round shards may be gone
+    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, the rounds that are stored
+    expired: dict[str, int] = field(default_factory=dict)  # by searcher, the last round whose shard may be deleted
     ids: list[pa.ChunkedArray] = field(default_factory=list)  # trajectory ids, an array a shard
-    copied: set[str] = field(default_factory=set)  # searchers that stand for what other runs sampled
+    copied: set[str] = field(default_factory=set)  # searchers that hold other runs' trajectories
     speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
 
 
 def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report:
     """fingerprint: the checksum of the weights in a policy's folder; any exception of it means that they do not load.
 
-    None: a quick look, at everything but the values in the shards (storage/quality.py) and the policies' weights.
+    None: a quick check of everything but the values in the shards (storage/quality.py) and the policies' weights.
 
     Raises: NotFound: there is no such run. StoreUnreachable.
     """
     store.get("run.json")
-    if faults := list(_torn_records(store)):  # what counts goes by these, so nothing else can be looked at
+    if faults := list(_torn_records(store)):  # these decide which entries count, so nothing else can be checked
         return Report(faults, num_shards=0, num_trajectories=0, num_policies=0, num_steps=0)
     faults: list[Fault] = []
     ledgers = _LEDGER if fingerprint else {folder: _asked(columns) for folder, columns in _LEDGER.items()}
-    resumes = ledger.attempts(store)
+    resumes = attempts.list_attempts(store)
     entries = {folder: _read_entries(store, folder, columns, faults) for folder, columns in ledgers.items()}
     syncs = _effective_syncs(store)
     shards = _check_shards(store, _vocab_size(store) if fingerprint else None, faults)
@@ -134,7 +134,7 @@ def _torn_records(store: RunStore) -> Iterator[Fault]:
             return None  # deleted since it was listed
         except (ValueError, AttributeError) as error:
             return Fault("torn record", path, f"it is no JSON object ({error})")
-        return Fault("torn record", path, f"it does not say {', '.join(sorted(missing))}") if missing else None
+        return Fault("torn record", path, f"it lacks {', '.join(sorted(missing))}") if missing else None
 
     yield from filter(None, transfer_all(read, wanted))
 
@@ -143,7 +143,7 @@ def _torn_records(store: RunStore) -> Iterator[Fault]:
 
 
 def _check_shards(store: RunStore, vocab_size: int | None, faults: list[Fault]) -> _Shards:
-    """vocab_size: None: the values in the shards are not looked at."""
+    """vocab_size: None: the values in the shards are not checked."""
     found, rounds_of = _Shards(), defaultdict(set)
     paths = store.list("trajectories")
     files = files_named(paths)
@@ -151,13 +151,15 @@ def _check_shards(store: RunStore, vocab_size: int | None, faults: list[Fault]) 
         faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
     for file in files:
         rounds_of[file.searcher].update(file.rounds)
-    found.expired = expired_through(store)  # after the listing: a shard's mark comes long before it is deleted
+    found.expired = expired_through(store)  # after the listing: a shard is marked long before it is deleted
     with suppress(NotFound):
         found.copied = {f"warm{index}" for index in range(len(json.loads(store.get(WARM_START))))}
     for searcher, rounds in rounds_of.items():
         for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
             path = shard_path(searcher, missing)
-            faults.append(Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this"))
+            faults.append(
+                Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this one")
+            )
         found.rounds[searcher] = sorted(rounds)
         for of_block in by_block(rounds):  # bounds memory, and spreads the fixed cost of the quality gate
             _check_some_shards(store, searcher, of_block, vocab_size, found, faults)
@@ -168,7 +170,7 @@ def _check_shards(store: RunStore, vocab_size: int | None, faults: list[Fault]) 
 
 
 def _changed_copy(store: RunStore, file: File) -> Fault | None:
-    """A shard that is to be deleted because a compacted file has its rows must have the same."""
+    """A shard that will be deleted because a compacted file has its rows must have the same rows."""
     (counting,) = read_each(store, file.searcher, file.rounds)
     try:
         shard = read_file(store, file.path)
@@ -204,7 +206,7 @@ def _check_some_shards(
 
 
 def _vocab_size(store: RunStore) -> int:
-    """Of the policy that latest.json names; every token id there is where that cannot be told."""
+    """The vocabulary size of the policy that latest.json names; if it is unknown, every token id is allowed."""
     try:
         config = json.loads(store.get(f"{_read_pointer(store, policies.LATEST)['path']}/config.json"))
     except (NotFound, ValueError, TypeError, KeyError):
@@ -243,7 +245,7 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
 
 
 def _asked(columns: pa.Schema) -> pa.Schema:
-    """Those columns of a ledger entry that a check asks for; of the others a quick look reads that they are there."""
+    """The columns of a ledger entry that a check reads. Other columns are only checked for presence."""
     return pa.schema([column for column in columns if column.name in ("attempt", "step", "trajectory_id")])
 
 
@@ -264,7 +266,7 @@ def _is_expired(name: str, shards: _Shards) -> bool:
 
 
 def _effective_steps(resumes: list[dict], rows: pa.Table) -> set[int]:
-    """The steps whose entries count: what was trained after a checkpoint that training resumed from does not."""
+    """The steps whose entries count. Steps after a checkpoint that training resumed from do not."""
     places = set(zip(rows["attempt"].to_pylist(), rows["step"].to_pylist(), strict=True))
     return {step for attempt, step in places if ledger.counts(attempt, step, resumes)}
 
@@ -275,9 +277,9 @@ def _unrecorded_steps(resumes: list[dict], entries: dict[str, pa.Table]) -> Iter
     resumed_from = max((attempt["resumed_from"] for attempt in resumes), default=0)
     last = max(batches, default=0)
     for step in sorted(set(range(1, max(last, resumed_from) + 1)) - batches):
-        yield Fault("missing batch", "batches", f"step {step} counts as trained, but what it drew is not recorded")
+        yield Fault("missing batch", "batches", f"step {step} counts as trained, but its draw is not recorded")
     for step in sorted(_effective_steps(resumes, entries["metrics/training"]) - batches):
-        yield Fault("missing batch", "batches", f"step {step} has metrics, but what it drew is not recorded")
+        yield Fault("missing batch", "batches", f"step {step} has metrics, but its draw is not recorded")
 
 
 def _effective_syncs(store: RunStore) -> list[dict]:
@@ -294,11 +296,11 @@ def _inconsistent_syncs(syncs: list[dict], shards: _Shards) -> Iterator[Fault]:
         path, searcher = f"syncs/attempt={row['attempt']:08d}/sync={row['sync']:08d}.parquet", row["searcher"]
         first, last = row["first_round"], row["last_round"]
         expired = shards.expired.get(searcher, -1)
-        if first not in (following[searcher], expired + 1):  # a resume takes in anew what has not expired
+        if first not in (following[searcher], expired + 1):  # a resume takes in again the rounds that have not expired
             yield Fault("sync out of order", path, f"{searcher}: from round {first}, expected {following[searcher]}")
         kept = range(max(first, expired + 1), last + 1)
         if missing := sorted(set(kept) - set(shards.rounds.get(searcher, []))):
-            yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not there")
+            yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not stored")
         following[searcher] = last + 1
 
 
@@ -318,7 +320,7 @@ def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Call
                 yield Fault("damaged policy", path, str(error))
         except StoreError:
             raise
-        except Exception as error:  # whatever a broken file makes its reader raise
+        except Exception as error:  # a broken file may raise any exception
             yield Fault("damaged policy", path, f"its weights do not load ({type(error).__name__}: {error})")
         else:
             if found != manifest["fingerprint"]:
@@ -326,7 +328,7 @@ def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Call
 
 
 def _read_pointer(store: RunStore, path: str) -> dict | str | None:
-    """What a pointer says; why it cannot be read; None where it is not there."""
+    """The content of a pointer; the reason (text) if it cannot be read; None if there is none."""
     try:
         return asdict(_POINTERS[path](**json.loads(store.get(path))))
     except NotFound:
@@ -340,7 +342,7 @@ def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], s
         message = _pointer_fault(pointer, published)
         if path == policies.LATEST and pointer is None and shards.ids:
             message = "it names no policy, but policies have sampled trajectories"
-        if message and pointer == _read_pointer(store, path):  # else it has moved on while policies were read
+        if message and pointer == _read_pointer(store, path):  # otherwise it was replaced while policies were read
             yield Fault("broken pointer", path, message)
 
 
@@ -351,7 +353,7 @@ def _pointer_fault(pointer: dict | str | None, published: dict[str, dict]) -> st
         return pointer
     manifest = published.get(pointer["path"])
     if manifest is None or manifest.get("pruned"):
-        return f"it names {pointer['path']}, which is not there in full"
+        return f"it names {pointer['path']}, which is not complete"
     differing = [name for name in ("step", "fingerprint", "attempt") if pointer[name] != manifest[name]]
     told = [f"{name} {pointer[name]}, the policy it names {manifest[name]}" for name in differing]
     return f"it says {'; '.join(told)}" if told else None
@@ -366,15 +368,15 @@ def _unpublished_speakers(shards: _Shards, published: dict[str, dict]) -> Iterat
 
 
 def _bad_checkpoints(store: RunStore) -> Iterator[Fault]:
-    for step in ledger.list_checkpoints(store):
+    for step in checkpoints.list_checkpoints(store):
         with suppress(NotFound, FileNotFoundError):  # the Trainer has deleted it since it was listed
             found = list(_bad_checkpoint(store, step))
-            if found and step in ledger.list_checkpoints(store):
+            if found and step in checkpoints.list_checkpoints(store):
                 yield from found
 
 
 def _bad_checkpoint(store: RunStore, step: int) -> Iterator[Fault]:
-    folder = ledger.checkpoint_path(step)
+    folder = checkpoints.checkpoint_path(step)
     try:
         recorded = json.loads(store.get(f"{folder}/state.json"))["step"]
     except (ValueError, KeyError, TypeError) as error:
@@ -386,7 +388,7 @@ def _bad_checkpoint(store: RunStore, step: int) -> Iterator[Fault]:
     if not weights:
         yield Fault("damaged checkpoint", folder, "it has no safetensors file")
     for path in weights:
-        if message := ledger.broken_safetensors(store, path):
+        if message := checkpoints.broken_safetensors(store, path):
             yield Fault("damaged checkpoint", path, message)
 
 

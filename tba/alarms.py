@@ -1,9 +1,9 @@
-"""Alarms: what is seen to go wrong while a run trains, and which setting to turn.
+"""Alarms: signs that a run goes wrong, and the setting to change for each.
 
-A pure function of the rows of training_steps, in order: the Trainer asks it after each step, a report asks it again of
-the stored rows, and both get the same answer. Docs: docs/metrics.md, "Alarms".
+A pure function of the rows of training_steps, in order. The Trainer calls it after each step, a report on the stored
+rows, and both get the same alarms. docs/metrics.md, "Alarms", has the thresholds.
 
-A sync that took something in shows as a change of `num_inserted`. The `fresh_` columns are of that sync.
+A sync that took in trajectories shows as a change of `num_inserted`. The `fresh_` columns describe that sync.
 """
 
 import math
@@ -11,17 +11,17 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# Syncs that are averaged: one is a dozen prompts, whose mean reward alone swings by 0.1.
+# Number of syncs in a mean: one sync is a dozen prompts, whose mean reward varies by 0.1.
 RECENT_SYNCS = 3
 # Fall of the mean reward below its best, as a share of the reward's range; an untapered loss on stale samples lost 0.4.
 REWARD_FALL = 0.20
 # A fall must also exceed so many standard deviations of a difference between two such means, as syncs scatter in this
-# run. Of simulated healthy runs of 30 syncs of 12 peaked prompts, 0.20 alone called 16 % ill, and both together 0.3 %.
+# run. In simulated healthy runs of 30 syncs of 12 peaked prompts, 0.20 alone raised the alarm in 16 %, both in 0.3 %.
 REWARD_FALL_DEVIATIONS = 4.5
 MEDIAN_TO_DEVIATION = 0.954  # median of |a - b| of two normal numbers, in standard deviations of one
-# Nats a token. At 0.005 and 6 tokens 97 % of the responses to a prompt are one and the same.
+# Nats a token. At 0.005 and 6 tokens 97 % of the responses to a prompt are identical.
 LOW_ENTROPY = 0.005
-# Of a reward in 0..1: the task is solved, and there nothing is left to find.
+# Of a reward in 0..1: the task is solved, and low entropy is no fault.
 SOLVED_REWARD = 0.95
 # Nats a token. Rounding to bfloat16 and another kernel's order of sums come to some 0.02; another temperature or model
 # to several times 0.1. Each policy step between adds to that: up to 0.12 was seen in a healthy run of the defaults.
@@ -32,16 +32,16 @@ MISMATCH_STEPS = 5
 STALE = 16.0
 STALENESS_GROWTH = 2.0
 FIRST_SYNCS = 6  # the buffer fills during the first, and rounds settle
-# No new shard for so long: the Searchers have stopped, or a round takes far longer than it should.
+# Without a new shard for this time, the Searchers have stopped, or a round takes far too long.
 SEARCHERS_SILENT_S = 300.0
 
 
 class Alarms:
-    """Which alarms are on. They are on and off by themselves: nothing is to be acknowledged."""
+    """The alarms that are on. An alarm ends by itself; none is acknowledged."""
 
     def __init__(self) -> None:
         self.on: dict[str, str] = {}
-        """By name: what is seen, and what to do."""
+        """Messages of the alarms that are on, by name: the observation, and the setting to change."""
         self._num_inserted = None
         self._is_first_sync = True
         self._rewards: list[float] = []  # these, a value a sync
@@ -51,7 +51,7 @@ class Alarms:
         self._num_mismatches = 0  # steps running
 
     def see(self, row: Mapping) -> dict[str, str]:
-        """What is on after one more step. row: of training_steps; what is None or not there was not measured."""
+        """The alarms after one more step. row: of training_steps; a value that is None or missing was not measured."""
         inserted = row.get("num_inserted")
         if inserted != self._num_inserted and row.get("fresh_reward_mean") is not None:
             self._num_inserted = inserted
@@ -61,12 +61,12 @@ class Alarms:
         return self.on
 
     def see_silence(self, silent_s: float) -> dict[str, str]:
-        """The same while the Trainer waits. silent_s: seconds since a sync last took something in."""
+        """The alarms while the Trainer waits. silent_s: seconds since the last sync that took in trajectories."""
         self._set(
             "searchers_silent",
             silent_s >= SEARCHERS_SILENT_S,
             f"no new shard for {silent_s:.0f} s: have the Searchers stopped? Their flow runs' logs in Prefect say why. "
-            "If their rounds only take long, lower search.prompts_per_round",
+            "If their rounds take long, lower search.prompts_per_round",
         )
         return self.on
 
@@ -75,7 +75,7 @@ class Alarms:
         self.on = others | ({name: message} if is_on else {})
 
     def _see_sync(self, row: Mapping) -> None:
-        if self._is_first_sync:  # a warm start comes in with it, and its trajectories are other policies'
+        if self._is_first_sync:  # the first sync takes in a warm start, whose trajectories are other policies'
             self._is_first_sync = False
             return
         self._rewards.append(row["fresh_reward_mean"])
@@ -112,8 +112,8 @@ class Alarms:
         self._set(
             "entropy_low",
             len(self._entropies) >= RECENT_SYNCS and now < LOW_ENTROPY and not is_solved,
-            f"entropy is near zero: {now:.2g} nats a token in the last {RECENT_SYNCS} syncs, so that the responses to "
-            "a prompt are all the same. Raise search.temperature or train.beta, or lower train.learning_rate",
+            f"entropy is near zero: {now:.2g} nats a token in the last {RECENT_SYNCS} syncs, so the responses to a "
+            "prompt are all the same. Raise search.temperature or train.beta, or lower train.learning_rate",
         )
 
     def _judge_staleness(self) -> None:
@@ -121,8 +121,8 @@ class Alarms:
         self._set(
             "staleness_grows",
             len(self._staleness) >= FIRST_SYNCS + RECENT_SYNCS and now > max(STALE, STALENESS_GROWTH * settled),
-            f"staleness grows: the last {RECENT_SYNCS} syncs were sampled {now:.0f} policy steps before they came, the "
-            f"first {FIRST_SYNCS} at most {settled:.0f}. Have more searchers, lower sampling.samples_per_insert so "
+            f"staleness grows: the last {RECENT_SYNCS} syncs came in {now:.0f} policy steps after sampling, the "
+            f"first {FIRST_SYNCS} at most {settled:.0f}. Start more searchers, lower sampling.samples_per_insert so "
             "that the Trainer waits, or set sampling.max_age",
         )
 
@@ -147,7 +147,7 @@ def _recent(values: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Span:
-    """Steps through which an alarm was on."""
+    """The span of steps in which an alarm was on."""
 
     name: str
     first_step: int
@@ -156,7 +156,7 @@ class Span:
 
 
 def spans(rows: Iterable[Mapping]) -> list[Span]:
-    """Every time that an alarm was on, by its first step. rows: of training_steps, in order of steps."""
+    """All spans of all alarms, by their first step. rows: of training_steps, in order of steps."""
     alarms, begun, ended, step = Alarms(), {}, [], 0
     for row in rows:
         before, on = step, alarms.see(row)

@@ -1,6 +1,6 @@
 """Objectives that Trajectory Balance is compared with, in one interface: log-probabilities and rewards in, loss out.
 
-    rloo         REINFORCE, leave-one-out baseline, nothing for an older policy   (Ahmadian et al., arXiv 2402.14740)
+    rloo         REINFORCE, leave-one-out baseline, no off-policy correction      (Ahmadian et al., arXiv 2402.14740)
     prox_rloo    the same with a clipped importance ratio of whole responses, as TRL's RLOOTrainer has it
     dr_grpo      mean baseline, clipped importance ratio of each token            (Liu et al., arXiv 2503.20783)
     online_dpo   the best response against the worst one                          (Guo et al., arXiv 2402.04792)
@@ -28,7 +28,7 @@ CLIP = 0.2  # importance ratios count between 1 - CLIP and 1 + CLIP, as in TRL a
 
 @dataclass(frozen=True)
 class Terms:
-    """What a loss is computed from."""
+    """The inputs of a loss."""
 
     policy: Tensor  # [B, K, T] with gradient; 0 behind a response's end, as the next two
     behavior: Tensor  # [B, K, T]
@@ -92,7 +92,7 @@ def dr_grpo_loss(terms: Terms, beta: float) -> Tensor:
 
 
 def online_dpo_loss(terms: Terms, beta: float) -> Tensor:
-    """DPO on the best and the worst response to each prompt; 0 for prompts whose responses are all worth the same."""
+    """DPO on the best and the worst response to each prompt; 0 for prompts whose responses have equal rewards."""
     margin = beta * (terms.policy - terms.reference).sum(-1)  # [B, K]
     best, worst = terms.reward.argmax(1, keepdim=True), terms.reward.argmin(1, keepdim=True)  # [B, 1]
     differs = (terms.reward.gather(1, best) > terms.reward.gather(1, worst)).float()

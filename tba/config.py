@@ -19,33 +19,35 @@ class Settings(BaseModel):
 
 
 class TaskSettings(Settings):
-    """What is asked and how a response is rewarded."""
+    """The task: its prompts, and the reward of a response."""
 
     name: str = Field(
-        "arithmetic", description="arithmetic, gsm8k, math, reasoning_gym, tldr, redteam, or dataset (one's own)."
+        "arithmetic",
+        description="arithmetic, gsm8k, math, reasoning_gym, tldr, redteam, or dataset (a task of one's own).",
     )
     data: str | None = Field(
-        None, description="JSONL or Parquet file, Hugging Face dataset or module:function; None: the task's own."
+        None, description="JSONL or Parquet file, Hugging Face dataset, or module:function; None: the task's own data."
     )
-    generator: str | None = Field(None, description="Of reasoning_gym: which of its generators, such as chain_sum.")
+    generator: str | None = Field(None, description="Generator of reasoning_gym, such as chain_sum; None: other tasks.")
     reward_model: str | None = Field(
-        None, description="Of tldr: a sequence classifier of one label; None: ROUGE-L with the reference summary."
+        None,
+        description="Reward model of tldr, a classifier with one label; None: ROUGE-L with the reference summary.",
     )
-    gold_reward_model: str | None = Field(
-        None, description="Of tldr's evaluation: the reward model whose preference counts; None: as reward_model."
-    )
-    victim: str = Field("smollm2-135m-instruct", description="Of redteam: the model that is asked.")
+    gold_reward_model: str | None = Field(None, description="Reward model of tldr's win rate; None: reward_model.")
+    victim: str = Field("smollm2-135m-instruct", description="Model that redteam attacks.")
     classifier: str | None = Field(
-        None, description="Of redteam: a sequence classifier of toxicity; None: better-profanity's list of words."
+        None, description="Sequence classifier of toxicity for redteam; None: better-profanity's list of words."
     )
     rewards: tuple[str, ...] = Field(
-        (), description="Functions in TRL's signature, module:function, or task: the task's own; none: only that."
+        (), description="Reward functions in TRL's signature (module:function); task: the task's own; none: only that."
     )
-    reward_weights: tuple[float, ...] | None = Field(None, description="Of each of the rewards; None: all 1.")
+    reward_weights: tuple[float, ...] | None = Field(None, description="Weight of each of the rewards; None: 1 each.")
     missing_eos_reward: float | None = Field(
-        None, description="Reward of a response that is cut at the length limit; None: what it is worth."
+        None, description="Reward of a response that is cut at the length limit; None: as of a finished one."
     )
-    max_response_tokens: int | None = Field(None, ge=1, description="Longest response; None: the task's own.")
+    max_response_tokens: int | None = Field(
+        None, ge=1, description="Longest response, in tokens; None: the task's own."
+    )
     num_heldout: int = Field(256, ge=1, description="Held-out problems in an evaluation.")
 
     @field_validator("rewards", "reward_weights", mode="before")
@@ -79,12 +81,12 @@ class TaskSettings(Settings):
 
 
 def importable_name(function: Callable) -> str:
-    """`module:function`, by which other processes find a Python object that was given in its place.
+    """`module:function`, the name by which other processes import a function that was passed as an object.
 
     Raises: ValueError: it has no such name: a lambda, a method, a function inside another.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module == "__main__":  # the file that was run: imported by its name elsewhere
+    if module == "__main__":  # the file that was run: other processes import it by its name
         module = Path(getattr(sys.modules["__main__"], "__file__", "")).stem
     if not module or not name.isidentifier():
         raise ValueError(f"{function!r} cannot be imported by other processes; define it at the top of a module's file")
@@ -92,27 +94,34 @@ def importable_name(function: Callable) -> str:
 
 
 class SearchSettings(Settings):
-    """How Searchers explore."""
+    """How Searchers sample responses."""
 
-    samples_per_prompt: int = Field(16, ge=2, description="S: responses sampled a prompt in a round.")
-    prompts_per_round: int = Field(12, ge=1, description="Prompts in a round; a round is one shard.")
-    temperature: float = Field(1.0, gt=0, description="Temperature that responses are sampled at.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus that responses are sampled from.")
+    samples_per_prompt: int = Field(16, ge=2, description="S: responses sampled for each prompt of a round.")
+    prompts_per_round: int = Field(12, ge=1, description="Prompts in a round, which is one shard.")
+    temperature: float = Field(1.0, gt=0, description="Temperature of sampling.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Probability mass of the nucleus that tokens are sampled from; 1: all tokens."
+    )
     near_duplicate_distance: float | None = Field(
-        None, gt=0, lt=1, description="Responses within this share of their edit distance of better ones are dropped."
+        None,
+        gt=0,
+        lt=1,
+        description="Edit distance, as a share of both lengths' sum, below which the worse response is dropped.",
     )
     exploration_probability: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="That a prompt's temperature is drawn anew; so, independently, top_p, system prompt.",
+        description="Probability of resampling a prompt's temperature; independently top_p and the system prompt.",
     )
     exploration_temperature: tuple[float, float] = Field(
-        (0.7, 1.1), description="Range that a drawn temperature is uniform in."
+        (0.7, 1.1), description="Lowest and highest resampled temperature; uniform between them."
     )
-    exploration_top_p: tuple[float, float] = Field((0.7, 1.0), description="Range that a drawn top_p is uniform in.")
+    exploration_top_p: tuple[float, float] = Field(
+        (0.7, 1.0), description="Lowest and highest resampled top_p; uniform between them."
+    )
     system_prompts: tuple[str, ...] = Field(
-        (), description="Of which one is drawn to sample behind; training does not see it. None: no system prompts."
+        (), description="System prompts to sample behind, one drawn at random; not in training; none: no system prompt."
     )
 
     @model_validator(mode="after")
@@ -120,10 +129,12 @@ class SearchSettings(Settings):
         if self.system_prompts and not self.exploration_probability:
             raise ValueError(
                 f"search.system_prompts has {len(self.system_prompts)}, and search.exploration_probability is 0: none "
-                "would ever be drawn; set that, too"
+                "would ever be drawn; set it, too"
             )
         if "" in self.system_prompts:
-            raise ValueError("search.system_prompts: one is empty; a prompt that is not explored has none anyway")
+            raise ValueError(
+                "search.system_prompts: one is empty; leave it out, because a prompt that is not explored has none"
+            )
         return self
 
     @model_validator(mode="after")
@@ -141,51 +152,66 @@ class TrainSettings(Settings):
     """How the Trainer steps the policy. Loss: Trajectory Balance in VarGrad form (arXiv 2503.18929, eq. 4-5)."""
 
     objective: Literal["tb", "tba_prime", "dr_grpo", "rloo", "prox_rloo", "online_dpo"] = Field(
-        "tb", description="Trajectory Balance, the same with a moving reference and no replay, or a baseline."
+        "tb",
+        description="Trajectory Balance (tb), with a moving reference and no replay (tba_prime), or a baseline.",
     )
     residual_weight: Literal["tapered", "plain"] = Field(
         "tapered",
-        description="Of tb and tba_prime: tapered weighs what is to become less likely by min(1, policy / behavior) "
-        "probability; plain counts it whole, as the paper does.",
+        description="Weight of a positive residual, with tb and tba_prime: min(1, policy / behavior probability) for "
+        "tapered, 1 for plain (as in the paper).",
     )
-    steps: int = Field(120, ge=1, description="Policy steps to train for.")
-    beta: float = Field(0.05, ge=0, description="KL coefficient: the target is p_ref * exp(reward / beta).")
-    beta_final: float | None = Field(None, gt=0, description="beta goes there in a line; None: it stays.")
-    beta_steps: int | None = Field(None, ge=1, description="Steps that beta takes to beta_final; None: all steps.")
+    steps: int = Field(120, ge=1, description="Policy steps of the run.")
+    beta: float = Field(
+        0.05, ge=0, description="KL coefficient, in units of reward a nat: the target is p_ref * exp(reward / beta)."
+    )
+    beta_final: float | None = Field(None, gt=0, description="Final beta, reached linearly; None: beta is constant.")
+    beta_steps: int | None = Field(None, ge=1, description="Steps from beta to beta_final; None: all steps.")
     reference_reset_interval: int | None = Field(
         None, ge=1, description="Steps after which the policy becomes the reference (TBA'); None: never."
     )
     reward_tempering: float = Field(
-        1.0, ge=1, description="What the log of the target is divided by at first; it falls to 1 in a line."
+        1.0, ge=1, description="Initial divisor of the target's logarithm, which falls linearly to 1; 1: no tempering."
     )
-    reward_tempering_steps: int | None = Field(None, ge=1, description="Steps that this takes; None: all steps.")
+    reward_tempering_steps: int | None = Field(
+        None, ge=1, description="Steps in which reward_tempering falls to 1; None: all steps."
+    )
     fluency_temperature: float = Field(
-        1.0, gt=0, description="What the target's log p_ref is divided by at last; from 1 in a line. Red-teaming."
+        1.0,
+        gt=0,
+        description="Final divisor of log p_ref in the target, from 1 linearly, for red-teaming.",
     )
-    fluency_steps: int | None = Field(None, ge=1, description="Steps that this takes; None: all steps.")
-    temperature: float = Field(1.0, gt=0, description="T that policy and reference logits are divided by.")
-    learning_rate: float = Field(1e-5, gt=0, description="AdamW's step size, after warm-up.")
-    warmup_steps: int = Field(5, ge=0, description="Steps over which the learning rate rises from zero.")
+    fluency_steps: int | None = Field(
+        None, ge=1, description="Steps in which fluency_temperature is reached; None: all steps."
+    )
+    temperature: float = Field(
+        1.0, gt=0, description="T, the temperature of the objective: policy and reference logits are divided by it."
+    )
+    learning_rate: float = Field(1e-5, gt=0, description="AdamW's step size after warm-up.")
+    warmup_steps: int = Field(5, ge=0, description="Steps in which the learning rate rises from zero.")
     learning_rate_schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field(
-        "linear", description="Of the learning rate after warm-up; the decay of the last one is a cosine."
+        "linear", description="Schedule of the learning rate after warm-up; warmup-stable-decay decays by a cosine."
     )
-    decay_steps: int | None = Field(None, ge=1, description="Last steps, in which warmup-stable-decay decays.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
+    decay_steps: int | None = Field(
+        None, ge=1, description="Length of warmup-stable-decay's decay, in steps; None: other schedules."
+    )
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay rate of the mean gradient.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay rate of the mean squared gradient.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")
-    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens a forward pass holds; larger batches are split.")
+    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens of the largest forward pass.")
     gradient_checkpointing: Literal["none", "cheap", "layers"] = Field(
         "none",
-        description="What is computed again and not kept: all but matrix products and attention, or whole layers.",
+        description="Activations computed again: none; all but matrix products and attention (cheap); all (layers).",
     )
-    lora_rank: int | None = Field(None, ge=1, description="Train low-rank adapters of this rank; None: all weights.")
-    processes: int = Field(1, ge=1, description="Trainer processes, a device each. May change from resume to resume.")
+    lora_rank: int | None = Field(
+        None, ge=1, description="Rank of trained low-rank adapters; None: all weights are trained."
+    )
+    processes: int = Field(1, ge=1, description="Trainer processes, one device each; may change at a resume.")
     zero_stage: Literal[1, 2, 3] = Field(
-        2, description="What they share out (DeepSpeed ZeRO): optimizer (1), gradients (2), weights (3), too."
+        2, description="DeepSpeed ZeRO stage: shards the optimizer (1), also gradients (2), also weights (3)."
     )
-    sync_interval: int = Field(2, ge=1, description="k: steps between published policies, each followed by a sync.")
-    checkpoint_interval: int = Field(25, ge=1, description="Steps between checkpoints that training resumes from.")
+    sync_interval: int = Field(2, ge=1, description="k: steps between published policies; a sync follows each.")
+    checkpoint_interval: int = Field(25, ge=1, description="Steps between checkpoints.")
 
     @model_validator(mode="after")
     def _steps_and_their_schedule_go_together(self):

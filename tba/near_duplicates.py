@@ -1,18 +1,18 @@
-"""Near-duplicates of a prompt's responses: of two that nearly say the same, the one that is worth less is dropped.
+"""Near-duplicates of a prompt's responses: of two similar responses, the one with the lower reward is dropped.
 
 As in GFlowNet red-teaming (arXiv 2405.18540, and its code): texts are near when their edit distance is under a share
-of their lengths' sum, 0.25 there. Committed shards never change, so what was kept before stays, even where something
-better comes later; the predecessor's buffer would put that in its place.
+of their lengths' sum, 0.25 there. Committed shards never change, so a kept response stays, even if a better
+near-duplicate comes later. The published code would replace it.
 """
 
 from collections.abc import Sequence
 
-# Of each prompt this many of the best are remembered: what a new response is compared with costs time in each round.
+# The best responses of each prompt that new ones are compared with: each comparison costs time in each round.
 REMEMBERED = 1000
 
 
 class NearDuplicates:
-    """What one Searcher has kept, by prompt."""
+    """The responses that one Searcher has kept, by prompt."""
 
     def __init__(self, distance: float) -> None:
         """`distance`: as a share of both lengths' sum, in (0, 1)."""
@@ -24,8 +24,8 @@ class NearDuplicates:
     def keep(
         self, number: int, prompt_ids: Sequence[str], texts: Sequence[str], rewards: Sequence[float]
     ) -> list[bool]:
-        """For each response of round `number` whether it is kept: nothing near it is worth as much, there or before."""
-        if number == self._newest_round:  # it is tried again: what the last try kept was not stored
+        """Whether each response of round `number` is kept: no near-duplicate so far has an equal or higher reward."""
+        if number == self._newest_round:  # the round is repeated: the last try's responses were not stored
             for known in self._kept.values():
                 known[:] = [entry for entry in known if entry[2] != number]
         self._newest_round = number

@@ -16,9 +16,9 @@ For a prompt x with K responses y_i, and log-probabilities summed over response 
     B, K         prompts, responses to a prompt
 
 The residual is -A / beta, with A the advantage (mean baseline) of the reward r - beta * (log p - log p_ref). So a
-positive residual makes a response less likely. The paper's loss has weight 1: it pushes a response down at full
-strength long after the policy has stopped giving it, and overshoots by the age of the samples times the step size. The
-taper ends that push as the policy leaves the response behind.
+positive residual makes a response less likely. The paper's loss has weight 1: it lowers the probability of a
+response at full strength long after the policy has stopped giving it, and overshoots in proportion to the age of the
+samples and the step size. With the taper the weight falls with the response's probability under the policy.
 
 The minimum does not move. It is p proportional to p_ref * exp(r / beta), whatever policy sampled the responses and
 whatever the weights, as long as each is positive (docs/method.md has the proof): that is why replay is allowed.
@@ -38,7 +38,7 @@ def trajectory_balance_loss(
     """The loss: a scalar, differentiable in `policy_logprob` only.
 
     Args: three float tensors [B, K] (log-probabilities in nats, summed over response tokens); beta > 0; weight [B, K],
-        as `taper` returns it, or None: each residual counts whole, as in the paper.
+        as `taper` returns it, or None: weight 1, as in the paper.
     Raises: ValueError: shapes differ or are not [B, K], K < 2, or beta <= 0.
     """
     error = residual(policy_logprob, reference_logprob, reward, beta)  # [B, K]
@@ -47,7 +47,7 @@ def trajectory_balance_loss(
 
 
 def residual(policy_logprob: Tensor, reference_logprob: Tensor, reward: Tensor, beta: float) -> Tensor:
-    """How far each response is from balance, [B, K] in nats; differentiable in `policy_logprob` only."""
+    """The residual of each response, [B, K] in nats; differentiable in `policy_logprob` only."""
     log_z = log_partition(policy_logprob, reference_logprob, reward, beta).unsqueeze(1)  # [B, 1]
     return log_z + policy_logprob - reference_logprob.detach() - reward.detach() / beta
 

@@ -1,12 +1,13 @@
-"""In what precision products of matrices run, and how float32 weights become bfloat16 ones.
+"""The precision of matrix products, and the rounding of float32 weights to bfloat16.
 
 Master weights are float32, published weights bfloat16. Products run in bfloat16 where the device multiplies it in
 hardware, which is several times as fast, else in float32.
 
-A model that came in bfloat16 lies on its grid, and a policy step is a tenth of the distance to the next point: rounded
-to the nearest, what the Trainer computes with and what it publishes would stay the first policy for many steps. So each
-weight has a place of its own between two points, drawn at random once, above which it is rounded up: a step arrives at
-once, in as many weights as it is large. Always the same places: the Trainer computes with what Searchers are given.
+The weights of a bfloat16 model lie on bfloat16's grid, and a policy step is a tenth of the distance to the next point.
+Rounded to the nearest, the weights of products and published policies would not change for many steps. So each weight
+has a random threshold between two points, drawn once, above which it is rounded up. A step then changes a share of the
+weights in proportion to its size, at once. The thresholds never change, so the Trainer computes with the weights that
+Searchers are given.
 """
 
 import functools
@@ -17,16 +18,16 @@ from torch import Tensor, nn
 
 # Instructions that multiply bfloat16, by the names of torch.cpu.get_capabilities: x86's two, and ARM's.
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
-NUM_PLACES = 1 << 20  # which all tensors take in turn
+NUM_PLACES = 1 << 20  # of thresholds, which all tensors use in turn
 
 
 def default_device() -> str:
-    """Where a model computes: this process' first GPU, or the CPU."""
+    """The device of models: this process' first GPU, or the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def compute_dtype(device_type: str = "cpu") -> torch.dtype:
-    """What the Trainer, the reference policy and the engine compute in.
+    """The type in which the Trainer, the reference policy and the engine compute.
 
     A CPU without instructions for bfloat16 emulates them: 12 GFLOP/s a core where float32 reaches 65 (Skylake server).
     """
@@ -36,24 +37,25 @@ def compute_dtype(device_type: str = "cpu") -> torch.dtype:
 
 
 def to_bfloat16(weight: Tensor) -> Tensor:
-    """A float32 tensor as bfloat16: each number one of its two neighbours, right on average over all. Differentiable,
-    as a cast is. What is on bfloat16's grid stays as it is."""
+    """A float32 tensor as bfloat16, rounded stochastically and without bias. Differentiable, as a cast is. Numbers on
+    bfloat16's grid do not change."""
     return _ToBfloat16.apply(weight)
 
 
 def bfloat16_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     """A forward pass; under bfloat16 autocast with `to_bfloat16` in place of its rounding to the nearest.
 
-    Which is what other modules keep: GPT-2's Conv1D, and adapters, whose numbers are small and their grid fine.
+    Other modules keep rounding to the nearest: GPT-2's Conv1D, and adapters, whose small numbers have a fine grid.
     """
     cast = module.weight.dtype == torch.float32 and torch.is_autocast_enabled(hidden.device.type)
     return F.linear(hidden, to_bfloat16(module.weight) if cast else module.weight, module.bias)
 
 
 class _ToBfloat16(torch.autograd.Function):
-    """bfloat16 is the upper half of a float32: what is added to the lower carries over as often as that is large.
+    """bfloat16 is the upper half of a float32. A random number added to the lower half carries over with a probability
+    in proportion to the lower half.
 
-    In pieces, which take two or three times as long as a plain cast.
+    Computed in pieces; takes two or three times as long as a plain cast.
     """
 
     @staticmethod
@@ -72,6 +74,6 @@ class _ToBfloat16(torch.autograd.Function):
 
 @functools.cache
 def _places(device: torch.device) -> Tensor:
-    """int32 [NUM_PLACES], the same wherever it is called: what is added to the lower halves of numbers."""
+    """int32 [NUM_PLACES], the same on every machine: the numbers added to the lower halves."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 1 << 16, (NUM_PLACES,), dtype=torch.int32, generator=generator).to(device)

@@ -1,4 +1,4 @@
-"""Where the time and the memory of a training step go: a torch profiler trace and a table."""
+"""Time and memory of a training step by operation: a torch profiler trace and a table."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
-from tba.policy import Group
+from tba.logprobs import Group
 from tba.trainer import Draw, Trainer
 
-WARM_UP_STEPS = 2  # the first allocates the optimizer's state, the second finds everything warm
-ROWS = 40  # of the table; what comes behind is noise
+WARM_UP_STEPS = 2  # the first allocates the optimizer's state, the second runs with warm caches
+ROWS = 40  # of the table; further rows are noise
 
 
 def profile_step(trainer: Trainer, draws: Sequence[Draw], folder: Path) -> str:

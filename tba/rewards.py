@@ -4,10 +4,10 @@
     def brief(prompts, completions, answer, **columns) -> list[float]:
         return [float(right in text) - len(text) / 100 for text, right in zip(completions, answer)]
 
-is `my_rewards:brief`; a function that makes one is called as it is written, with literals as arguments:
+is `my_rewards:brief`. A function that returns a reward function is called with the literals in its name:
 `trl.rewards:get_soft_overlong_punishment(max_completion_len=256, soft_punish_cache=64)`. The columns are
 `completion_ids` (tokens), `prompt_id`, `answer` (None where the task does not ask that prompt) and the dataset's own.
-Of a chat, prompts are lists of messages and completions lists of one. None instead of a number: it does not apply.
+Of a chat, prompts are lists of messages and completions lists of one. A reward of None does not apply.
 """
 
 import ast
@@ -26,7 +26,7 @@ TASK = "task"  # in place of module:function: the task's own reward
 
 
 class Rewarding(Protocol):
-    """What can reward: a task, or a function of one's own."""
+    """A source of rewards: a task, or a user's function."""
 
     name: str
 
@@ -39,9 +39,9 @@ class FunctionReward:
     def __init__(
         self, function: Callable[..., list[float | None]], path: str | None = None, arguments: str = ""
     ) -> None:
-        """`path`: module:function, where it came from; its name is what is behind the colon.
+        """`path`: module:function; the function is the reward's name.
 
-        `arguments`: where that makes the function, what it was called with, as it was written.
+        `arguments`: if that function returns the reward function, the text of its arguments.
         """
         self.path = path or getattr(function, "__name__", type(function).__name__)
         self.name = self.path.rpartition(":")[2]
@@ -49,7 +49,7 @@ class FunctionReward:
 
     @property
     def source(self) -> str:
-        """Text that changes when the function or its arguments do, as far as that can be seen."""
+        """Text that changes when the function's source or its arguments change; functions it calls do not count."""
         try:
             return self._arguments + inspect.getsource(self._function)
         except (OSError, TypeError):  # an object with __call__, or made at a prompt
@@ -77,7 +77,7 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class Scores:
-    """What responses are worth: `rewards` are trained on, `components` (before weights) are what they are made of."""
+    """Rewards of responses: `rewards` are trained on, `components` are their parts before weighting."""
 
     rewards: list[float]
     components: list[dict[str, float]]
@@ -92,7 +92,7 @@ class RewardedTask:
         rewards: Sequence[tuple[Rewarding | FunctionReward, float]] = (),
         missing_eos_reward: float | None = None,
     ) -> None:
-        """`missing_eos_reward` is what a response gets that was cut at the length limit; None: what it is worth.
+        """`missing_eos_reward`: reward of a response that was cut at the length limit; None: as of a finished one.
 
         Raises: ValueError: two rewards have one name.
         """
@@ -107,7 +107,7 @@ class RewardedTask:
         self.version = self._version()
 
     def check(self, tokenizer) -> None:
-        """Raises: ValueError: a reward does not work. One that would load models checks them in its own way."""
+        """Raises: ValueError: a reward does not work. A reward with models has a check of its own."""
         problem = self.train[0]
         answer = problem.answer or "none"
         for part, _ in self._parts:
@@ -123,9 +123,9 @@ class RewardedTask:
         tokens: Sequence[Sequence[int]],
         finish_reasons: Sequence[str],
     ) -> Scores:
-        """What each response to the problem at its place is worth. `tokens` and `finish_reasons` are the responses'.
+        """The scores of each response to the problem at its index. `tokens`, `finish_reasons`: of the responses.
 
-        Raises: ValueError: a reward failed, or returned too few, too many, or what is not a finite number.
+        Raises: ValueError: a reward failed, or returned a wrong number of values, or one that is not a finite number.
         """
         by_part = [_checked(part, problems, responses, tokens) for part, _ in self._parts]
         rewards, components = [], []
@@ -145,7 +145,7 @@ class RewardedTask:
         return Scores(rewards, components)
 
     def _version(self) -> str:
-        """The task's where nothing else counts; else with a digest of all that decides the reward."""
+        """The task's version if no other reward counts; else a name with a digest of all that decides the reward."""
         if self._parts == [(self.task, 1.0)] and self._missing_eos_reward is None:
             return self.task.version
         parts = [
@@ -178,7 +178,7 @@ def load_reward(name: str) -> FunctionReward:
 def _checked(
     part: Rewarding | FunctionReward, problems: list[Problem], responses: list[str], tokens: Sequence[Sequence[int]]
 ) -> list[float | None]:
-    """The part's value for each response; None only where a function says that it does not apply."""
+    """The part's value for each response; None only if a function returns it (does not apply)."""
     is_function = isinstance(part, FunctionReward)
     name = part.path if is_function else part.name
     try:

@@ -1,4 +1,4 @@
-"""What changes from step to step: learning rate, beta, the target's tempering. A step's number decides all three."""
+"""Schedules of learning rate, beta, and the target's tempering: functions of the step's number."""
 
 import math
 
@@ -17,7 +17,7 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
             decay_steps = steps - warmup
         case "warmup-stable-decay":
             decay_steps = min(settings.decay_steps, steps - warmup)
-    # 1 before the decay, and still above 0 in the last step: a step of size 0 would be computed in vain.
+    # 1 before the decay, and still above 0 in the last step: a step of size 0 would have no effect.
     left = min(1.0, (steps - step + 1) / (decay_steps + 1)) if decay_steps else 1.0
     if settings.learning_rate_schedule != "linear":
         left = (1 - math.cos(math.pi * left)) / 2
@@ -25,7 +25,7 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
 
 
 def tempering(settings: TrainSettings, step: int) -> tuple[float, float]:
-    """What log p_ref and the reward are multiplied by in step 1, 2, …: 1 and 1 unless it is set otherwise.
+    """Factors of log p_ref and of the reward in step 1, 2, …: 1 and 1 by default.
 
     The target is exp((log p_ref / g + r / beta) / T). T falls in a line from `reward_tempering` to 1, g goes from 1 to
     `fluency_temperature` (red-teaming: arXiv 2405.18540, and its code).

@@ -2,8 +2,8 @@
 
     produces      one shard of trajectories a round
     consumes      prompts of the task, and the newest policy when a round begins
-    waits for     nothing: an old policy is good enough, Trajectory Balance learns from any
-    unblocks      the Trainer's first batch; afterwards nobody waits for it
+    waits for     nothing: Trajectory Balance learns from the responses of any policy
+    unblocks      the Trainer's first batch; later no process waits for it
 
 It keeps no state: a round's prompts follow from (seed, searcher, round). It can be killed, added or removed at any
 time.
@@ -18,14 +18,14 @@ from pathlib import Path
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling
 from tba.near_duplicates import NearDuplicates
-from tba.reference import ReferencePolicy
+from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round brought: one dictionary a trajectory, and one about the round itself."""
+    """The result of a round: one dictionary a trajectory, and one with the round's metrics."""
 
     trajectories: list[dict]
     metrics: dict
@@ -48,7 +48,7 @@ class Searcher:
         seed: int,
         code_version: str,
     ) -> None:
-        """`temperature` is the objective's T, which the reference's logits are divided by."""
+        """`temperature`: the objective's T; the reference's logits are divided by it."""
         self._name, self.task, self._tokenizer, self._engine = name, task, tokenizer, engine
         self._settings, self._temperature, self._seed = settings, temperature, seed
         self._max_response_tokens, self._code_version = max_response_tokens, code_version
@@ -60,7 +60,7 @@ class Searcher:
         self._policy_step = self._fingerprint = None
 
     def load(self, folder: Path, policy_step: int) -> str:
-        """Serves the policy in `folder` from the next round on; returns the fingerprint of what the engine took in."""
+        """Serves the policy in `folder` from the next round on; returns the loaded weights' fingerprint."""
         self._fingerprint = self._engine.load(folder)
         self._policy_step = policy_step
         return self._fingerprint
@@ -117,7 +117,7 @@ class Searcher:
         return Round(trajectories, metrics)
 
     def _explored(self, rng: random.Random) -> tuple[Sampling, str]:
-        """How the responses to a prompt are drawn, and behind which system prompt: as set, or explored.
+        """Sampling settings and system prompt for the responses to a prompt: configured, or explored.
 
         TBA's code explores each with probability 0.3.
         """
@@ -149,7 +149,7 @@ class Searcher:
         }
 
     def answers(self, problems: list[Problem], num_samples: int = 1, temperature: float = 0.0) -> list[list[Response]]:
-        """So many responses to each problem; greedy at temperature 0."""
+        """`num_samples` responses to each problem; greedy at temperature 0."""
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         sampling = Sampling(num_samples, temperature, 1.0, self._max_response_tokens, self._stop_tokens)
         return self._engine.sample(prompts, sampling)
@@ -206,5 +206,5 @@ class Searcher:
         return self.task.score(problems, texts, tokens, reasons)
 
     def text(self, response: Response) -> str:
-        """What a response says, without special tokens."""
+        """The text of a response, without special tokens."""
         return self._tokenizer.decode(response.tokens, skip_special_tokens=True)

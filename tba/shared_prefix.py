@@ -1,13 +1,13 @@
-"""One row of packed tokens for a batch of groups, and the attention that knows its layout.
+"""One row of packed tokens for a batch of groups, and the attention for its layout.
 
-A group is one prompt and its K responses. A prompt is computed once for its K responses, what all prompts begin with
-(a system prompt, worked examples) once for all, and what a prompt's responses begin with alike once for them: together
-they are a tree.
+A group is one prompt and its K responses. A prompt is computed once for its K responses. The common beginning of all
+prompts (a system prompt, worked examples) is computed once for all of them, and that of a prompt's responses once for
+these. Together they are a tree.
 
-    [ common beginning | rest of prompt a | response 1 of a | what is new in response 2 | … | rest of prompt b | … ]
+    [ common beginning | rest of prompt a | response 1 of a | new part of response 2 | … | rest of prompt b | … ]
 
-A token's position is its depth in the tree. Everything but attention works token by token, so only attention must know
-the layout: `shared_prefix_attention` lets a prompt attend to itself and each response to its prompt and its own path.
+A token's position is its depth in the tree. Only attention depends on the layout; all other operations work token by
+token. `shared_prefix_attention` lets a prompt attend to itself and each response to its prompt and its own path.
 Gradients through the shared parts are exact. A response's last token predicts nothing and is not computed; the prompt's
 last token predicts the first token of all its responses.
 
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 ATTENTION = "tba_shared_prefix"  # its name in transformers
-# Groups up to so many tokens attend together under one mask: many small calls cost more than the masked-out products.
+# Groups up to this many tokens attend together under one mask: many small calls cost more than the masked products.
 TOGETHER_TOKENS = 256
 Item = TypeVar("Item")
 
@@ -40,7 +40,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the packed row holds for this group at most; fewer where responses begin alike."""
+        """Largest number of tokens of this group in the packed row; fewer if responses begin alike."""
         return len(self.prompt) + sum(len(response) - 1 for response in self.responses)
 
     def split(self, max_tokens: int) -> list["Group"]:
@@ -55,7 +55,7 @@ class Group:
 
 
 def in_passes(items: Sequence[Item], num_tokens: Callable[[Item], int], max_tokens: int) -> Iterator[list[Item]]:
-    """Whole items, such as groups, as many at a time as fit, and at least one."""
+    """Whole items, such as groups: as many at a time as fit into `max_tokens`, at least one."""
     of_pass, tokens = [], 0
     for item in items:
         if of_pass and tokens + num_tokens(item) > max_tokens:
@@ -69,14 +69,14 @@ def in_passes(items: Sequence[Item], num_tokens: Callable[[Item], int], max_toke
 
 @dataclass(frozen=True)
 class _Together:
-    """Tokens that attend in one go: those of several small groups, or a prompt's."""
+    """Tokens that attend in one call: of several small groups, or of a prompt."""
 
     may_attend: Tensor  # [n, C + n] what of the common beginning, then of these tokens
 
 
 @dataclass(frozen=True)
 class _Apart:
-    """The responses of a large group, each for itself behind the prompt, which is the piece before."""
+    """The responses of a large group, each apart from the others; the piece before is their prompt."""
 
     rows: Tensor  # [K', R] which of the group's tokens responses that bring new ones have
     is_new: Tensor  # [K', R] False where an earlier response has the token, and where `rows` is padding
@@ -136,7 +136,7 @@ def pack(groups: Sequence[Group], device: torch.device) -> Packed:
 
 
 def _num_common(prompts: list[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with; each keeps its last one, which predicts its responses' first tokens."""
+    """Length of all prompts' common beginning, without a prompt's last token, which predicts the responses' first."""
     if len(prompts) == 1:
         return 0
     limit = min(map(len, prompts)) - 1
@@ -209,7 +209,7 @@ def _apart(C: int, tree: _Tree, device: torch.device) -> _Apart:
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
-    """[num, num_before + num]: each token may attend to all that come before, and causally to its own kind."""
+    """[num, num_before + num]: each token attends to all `num_before` tokens, and causally among the `num`."""
     return torch.ones(num, num_before + num, dtype=torch.bool, device=device).tril(num_before)
 
 
@@ -225,12 +225,12 @@ def shared_prefix_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the packed row: within a prompt, and of each response to its prompt and itself. [1, N, H, D]"""
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise ValueError("attention with capped logits or sinks is not computed here: use another model")
+        raise ValueError("attention with capped logits or sinks is not supported: use another model")
     window = kwargs.get("sliding_window")
     if window and tba_layout.num_positions > window:
         raise ValueError(
             f"a prompt and its response have {tba_layout.num_positions + 1} tokens, and this model's sliding window is "
-            f"{window}: attention within a window is not computed here. Use shorter prompts or responses "
+            f"{window}: attention within a window is not supported. Use shorter prompts or responses "
             "(task.max_response_tokens), or another model."
         )
     repeat = query.shape[1] // key.shape[1]
@@ -249,7 +249,7 @@ def shared_prefix_attention(
         v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
         return attend(q, k, v, attn_mask=piece.may_attend)[piece.is_new]
 
-    # Split once: a slice of its own for each piece would cost a gradient of the whole row for each.
+    # Split once: a slice for each piece would cost a gradient of the whole row for each.
     common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
     common_query, common_key, common_value = common  # [C, H, D] each
     outputs = []  # in the packed row's order

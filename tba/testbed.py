@@ -4,10 +4,10 @@ Step t trains on B prompts x K responses that the policy of step max(0, t - 1 - 
 only the objective, the lag and the step size differ between runs. The objectives are the Trainer's own (tba.objective,
 tba.baselines), as are schedule, optimizer and clipping; sampling and scoring are written for this one small policy.
 
-The policy is a transformer of 27,000 parameters whose tokens are characters. It writes a sum's digits last first, and
-has learnt them from answers most of which forget a carry: it answers some two fifths of held-out sums rightly, and all
-of them after enough supervised training with right answers. Seeded: the same code makes the same runs on the same
-machine.
+The policy is a transformer of 27,000 parameters whose tokens are characters. It writes the last digit of a sum first.
+It was trained on answers of which most forget a carry, and answers some two fifths of held-out sums correctly.
+Supervised training on correct answers brings it to nearly all. Runs are seeded: the same code gives the same runs on
+the same machine.
 
 Dimensions: B prompts, K responses to each, U <= B * K distinct ones, P prompt tokens, T response tokens at most, V
 characters, D width, H heads.
@@ -33,14 +33,14 @@ CHARACTERS = "0123456789+=\n"
 END = CHARACTERS.index("\n")
 WIDTH, LAYERS, HEADS = 32, 2, 4
 NUM_SUMS, NUM_TRAIN = 10_000, 7_000
-# Shares of the right answer, and of those that forget the carry to the tens, the hundred, and both.
+# Shares of the correct answer, and of answers that forget the carry to the tens, to the hundreds, and both.
 ANSWER_SHARES = (0.3, 0.17, 0.17, 0.36)
-ENOUGH = 0.4  # greedy accuracy at which the first policy stops learning: much is left to learn, and enough is right
+ENOUGH = 0.4  # greedy accuracy at which pretraining stops: much is left to learn, and enough answers are correct
 PRETRAINING_STEPS, PRETRAINING_RATE, SUMS_PER_STEP, STEPS_PER_TEST = 1200, 3e-3, 128, 10
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP. Returns keys and values too, for what comes behind."""
+    """Pre-norm attention and MLP. Also returns keys and values, for the tokens that follow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def is_token(responses: Tensor) -> Tensor:
 
 
 def rewards(responses: Tensor, numbers: Tensor) -> Tensor:
-    """1 for the right digits and an end behind them, else 0: [N]."""
+    """1 for the correct digits and an end after them, else 0: [N]."""
     right = sums().answers[0, numbers]
     return ((responses == right) | ~is_token(right)).all(1).float()
 
@@ -154,7 +154,7 @@ def accuracy(policy: Policy, num_sums: int = NUM_SUMS - NUM_TRAIN) -> float:
 
 
 def first_policy(file: Path) -> Policy:
-    """The policy that every run begins with: read from `file`, or made in some ten seconds and written there."""
+    """The first policy of every run: read from `file`, or trained in some ten seconds and written there."""
     policy = Policy()
     if file.exists():
         policy.load_state_dict(load_file(file))
@@ -168,7 +168,7 @@ def first_policy(file: Path) -> Policy:
 
 
 def pretraining(answer_shares: tuple[float, ...]) -> Iterator[Policy]:
-    """Supervised training from nothing, on answers of each kind by its share; yields every `STEPS_PER_TEST` steps."""
+    """Supervised training from scratch, on answers of each kind by its share; yields every `STEPS_PER_TEST` steps."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -189,7 +189,7 @@ def pretraining(answer_shares: tuple[float, ...]) -> Iterator[Policy]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run came to."""
+    """The result of a run."""
 
     accuracy: float
     curve: list[float]  # mean reward of each step's batch
@@ -243,7 +243,7 @@ def _batch(policy: Policy, reference: Policy, behavior: Policy, generator: torch
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the U distinct rows each row is, and where each of these is found: [N], [U]. Of small numbers [N, n]."""
+    """Index of each row among the U distinct rows [N], and the place of each of these [U]. rows: small numbers."""
     codes = (rows * (len(CHARACTERS) + B) ** torch.arange(rows.shape[1])).sum(1)
     distinct, place = codes.unique(return_inverse=True)
     slot = torch.empty_like(distinct).scatter_(0, place, torch.arange(len(rows)))

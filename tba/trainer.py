@@ -2,7 +2,7 @@
 
     produces      a policy every k steps
     consumes      batches: B prompts, K responses to each, sampled by any policy
-    waits for     the buffer's first `min_size` trajectories; afterwards only where the run bounds rate or age of draws
+    waits for     the buffer's first `min_size` trajectories; later only if the run limits rate or age of draws
     unblocks      the Searchers' next policy; they never wait for it
 
 Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones among them.
@@ -23,16 +23,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba import adapters, baselines, schedule
+from tba import baselines, lora, schedule
 from tba.config import TrainSettings
+from tba.logprobs import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.objective import log_partition, residual, taper, trajectory_balance_loss
-from tba.policy import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.precision import to_bfloat16
 from tba.shared_prefix import in_passes
 
-# One bad batch is skipped and counted; this many in a row mean that the run is lost, and going on would only hide it.
+# A bad batch is skipped and counted. If so many in a row are bad, the run is lost, and to continue would hide it.
 MAX_SKIPPED_IN_A_ROW = 10
-MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any ratio that tells something, and its square is still finite
+MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any meaningful ratio, and its square is finite
 NOTHING = [Group([0], [[0]])]  # what an empty pass scores
 CHECKPOINT = "trainer.safetensors"
 
@@ -51,7 +51,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on, and what the ledger and the metrics say of it."""
+    """The batch of one step, with its record for the ledger and its metrics."""
 
     draws: list[Draw]
     facts: dict  # of the buffer's draw, for the metrics: staleness, share of recent ones, …
@@ -59,21 +59,21 @@ class Batch:
 
 
 class Experience(Protocol):
-    """The replay buffer, as the Trainer sees it."""
+    """The replay buffer's interface to the Trainer."""
 
     def sync(self, step: int) -> None:
-        """Takes in what Searchers committed since the last sync; `step` is the first that can draw it."""
+        """Takes in the shards committed since the last sync; `step` is the first that can draw them."""
 
     def draw(self, step: int) -> Batch | str:
-        """The batch for a step; or, while it would be too early, why."""
+        """The batch for a step; the reason (text) while it is too early."""
 
 
 class Stopped(Exception):
-    """Whoever watches wants training to end here; it can be resumed."""
+    """Training was asked to end after this step; the run can be resumed."""
 
 
 class Outbox(Protocol):
-    """Where the Trainer's results go. What is handed over is durable when `close` returns."""
+    """Receives the Trainer's results. They are durable when `close` returns."""
 
     def status(self, state: str, step: int, metrics: dict | None = None) -> None:
         """Between steps. Raises: Stopped: training is to end."""
@@ -87,7 +87,7 @@ class Trainer:
     """Policy, optimizer and the step: float32 master weights, learning rate from the step."""
 
     def __init__(self, model: str | Path, settings: TrainSettings, device: str | None = None, seed: int = 0) -> None:
-        """`device`: where it computes; None: where the model loads, for ZeRO-3 to share out. `seed`: of adapters."""
+        """`device`: of the model; None: as it loads, for ZeRO-3 to shard. `seed`: of adapters."""
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
@@ -95,8 +95,8 @@ class Trainer:
         if device:
             self._policy.to(device)
         if settings.lora_rank:
-            adapters.add(self._policy, settings.lora_rank, seed)
-        self._reference: PreTrainedModel | None = None  # the stored log-probabilities' own, until it is reset
+            lora.add(self._policy, settings.lora_rank, seed)
+        self._reference: PreTrainedModel | None = None  # as stored, until a reset
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._trained.values(),
@@ -130,7 +130,7 @@ class Trainer:
             raise RuntimeError(
                 f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps running, to step {self.step}: "
                 "the policy is as it was before them. Start another run with a lower train.learning_rate or a "
-                "higher train.beta; --warm-start takes this one's trajectories along."
+                "higher train.beta; with --warm-start it begins with this run's trajectories."
             )
         return (
             {"log_z_mean": None, "residual_abs_mean": None, "tapered_share": None}  # baselines have no residual
@@ -255,20 +255,18 @@ class Trainer:
         return torch.stack([of[draw.slot] for of, draw in zip(of_parts, draws, strict=True)])
 
     def _reset_reference(self) -> None:
-        """The policy as it is becomes the reference. Stored reference log-probabilities are of no use from then on."""
+        """The current policy becomes the reference. Stored reference log-probabilities are not used after that."""
         self._reference = copy.deepcopy(self._policy).requires_grad_(False)
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once."""
         tied = set(self._policy.all_tied_weights_keys)
         return {
-            name: to_bfloat16(tensor.detach()).cpu()
-            for name, tensor in adapters.merged(self._policy)
-            if name not in tied
+            name: to_bfloat16(tensor.detach()).cpu() for name, tensor in lora.merged(self._policy) if name not in tied
         }
 
     def save(self, folder: Path) -> None:
-        """Everything that training goes on from: weights, optimizer state, step. safetensors and JSON only."""
+        """Writes the state to resume from: weights, optimizer state, step. safetensors and JSON only."""
         state = {f"policy.{name}": parameter for name, parameter in self._trained.items()}
         for name, parameter in self._trained.items():
             for key, tensor in self._optimizer.state[parameter].items():
@@ -312,7 +310,7 @@ def _of_slots(draws: Sequence[Draw], name: str) -> Tensor:
 
 
 def _ratio_metrics(draws: Sequence[Draw], log_ratio: Tensor) -> dict[str, float]:
-    """Means over slots, which `_off_policy` makes metrics of. log_ratio: log p - log p_behavior of responses [B, K]."""
+    """Means over slots, for `_off_policy`. log_ratio: log p - log p_behavior of responses [B, K]."""
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     length = torch.tensor([[len(draw.group.responses[place]) for place in draw.slot] for draw in draws])
     is_fresh = torch.tensor([[draw.is_fresh[place] for place in draw.slot] for draw in draws])
@@ -326,7 +324,7 @@ def _ratio_metrics(draws: Sequence[Draw], log_ratio: Tensor) -> dict[str, float]
 
 
 def _off_policy(totals: dict[str, float]) -> dict[str, float | None]:
-    """How far the batch is from the policy: `effective_sample_size` and `logprob_mismatch` of the whole batch.
+    """Distance of the batch from the policy: `effective_sample_size` and `logprob_mismatch` of the whole batch.
 
     The first is (mean ratio)^2 / mean ratio^2, the share of the batch that counts under importance weights (Kish).
     """
@@ -341,8 +339,8 @@ def _off_policy(totals: dict[str, float]) -> dict[str, float | None]:
 def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float = 0.2) -> None:
     """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done.
 
-    Or until it is told to stop: then what was trained is saved and published, and the next `train` goes on from there.
-    The last step has no checkpoint: nothing goes on from there, and gigabytes would keep the final policy waiting.
+    If it is asked to stop, it saves and publishes the policy, and the next `train` resumes from it. The last step has
+    no checkpoint: no run resumes from it, and its gigabytes would delay the final policy.
     """
     begun = trainer.step
     try:
@@ -359,7 +357,7 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
     settings = trainer.settings
 
     def publish(final: bool) -> float:
-        """Returns for how many seconds training stood still: a copy is made, the outbox writes it meanwhile."""
+        """Returns the seconds that training waited for the copy; the outbox writes it beside training."""
         started = time.monotonic()
         outbox.publish(trainer.step, trainer.weights(), final=final)
         return time.monotonic() - started
@@ -389,7 +387,7 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
 
 
 def _passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:
-    """Micro-batches of whole prompts, and prompts that one pass cannot hold, in parts that it can."""
+    """Micro-batches of whole prompts, and prompts too large for one pass, split into parts."""
     whole, split = [], []
     for micro_batch in in_passes(draws, lambda draw: draw.group.num_tokens, max_tokens):
         parts = micro_batch[0].group.split(max_tokens)

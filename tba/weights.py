@@ -1,4 +1,4 @@
-"""A policy's weights as files: safetensors in and out, and the fingerprint that proves which weights spoke."""
+"""A policy's weights as files: safetensors in and out, and the fingerprint that identifies the weights that sampled."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,8 +32,8 @@ def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
 class Fingerprint:
     """BLAKE3 over every tensor's name, type, shape and bytes; the order in which they come does not matter.
 
-    BLAKE3 because it is cryptographic and seven times as fast on one core as hashlib's BLAKE2: the Trainer reads every
-    policy for it, and each Searcher every one that it serves.
+    BLAKE3 is cryptographic, and on one core seven times as fast as BLAKE2 of hashlib. The Trainer reads every
+    policy for it, and each Searcher every policy that it serves.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Fingerprint:
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """32 hex digits that differ as soon as one bit of one weight does."""
+    """32 hex digits, different if a single bit of a weight differs."""
     result = Fingerprint()
     for name, tensor in weights:
         result.add(name, tensor)

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.processes import find_processes, stop_processes
 from infra.local_s3 import free_ports
+from infra.processes import find_processes, stop_processes
 from tests.character_model import save_character_model
 
 REPOSITORY = Path(__file__).parents[1]
@@ -33,10 +33,11 @@ PROGRAMS = r"(make|prefect|duckdb|eval|python|(\.venv/bin/)?(tba|tensorboard)) "
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
 
 NOT_RUN = {
+    "make test": "the tests themselves",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
     "tba train --set train.processes=2 --set train.zero_stage=2": "not proven yet, as it says",
     "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",
-    ".venv/bin/tensorboard --logdir .tba": "TensorBoard's own program; tests/flows/test_trackers.py reads its files",
+    ".venv/bin/tensorboard --logdir .tba": "TensorBoard's own; tests/flows/trainer/test_trackers.py reads its files",
 }
 FILL_IN = {
     "file:///...": "$PWD_URL/.tba",

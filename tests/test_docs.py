@@ -1,4 +1,4 @@
-"""docs/ tells the truth (docs/metrics.md: tests/flows/test_trackers.py).
+"""docs/ tells the truth (docs/metrics.md: tests/flows/trainer/test_trackers.py).
 
 Claims
 - docs/sql.md has twelve questions, and each is answered by a small run; a wrong name in one would be an error
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flows import reference
-from storage import inspect, ledger
+from docs import write_configuration
+from storage import attempts, ledger, queries
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tests.storage.helpers import OWNER, make_batch, make_search_round, make_shard, make_training_step
@@ -30,14 +30,14 @@ QUESTIONS = re.findall(r"^\*\*(\d+)\. (.*?)\*\*.*?```sql\n(.*?)```", DOCS["sql.m
 def run(tmp_path_factory) -> RunStore:
     """Two rounds, of which the first is drawn; three steps, the last one undone by a resume."""
     store = RunStore(tmp_path_factory.mktemp("store").as_uri(), "run")
-    ledger.start_attempt(store, 0, OWNER)
+    attempts.start_attempt(store, 0, OWNER)
     for number in range(2):
         commit_shard(store, make_shard("s0", number))
         ledger.record_search_round(store, make_search_round("s0", number))
     for step in (1, 2, 3):
         ledger.record_batch(store, 1, step, make_batch([0, 0]))
         ledger.record_training_step(store, make_training_step(1, step))
-    ledger.start_attempt(store, 2, OWNER, previous=1)
+    attempts.start_attempt(store, 2, OWNER, previous=1)
     return store
 
 
@@ -47,7 +47,7 @@ def test_there_are_twelve_questions():
 
 @pytest.mark.parametrize(("number", "title", "query"), QUESTIONS, ids=[title for _, title, _ in QUESTIONS])
 def test_each_question_has_an_answer(run, number, title, query):
-    assert inspect.query(run, query).num_rows > 0
+    assert queries.query(run, query).num_rows > 0
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_each_question_has_an_answer(run, number, title, query):
     ],
 )  # fmt: skip
 def test_answers_worked_out_by_hand(run, number, answer):
-    assert inspect.query(run, QUESTIONS[number - 1][2]).to_pylist() == answer
+    assert queries.query(run, QUESTIONS[number - 1][2]).to_pylist() == answer
 
 
 def test_every_view_is_named():
-    assert set(re.findall(r"^\| `(\w+)` \|", DOCS["sql.md"], re.MULTILINE)) == set(inspect.VIEWS)
+    assert set(re.findall(r"^\| `(\w+)` \|", DOCS["sql.md"], re.MULTILINE)) == set(queries.VIEWS)
 
 
 def test_the_reference_of_settings_is_current():
-    assert DOCS["configuration.md"] == reference.configuration(), "the models have changed: run `make docs`"
+    assert DOCS["configuration.md"] == write_configuration.configuration(), "the models have changed: run `make docs`"
 
 
 def test_links_lead_somewhere_and_every_page_is_linked():

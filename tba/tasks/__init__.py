@@ -15,10 +15,10 @@ TASKS = ("arithmetic", "dataset", "gsm8k", "math", "reasoning_gym", "redteam", "
 
 
 def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "RewardedTask":
-    """The task of a run: its problems, and the rewards that count.
+    """The task of a run: its problems and its rewards.
 
-    tokenizer: the policy's, which renders prompts that are chats; None: they stay as they are.
-    Raises: ValueError: no such task or reward, or its data cannot be read; the message says what would be right.
+    tokenizer: the policy's, which renders chat prompts; None: they are not rendered.
+    Raises: ValueError: no such task or reward, or its data cannot be read; the message names the remedy.
     """
     from tba.rewards import TASK, RewardedTask, load_reward  # they know what a Problem is: not at the top
 
@@ -71,6 +71,6 @@ def _rendered(problem: Problem, tokenizer) -> Problem:
     if not tokenizer.chat_template:
         raise ValueError(
             f"task.data: prompt {problem.prompt_id} is a chat, and the model's tokenizer has no chat template; give "
-            "prompts as text, or a model that was trained to chat"
+            "prompts as text, or a model with a chat template"
         )
     return replace(problem, prompt=render_chat(tokenizer, problem.messages))

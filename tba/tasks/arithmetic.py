@@ -10,7 +10,7 @@
 The three worked lines are the same in every prompt: untrained, the model answers 36 % so, and 20 % with drawn ones. A
 SmolLM2 response is a space, two or three digits and the newline: one token each, and the newline stops it.
 
-Two numbers are asked in both orders, either in training or held out: 39 + 46 must not give 46 + 39 away.
+Two numbers are asked in both orders, both in training or both held out: 39 + 46 gives away 46 + 39.
 """
 
 import random
@@ -25,7 +25,7 @@ class Arithmetic:
     name = "arithmetic"
     version = "sum-1"
     stop = ("\n",)
-    max_response_tokens = 8  # a sum takes five; a few more, so that rambling is sampled as such and earns 0
+    max_response_tokens = 8  # a sum takes five; longer responses are sampled as such and get 0
 
     def __init__(self, *, data: str | None, seed: int) -> None:
         """`seed` decides which sums are held out. Raises: ValueError: `data` is given."""
@@ -36,7 +36,9 @@ class Arithmetic:
         rng.shuffle(sums)
         self.heldout = _both_orders(sums[:NUM_HELDOUT_SUMS])
         self.train = _both_orders(sums[NUM_HELDOUT_SUMS:])
-        rng.shuffle(self.heldout)  # an evaluation asks the first so many: not both orders of half as many sums
+        rng.shuffle(
+            self.heldout
+        )  # an evaluation takes the first `num_heldout`, which should not be both orders of half as many sums
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         """1 for the sum alone on its line; a response cut off at the length limit has no line's end and gets 0."""

@@ -1,4 +1,4 @@
-"""What a task is: problems to train on, problems held out, and how a response is rewarded."""
+"""A task: problems to train on, held-out problems, and the reward of a response."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,18 +7,20 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt, and what its reward needs to know."""
+    """One prompt, with the facts that its reward needs."""
 
-    prompt_id: str  # the same on every machine: the buffer and the ledger go by it
+    prompt_id: str  # the same on every machine: the buffer and the ledger identify prompts by it
     prompt: str  # text; of a chat: as the policy's template renders it, once `load_task` was given the tokenizer
     answer: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None  # of a chat; None: the prompt is plain text
-    columns: Mapping[str, object] = field(default_factory=dict, hash=False)  # further ones of the dataset, for rewards
+    columns: Mapping[str, object] = field(
+        default_factory=dict, hash=False
+    )  # further columns of the dataset, for rewards
 
     def encode(self, tokenizer, system_prompt: str = "") -> list[int]:
-        """The prompt's tokens, behind a system prompt if there is one: in a chat it takes the place of the chat's own.
+        """The prompt's tokens, after `system_prompt` if there is one. In a chat it replaces the chat's own.
 
-        A chat template brings its own special tokens.
+        A chat template adds its own special tokens.
         """
         text = self.prompt
         if system_prompt and self.messages is None:
@@ -35,17 +37,17 @@ def render_chat(tokenizer, messages: Sequence[Mapping[str, str]]) -> str:
 
 
 class Task(Protocol):
-    """What the class in a task's file offers. `train` and `heldout` share no problem."""
+    """The interface of a task's class. `train` and `heldout` share no problem."""
 
     name: str
-    version: str  # of the reward: changes when the same response would be rewarded otherwise
+    version: str  # of the reward; change it when the same response gets another reward
     train: list[Problem]
     heldout: list[Problem]
     stop: tuple[str, ...]  # strings that end a response; each is one token of the policy's tokenizer
     max_response_tokens: int
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
-        """The reward of each response to the problem at its place: finite numbers."""
+        """The reward of each response to the problem at its index: finite numbers."""
 
 
 def stop_tokens(task: Task, tokenizer) -> list[int]:

@@ -2,7 +2,7 @@
 
     prompt      text, or messages: [{"role": "user", "content": "Name the capital of France."}]
     response    any
-    reward      what the functions say; they get the row's other columns by name
+    reward      from the functions in `task.rewards`, which get the row's other columns by name
 
 `task.data` is a .jsonl or .parquet file, a Hugging Face dataset, or module:function that returns rows. A text is
 continued as it is; messages are rendered by the policy's chat template.
@@ -37,7 +37,7 @@ class Dataset:
 
 
 def _problems(rows: Rows) -> dict[str, Problem]:
-    """By prompt_id; of a prompt that comes twice, the last."""
+    """Problems by prompt_id; of a repeated prompt, the last."""
     problems = (_problem(row, where) for where, row in rows)
     return {problem.prompt_id: problem for problem in problems}
 

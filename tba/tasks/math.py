@@ -7,7 +7,7 @@ nlile/hendrycks-MATH-benchmark: 12,000 problems to train on, and the 500 of MATH
 
                 Please reason step by step, and put your final answer within \boxed{}.
     response    any text: "… the common divisors are 1 and 5, so it is \boxed{5}."
-    reward      1 if math-verify finds the answer in the response and takes it for the same, else 0
+    reward      1 if math-verify finds an equal answer in the response, else 0
 
 The dataset's `answer` is the content of the last \boxed{} of its `solution`; data without that column is read so.
 """
@@ -22,7 +22,7 @@ from tba.tasks.verifier import Verifier
 DATASET = "nlile/hendrycks-MATH-benchmark"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 BOX = r"\boxed{"
-MAX_ANSWER_CHARS = 500  # what is boxed and longer is no answer, but could keep the algebra busy until its limit
+MAX_ANSWER_CHARS = 500  # a longer boxed text is no answer, but could take the algebra until its time limit
 
 _verifier = Verifier()
 
@@ -48,9 +48,9 @@ class Math:
 
 
 def is_same(answer: str, response: str) -> bool:
-    """Whether what a response concludes equals the answer, as numbers or formulas.
+    """Whether the response's conclusion equals the answer, as numbers or formulas.
 
-    What it boxes counts, the last if several; without a box, what math-verify finds. No if that takes too long.
+    The conclusion is the last boxed text; without a box, the answer that math-verify finds. False after the time limit.
     """
     response = unicodedata.normalize("NFKC", response).replace("−", "-").replace("⁄", "/")  # ½ and full-width digits
     if (boxed := last_boxed(response)) is not None:
@@ -74,7 +74,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _problems(rows: Rows) -> dict[str, Problem]:
-    """By prompt_id; of a problem that comes twice, the last."""
+    """Problems by prompt_id; of a repeated problem, the last."""
     problems = (_problem(row, where) for where, row in rows)
     return {problem.prompt_id: problem for problem in problems}
 

@@ -8,7 +8,7 @@ PyPI reasoning-gym). `task.generator` names the kind; the package generates and 
     response    " -4", or a text that ends in <answer>-4</answer>
     reward      the generator's own score of the answer, 0 to 1: here 1 for -4
 
-The answer is what the last <answer> tag holds; without one, the response's last line. Problems are those of the seed.
+The answer is the text in the last <answer> tag; without a tag, the response's last line. The seed decides the problems.
 """
 
 from tba.tasks.base import Problem
@@ -48,7 +48,7 @@ class ReasoningGym:
 
 
 def answer_of(response: str) -> str | None:
-    """What the response answers; None: nothing."""
+    """The response's answer; None: there is none."""
     from reasoning_gym.utils import extract_answer
 
     lines = response.strip().splitlines()

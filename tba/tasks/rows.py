@@ -1,6 +1,6 @@
-"""Where problems come from: a JSONL or Parquet file, a Hugging Face dataset, or a Python function that returns rows.
+"""Sources of problems: a JSONL or Parquet file, a Hugging Face dataset, or a Python function that returns rows.
 
-Rows are mappings from column to value. Each comes with where it stands, so that an error can name it.
+Rows are mappings from column to value. Each has its location, so that an error can name it.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ def read_rows(data: str, columns: Sequence[str], config: str | None = None) -> t
     """Training rows, and the held-out ones of a dataset that has a test (or validation) split.
 
     Args: data: a .jsonl or .parquet file, `module:function`, or a Hugging Face dataset, loaded with its `config`.
-        columns: those that every row must have.
-    Raises: ValueError: it is not there or not to be read; when iterated: a row is broken, or has not all `columns`.
+        columns: the columns that every row must have.
+    Raises: ValueError: the data is missing or cannot be read; when iterated: a row is broken or lacks a column.
     """
     if data.endswith(FILES) or Path(data).is_file():
         train, heldout = _read_file(Path(data), columns), None
@@ -38,7 +38,7 @@ def read_rows(data: str, columns: Sequence[str], config: str | None = None) -> t
 def split(problems: Mapping[str, Problem], heldout: Mapping[str, Problem] | None, data: str) -> tuple[list, list]:
     """Problems to train on and held-out ones, by prompt_id. None: one in `HELDOUT_ONE_IN` is held out, rounded up.
 
-    Those of the smallest prompt_ids are, which are hashes: the same whatever the order of the data.
+    Held out are the problems with the smallest prompt_ids, which are hashes, so the order of the data does not matter.
     Raises: ValueError: one of the two would be empty.
     """
     if heldout is None:
@@ -109,7 +109,7 @@ def _read_hub(dataset: str, columns: Sequence[str], config: str | None) -> tuple
 
         splits = load_dataset(dataset, config)
         train, heldout = splits["train"], splits.get("test", splits.get("validation"))
-    except Exception as error:  # datasets raises its own, the hub's and the network's kinds
+    except Exception as error:  # datasets raises exceptions of its own, of the hub and of the network
         raise ValueError(
             f"task.data: the dataset {dataset!r} cannot be loaded here ({type(error).__name__}: {error}); give a local "
             f"JSONL file with {' and '.join(columns)} instead"
@@ -122,7 +122,7 @@ def _read_hub(dataset: str, columns: Sequence[str], config: str | None) -> tuple
 
 
 def _call(name: str) -> Rows:
-    """What a user's function returns: a list of rows, or a dataset."""
+    """The rows that a user's function returns: a list, or a dataset."""
     rows = load_function(name, "task.data")
     try:
         return [(f"{name}, row {number}", row) for number, row in enumerate(rows())]
@@ -139,7 +139,7 @@ def load_function(name: str, field: str):
     if not module_name or not function_name:
         raise ValueError(f"{field}: got {name!r}; write module:function, such as my_rewards:brief, or task")
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it: it lies beside where one works
+        sys.path.insert(0, str(Path.cwd()))  # as with `python -m`: modules in the working folder
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the module's code is the user's: it may raise anything

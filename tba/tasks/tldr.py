@@ -8,16 +8,16 @@ vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144).
     reference_response   " Bread stopped rising after I moved; is it the water or the oven?"
     prompt               {query}
     response             " My bread has not risen since I moved. Why?"
-    reward               what `task.reward_model` says of query and response: any sequence classifier with one label
+    reward               score of query and response by `task.reward_model`, any sequence classifier with one label
 
-A response without its end gets `task.missing_eos_reward` (published: -1). Without a reward model the reward is ROUGE-L
+A response that is cut gets `task.missing_eos_reward` (published: -1). Without a reward model the reward is ROUGE-L
 against the reference summary, which needs no download and is a poor judge.
 """
 
 from collections.abc import Mapping
 
-from tba.classifiers import ROUGE_L, SequenceClassifier, rouge_l
 from tba.tasks.base import Problem
+from tba.tasks.classifiers import ROUGE_L, SequenceClassifier, rouge_l
 from tba.tasks.rows import Rows, digest, read_rows, split, text_of
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -49,14 +49,14 @@ class Overlap:
     """ROUGE-L against the reference summary."""
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Does nothing: no model is needed."""
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         return [rouge_l(text, problem.answer) for problem, text in zip(problems, responses, strict=True)]
 
 
 class Preference:
-    """A reward model's judgement of prompt and response."""
+    """A reward model's score of prompt and response."""
 
     def __init__(self, model: SequenceClassifier) -> None:
         self.check, self._model = model.check, model
@@ -66,12 +66,12 @@ class Preference:
 
 
 def judge(name: str | None, field: str) -> Overlap | Preference:
-    """Of summaries: the reward model called so, or ROUGE-L where there is none."""
+    """The judge of summaries: the reward model of that name; None: ROUGE-L."""
     return Overlap() if name in (None, ROUGE_L) else Preference(SequenceClassifier(name, field))
 
 
 def _problems(rows: Rows) -> dict[str, Problem]:
-    """By prompt_id; of a post that comes twice, the last."""
+    """Problems by prompt_id; of a repeated post, the last."""
     found = {}
     for where, row in rows:
         problem = _problem(row, where)

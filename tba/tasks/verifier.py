@@ -1,8 +1,8 @@
 r"""math-verify in a process of its own: `python -m tba.tasks.verifier`.
 
-A response may keep the algebra busy for hours: \boxed{(10^{10})!}. math-verify's own limit is a signal that only a
-process's main thread may set, and that is not handled while Python multiplies large integers. Here each comparison
-sets the process's alarm, by which the system ends it, whatever it does; the next comparison starts another.
+A response may take the algebra hours: \boxed{(10^{10})!}. math-verify's own limit is a signal that only a process's
+main thread may set, and that Python does not handle while it multiplies large integers. Here each comparison sets the
+process's alarm, with which the system ends the process at any time; the next comparison starts another one.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class Verifier:
         self._lock = threading.Lock()  # one comparison at a time
 
     def is_same(self, answer: str, response: str) -> bool:
-        """Whether math-verify finds the answer in the response; not where that takes longer than `LIMIT_S`.
+        """Whether math-verify finds the answer in the response; False after `LIMIT_S`.
 
         Raises: RuntimeError: the process failed; its output says why.
         """
@@ -57,8 +57,8 @@ def _start() -> subprocess.Popen:
 
 
 def main() -> None:
-    """Answers each line [answer, response] with true or false; the first line it writes says that it is ready."""
-    replies, sys.stdout = sys.stdout, sys.stderr  # whatever the libraries print is no reply
+    """Answers each line [answer, response] with true or false; its first line says that it is ready."""
+    replies, sys.stdout = sys.stdout, sys.stderr  # the libraries' output is no reply
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limit

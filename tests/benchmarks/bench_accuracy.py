@@ -108,7 +108,7 @@ def trl(folder: Path) -> dict:
 
 
 def main() -> None:
-    from tba.embedded import resolve_model
+    from tba.models import resolve_model
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the run that is on, as Ctrl-C does
     folder = Path(resolve_model("smollm2-135m-instruct", Path.cwd() / ".tba" / ".local" / "models"))

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.local_s3 import LocalS3, LocalS3Error
-from storage import ledger
+from storage import attempts, ledger
 from storage.buffer import ReplayBuffer, Sampling, Sync
 from storage.fresh import Fresh
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
@@ -90,7 +90,7 @@ def make_shard(searcher: str, round_number: int, num_prompts: int) -> pa.Table:
 
 def make_run(store: RunStore, num_rows: int) -> None:
     """A run of `num_rows` trajectories, one sync a shard, every prompt at capacity."""
-    ledger.start_attempt(store, resumed_from=0, owner={})
+    attempts.start_attempt(store, resumed_from=0, owner={})
     for round_number in range(num_rows // SHARD_ROWS):
         commit_shard(store, make_shard("s0", round_number, num_rows // CAPACITY))
         number = round_number + 1

@@ -21,7 +21,7 @@ PROJECT = Path(__file__).parents[2]
 # A child of its own tells its own peak.
 COMMAND = """
 import resource, sys
-from flows.cli import app
+from flows.cli.app import app
 app(sys.argv[1:], standalone_mode=False)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

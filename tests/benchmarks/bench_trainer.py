@@ -73,7 +73,7 @@ def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
     from transformers import AutoConfig
 
     from tba.config import TrainSettings
-    from tba.policy import Group
+    from tba.logprobs import Group
     from tba.trainer import Draw, Trainer
 
     config = AutoConfig.from_pretrained(folder)
@@ -97,8 +97,8 @@ def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
 def publish_ours(folder: Path, shape: Shape) -> dict:
     """Our loop with its real outbox, on a local folder: a policy every second step."""
     from flows.config import RunConfig
-    from flows.heartbeat import Heartbeat
-    from flows.training import StoreOutbox
+    from flows.trainer.heartbeat import Heartbeat
+    from flows.trainer.outbox import StoreOutbox
     from storage.store import RunStore
     from tba.trainer import Batch, train
 
@@ -246,7 +246,7 @@ def useful_flops(folder: Path, shape: Shape) -> float:
 
 
 def main() -> None:
-    from tba.embedded import resolve_model
+    from tba.models import resolve_model
 
     folder = Path(resolve_model("smollm2-135m-instruct", Path.cwd() / ".tba" / ".local" / "models"))
     results = {}

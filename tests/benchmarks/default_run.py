@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 
-from flows.comparisons import run_to_its_end
-from storage.inspect import query
+from flows.compare.turns import run_to_its_end
+from storage.queries import query
 from storage.store import RunStore
 
 TARGET, STEPS = 0.6, 10

@@ -12,7 +12,7 @@ from datetime import timedelta
 import numpy as np
 import pyarrow as pa
 
-from storage import ledger, policies
+from storage import attempts, ledger, policies
 from storage.buffer import Sync
 from storage.fresh import Fresh
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
@@ -49,7 +49,7 @@ def generate_run(
     num_shards = num_trajectories // rows_per_shard
     steps = num_steps or num_shards
     store.create_run(CONFIG | {"run": store.run})
-    ledger.start_attempt(store, resumed_from=0, owner={"host": "generated", "pid": 1, "started": 0.0})
+    attempts.start_attempt(store, resumed_from=0, owner={"host": "generated", "pid": 1, "started": 0.0})
     _publish(store, steps)
     sentences = [" ".join(random.choice(_WORDS, 7)) for _ in range(400)]
     ids: list[str] = []

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from flows import comparisons
-from flows.comparisons import run_to_its_end
+from flows.compare import turns
+from flows.compare.turns import run_to_its_end
 from tests.benchmarks.bench_accuracy import compare
 from tests.benchmarks.default_run import reached, worst_fall
 
@@ -42,7 +42,7 @@ def test_a_target_that_is_not_reached_leaves_the_best_mean():
 
 @pytest.fixture
 def often(monkeypatch):
-    monkeypatch.setattr(comparisons, "POLL_S", 0.05)
+    monkeypatch.setattr(turns, "POLL_S", 0.05)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 
 from flows.config import RunConfig
-from storage import ledger
+from storage import attempts, ledger
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tests.storage.helpers import (
@@ -20,7 +20,7 @@ def prepare_run(url: str, run: str = "arithmetic", *, steps: int = 3, finished: 
     """The first steps of 80 were trained on two rounds of one Searcher, by a machine that is elsewhere."""
     store = RunStore(url, run)
     store.create_run(RunConfig(run=run, searchers=1, train={"steps": 80}).recorded())
-    ledger.start_attempt(store, resumed_from=0, owner=OWNER)
+    attempts.start_attempt(store, resumed_from=0, owner=OWNER)
     for number in range(2):
         commit_shard(store, make_shard("s0", number))
         ledger.record_search_round(store, make_search_round("s0", number))
@@ -36,7 +36,7 @@ def prepare_run(url: str, run: str = "arithmetic", *, steps: int = 3, finished: 
         "created_at": NOON,
     }
     ledger.record_evaluation(store, evaluation | {"mean_response_tokens": 4.0, "seconds": 2.0})
-    ledger.heartbeat(store, heartbeat(steps))
+    attempts.heartbeat(store, heartbeat(steps))
     if finished:
         store.put("summary.json", json.dumps({"run": run, "steps": 80, "trajectories": 640}).encode())
     return store

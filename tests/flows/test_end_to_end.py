@@ -26,7 +26,7 @@ import duckdb
 import psutil
 import pytest
 
-from tests.flows.test_stack import states
+from tests.infra.project import states
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ SUMMARY_KEYS = {
 def project(tmp_path_factory) -> Path:
     """A project folder of its own, with this checkout's code and the models it has converted already."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("prefect.yaml", "flows", "storage", "tba"):
+    for name in ("prefect.yaml", "flows", "infra", "storage", "tba"):
         (folder / name).symlink_to(REPOSITORY / name)
     models = REPOSITORY / ".tba" / ".local" / "models"
     models.mkdir(parents=True, exist_ok=True)

@@ -25,12 +25,13 @@ from prefect.logging import disable_run_logger
 from rich.console import Console
 
 from flows import evaluate, search
+from flows.cli.console import summary_table
 from flows.config import RunConfig
-from flows.progress import summary_table
-from flows.search import EvaluationBudget, next_policy
-from flows.summary import summarise
-from storage import ledger, policies
+from flows.search import EvaluationBudget
+from flows.searcher.policy_feed import next_policy
+from storage import attempts, ledger, policies
 from storage.store import RunStore
+from storage.summary import summarise
 from tba.engine import Response
 from tba.tasks.base import Problem
 from tests.storage.helpers import NOON, OWNER, make_search_round, make_training_step
@@ -282,7 +283,7 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
 
     row = {"split": "heldout", "num_problems": 8, "mean_response_tokens": 4.0, "seconds": 2.0}
     for attempt, resumed_from, began in ((1, 0, 0), (2, 1, 14)):
-        ledger.start_attempt(store, resumed_from, OWNER)
+        attempts.start_attempt(store, resumed_from, OWNER)
         times = {"started_at": at(began), "ended_at": at(began + 10)}
         for step in range(resumed_from + 1, 3):
             ledger.record_training_step(store, make_training_step(attempt, step) | times)
@@ -310,8 +311,8 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
 
 def test_a_synchronous_searcher_waits_for_another_policy(monkeypatch):
     seen = iter(["old", "old", "new"])
-    monkeypatch.setattr("flows.search.policies.latest_policy", lambda store: next(seen))
-    monkeypatch.setattr("flows.search.POLL_S", 0)
+    monkeypatch.setattr("flows.searcher.policy_feed.policies.latest_policy", lambda store: next(seen))
+    monkeypatch.setattr("flows.searcher.policy_feed.POLL_S", 0)
     pulse = SimpleNamespace(is_silent=lambda: False)
     assert next_policy(None, pulse, after="old") == "new"
 

@@ -19,12 +19,15 @@ from prefect.logging import disable_run_logger
 from typer.testing import CliRunner
 
 import tba.engine
-from flows import cli
-from flows.checks import check_inputs
-from flows.learn import learn
-from flows.search import deliver, evaluate, search_round, start_searcher
-from storage.inspect import query
+from flows.cli import train
+from flows.cli.app import app
+from flows.run.preflight import check_inputs
+from flows.search import evaluate, search_round
+from flows.searcher.policy_feed import deliver
+from flows.searcher.start import start_searcher
+from flows.trainer.__main__ import learn
 from storage.policies import best_policy, latest_policy
+from storage.queries import query
 from storage.store import RunStore
 from tests.character_model import save_character_model
 
@@ -48,10 +51,10 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     monkeypatch.setattr(tba.engine, "make_engine", lambda folder, gpu_share, **limits: engine(folder, **limits))
     (tmp_path / "prefect.yaml").touch()
     configs = []
-    monkeypatch.setattr(cli, "_train", lambda project, config, store: configs.append(config))
+    monkeypatch.setattr(train, "_train", lambda project, config, store: configs.append(config))
     small = "--set search.samples_per_prompt=4 --set search.prompts_per_round=18 --set sampling.responses_per_prompt=4"
     small += f" --set sampling.min_size=1 --model {model} --steps 2"
-    result = CliRunner().invoke(cli.app, shlex.split(f"{command} {small}")[1:])
+    result = CliRunner().invoke(app, shlex.split(f"{command} {small}")[1:])
     assert result.exit_code == 0, result.output
     (config,) = configs
     check_inputs(config)

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from storage.inspect import query
+from storage.queries import query
 from storage.store import RunStore
 
 STEPS = 5

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from storage import ledger
+from storage import attempts
 from storage.buffer import ReplayBuffer, Sampling
 from storage.schema import TRAJECTORY, to_table
 from storage.shards import commit_shard
@@ -15,7 +15,7 @@ SEED = 7
 def new_store(folder: Path) -> RunStore:
     """A run whose Trainer has begun its first attempt."""
     store = RunStore(f"file://{folder}", "run")
-    ledger.start_attempt(store, resumed_from=0, owner=OWNER)
+    attempts.start_attempt(store, resumed_from=0, owner=OWNER)
     return store
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -134,3 +135,14 @@ def make_search_round(searcher: str, round_number: int) -> dict:
         "num_response_tokens": 8,
         "reward_mean": 0.5,
     }
+
+
+@dataclass
+class Sync:
+    """What ledger.record_sync reads of storage.buffer.Sync."""
+
+    number: int
+    step: int
+    attempt: int
+    rounds: dict[str, list[int]]
+    num_trajectories: int = 8

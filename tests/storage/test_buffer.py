@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from storage import ledger
+from storage import attempts, ledger
 from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
 from storage.errors import AlreadyExists, TornShard
 from storage.schema import TRAJECTORY
@@ -24,7 +24,7 @@ from storage.shards import shard_path
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import OWNER
-from tests.storage.test_sampling import key_of
+from tests.storage.reference_draw import key_of
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_lost_race_for_the_sync_record_changes_nothing(store):
     assert (ours.num_trajectories, ours.num_prompts, ours.newest_sync) == (0, 0, 0)
     with pytest.raises(NotEnoughExperience):
         ours.draw(1)
-    assert ours.sync(step=1, attempt=ledger.start_attempt(store, owner=OWNER, resumed_from=0)).num_trajectories == 3
+    assert ours.sync(step=1, attempt=attempts.start_attempt(store, owner=OWNER, resumed_from=0)).num_trajectories == 3
 
 
 def test_a_torn_shard_changes_nothing_and_is_named(store):
@@ -186,7 +186,7 @@ def test_after_a_rebuild_the_next_sync_takes_in_the_rest(store):
     resumed = new_buffer(store, **SAMPLING)
     resumed.rebuild(4)
     assert resumed.newest_sync == 2
-    assert resumed.sync(step=5, attempt=ledger.start_attempt(store, owner=OWNER, resumed_from=4)).rounds == {
+    assert resumed.sync(step=5, attempt=attempts.start_attempt(store, owner=OWNER, resumed_from=4)).rounds == {
         "s0": [2],
         "s1": [4, 5],
     }
@@ -213,7 +213,7 @@ def test_syncs_after_the_step_a_later_attempt_resumed_from_do_not_count(store):
     resumed = new_buffer(store, **SAMPLING)
     resumed.rebuild(2)
     commit(store, "s1", 6, distinct("c", 4, start=50))
-    sync = resumed.sync(step=3, attempt=ledger.start_attempt(store, owner=OWNER, resumed_from=2))
+    sync = resumed.sync(step=3, attempt=attempts.start_attempt(store, owner=OWNER, resumed_from=2))
     assert (sync.number, sync.rounds) == (2, {"s0": [1, 2], "s1": [2, 3, 4, 5, 6]})
     batch = resumed.draw(4)
     again = new_buffer(store, **SAMPLING)

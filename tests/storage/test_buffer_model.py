@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from storage import inspect, ledger, shards, upkeep
+from storage import attempts, ledger, queries, shards, upkeep
 from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
 from storage.errors import AlreadyExists
 from storage.shards import next_round, shard_path, trajectory_id
 from tests.storage.buffer_runs import SEED, commit, new_store
 from tests.storage.helpers import OWNER
-from tests.storage.test_sampling import key_of, reference_draw
+from tests.storage.reference_draw import key_of, reference_draw
 
 # few prompts and responses, so that repeats, eviction and groups smaller than K are common
 RESPONSES = st.lists(
@@ -155,7 +155,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
         upkeep.compact(self.store)
         if deletes:
             upkeep.delete_superseded(self.store, timedelta(0))
-        rows = inspect.query(self.store, "SELECT trajectory_id FROM trajectories").column(0).to_pylist()
+        rows = queries.query(self.store, "SELECT trajectory_id FROM trajectories").column(0).to_pylist()
         logs = self.model.committed.values()
         assert sorted(rows) == sorted(row["trajectory_id"] for log in logs for shard in log for row in shard)
 
@@ -197,7 +197,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
     def resume(self, data: st.DataObject) -> None:
         """The Trainer dies, and its successor goes on from a checkpoint."""
         self.step = data.draw(st.integers(0, self.step))
-        self.attempt = ledger.start_attempt(self.store, self.step, OWNER)
+        self.attempt = attempts.start_attempt(self.store, self.step, OWNER)
         self.buffer = ReplayBuffer(self.store, self.model.sampling, SEED)
         self.buffer.rebuild(self.step)
         self.batches = {step: batch for step, batch in self.batches.items() if step <= self.step}

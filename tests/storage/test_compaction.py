@@ -17,7 +17,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from storage import inspect, shards, upkeep
+from storage import queries, shards, upkeep
 from storage.errors import TornShard
 from storage.shards import block_path, commit_shard, each_shard, new_shards, next_round, parquet_bytes, read_shards
 from storage.shards import shard_path as path_of
@@ -45,7 +45,7 @@ def run(store):
 
 def seen(store) -> list[str]:
     """Ids of all that counts; every reader says the same."""
-    in_sql = inspect.query(store, "SELECT trajectory_id FROM trajectories ORDER BY 1").column(0).to_pylist()
+    in_sql = queries.query(store, "SELECT trajectory_id FROM trajectories ORDER BY 1").column(0).to_pylist()
     by_round = {name: list(each_shard(store, name, rounds)) for name, rounds in new_shards(store, {}).items()}
     for name, tables in by_round.items():
         assert pa.concat_tables(tables).equals(read_shards(store, name, new_shards(store, {})[name]))

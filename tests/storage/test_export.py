@@ -15,7 +15,7 @@ from datetime import timedelta
 import duckdb
 import pytest
 
-from storage import inspect, ledger, shards
+from storage import attempts, ledger, queries, shards
 from storage.export import export
 from storage.shards import commit_shard
 from storage.store import RunStore
@@ -40,14 +40,14 @@ with duckdb.connect(sys.argv[1], read_only=True) as reader:
 
 def fill(store: RunStore) -> None:
     store.create_run({})
-    ledger.start_attempt(store, 0, OWNER)
+    attempts.start_attempt(store, 0, OWNER)
     for number in range(3):
         commit_shard(store, make_shard("s0", number))
         ledger.record_search_round(store, make_search_round("s0", number))
     for step in (1, 2):
         ledger.record_batch(store, 1, step, make_batch([0, step - 1]))
         ledger.record_training_step(store, make_training_step(1, step))
-    ledger.start_attempt(store, 1, OWNER, previous=1)  # step 2 is undone
+    attempts.start_attempt(store, 1, OWNER, previous=1)  # step 2 is undone
 
 
 def test_every_view_is_as_in_tba_sql(store, tmp_path):
@@ -57,8 +57,8 @@ def test_every_view_is_as_in_tba_sql(store, tmp_path):
     comments = (
         "SELECT column_name, data_type, comment FROM duckdb_columns() WHERE table_name = '{}' ORDER BY column_index"
     )
-    with duckdb.connect(file, read_only=True) as reader, inspect.connect(store) as ours:
-        for view in inspect.VIEWS:
+    with duckdb.connect(file, read_only=True) as reader, queries.connect(store) as ours:
+        for view in queries.VIEWS:
             rows = f"SELECT * FROM {view} ORDER BY ALL"
             assert reader.execute(rows).fetchall() == ours.execute(rows).fetchall(), view
             assert reader.execute(comments.format(view)).fetchall() == ours.execute(comments.format(view)).fetchall()
@@ -91,7 +91,7 @@ def test_a_run_with_nothing_yet_fills(local_store, tmp_path):
     local_store.create_run({})
     export(local_store, tmp_path / "run.duckdb")
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
-        for view in inspect.VIEWS:
+        for view in queries.VIEWS:
             assert reader.execute(f"SELECT * FROM {view}").fetchall() == [], view
         fill(local_store)
         assert reader.execute("SELECT count(*), min(created_at) FROM trajectories").fetchone() == (12, NOON)
@@ -117,7 +117,7 @@ def test_what_was_compacted_or_expired_counts_as_in_tba_sql(local_store, tmp_pat
             lambda: delete_superseded(local_store, timedelta(0)),
         ):
             assert upkeep_of()
-            with inspect.connect(local_store) as ours:
+            with queries.connect(local_store) as ours:
                 seen.append(reader.execute(rounds).fetchall())
                 assert seen[-1] == ours.execute(rounds).fetchall()
     assert seen[0] == seen[1] == [(number, 4) for number in range(2, 10)]

@@ -13,7 +13,7 @@ from storage import ledger
 from storage.buffer import NotEnoughExperience, Sampling
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
-from tests.storage.test_sampling import reference_draw
+from tests.storage.reference_draw import reference_draw
 
 
 @pytest.fixture

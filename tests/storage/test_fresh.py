@@ -8,7 +8,7 @@
 import pytest
 
 from storage.fresh import FRESH_COLUMNS, Fresh
-from storage.inspect import query
+from storage.queries import query
 from storage.shards import commit_shard
 from tests.storage.buffer_runs import new_buffer, new_store
 from tests.storage.helpers import make_shard

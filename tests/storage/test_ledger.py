@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import psutil
@@ -22,21 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage import ledger
+from storage import attempts, checkpoints, ledger
 from storage.errors import AlreadyExists, AlreadyTraining, NotFound, StoreError, Superseded
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
-from tests.storage.helpers import NOON, OWNER, make_batch, make_search_round, make_training_step, start_python
-
-
-@dataclass
-class Sync:
-    """What ledger.record_sync reads of storage.buffer.Sync."""
-
-    number: int
-    step: int
-    attempt: int
-    rounds: dict[str, list[int]]
-    num_trajectories: int = 8
+from tests.storage.helpers import NOON, OWNER, Sync, make_batch, make_search_round, make_training_step, start_python
 
 
 def read(store, path: str) -> pa.Table:
@@ -109,7 +97,7 @@ def test_wrong_columns_are_refused_by_name():
 def test_evaluations_of_policies_that_a_resumed_trainer_undid_do_not_count(store):
     assert ledger.evaluations(store) == {}
     for attempt, resumed_from in ((1, 0), (2, 25)):
-        ledger.start_attempt(store, resumed_from, OWNER)
+        attempts.start_attempt(store, resumed_from, OWNER)
         for step in ((20, 40), (40,))[attempt - 1]:
             row = {"attempt": attempt, "policy_step": step, "split": "heldout", "num_problems": 1}
             row |= {"accuracy": step / 100 + attempt, "mean_response_tokens": 1.0, "seconds": 2.0, "created_at": NOON}
@@ -124,36 +112,39 @@ def test_evaluations_of_policies_that_a_resumed_trainer_undid_do_not_count(store
 
 def test_attempts_count_up_and_remember_when_the_first_began(store):
     with pytest.raises(NotFound):
-        ledger.first_attempt_at(store)
-    assert ledger.latest_attempt(store) == 0
+        attempts.first_attempt_at(store)
+    assert attempts.latest_attempt(store) == 0
     before = datetime.now(UTC)
-    assert [ledger.start_attempt(store, step, OWNER) for step in (0, 20)] == [1, 2]
-    assert ledger.latest_attempt(store) == 2
-    assert before <= ledger.first_attempt_at(store) <= datetime.now(UTC)
-    assert [(record["attempt"], record["resumed_from"]) for record in ledger.attempts(store)] == [(1, 0), (2, 20)]
+    assert [attempts.start_attempt(store, step, OWNER) for step in (0, 20)] == [1, 2]
+    assert attempts.latest_attempt(store) == 2
+    assert before <= attempts.first_attempt_at(store) <= datetime.now(UTC)
+    assert [(record["attempt"], record["resumed_from"]) for record in attempts.list_attempts(store)] == [
+        (1, 0),
+        (2, 20),
+    ]
 
 
 def test_two_trainers_that_begin_at_once_do_not_get_one_number(store):
-    looked = [ledger.refuse_live_trainer(store, watch_s=0) for _ in range(2)]  # both, before either wrote
-    assert ledger.start_attempt(store, 0, OWNER, previous=looked[0]) == 1
+    looked = [attempts.refuse_live_trainer(store, watch_s=0) for _ in range(2)]  # both, before either wrote
+    assert attempts.start_attempt(store, 0, OWNER, previous=looked[0]) == 1
     with pytest.raises(AlreadyTraining, match=r"live Trainer: attempt 1, host elsewhere, pid 1"):
-        ledger.start_attempt(store, 0, OWNER, previous=looked[1])
-    assert ledger.latest_attempt(store) == 1
+        attempts.start_attempt(store, 0, OWNER, previous=looked[1])
+    assert attempts.latest_attempt(store) == 1
 
 
 def test_a_superseded_trainer_is_told(store):
-    first = ledger.start_attempt(store, 0, OWNER)
-    ledger.check_not_superseded(store, first)
-    second = ledger.start_attempt(store, 0, OWNER)
+    first = attempts.start_attempt(store, 0, OWNER)
+    attempts.check_not_superseded(store, first)
+    second = attempts.start_attempt(store, 0, OWNER)
     with pytest.raises(Superseded, match=r"attempt 1 .* attempt 2 has begun"):
-        ledger.check_not_superseded(store, first)
-    ledger.check_not_superseded(store, second)
+        attempts.check_not_superseded(store, first)
+    attempts.check_not_superseded(store, second)
 
 
 def test_an_entry_counts_if_no_later_attempt_resumed_from_before_its_step(store):
     # attempt 1: steps 1 to 30. Attempt 2 resumed from 20, went to 50. Attempt 3 resumed from 40.
     for resumed_from in (0, 20, 40):
-        ledger.start_attempt(store, resumed_from, OWNER)
+        attempts.start_attempt(store, resumed_from, OWNER)
     syncs = [
         Sync(1, 0, 1, {"s0": [0, 1, 2]}),
         Sync(2, 20, 1, {"s0": [3]}),
@@ -181,56 +172,56 @@ def test_an_entry_counts_if_no_later_attempt_resumed_from_before_its_step(store)
 
 
 def test_a_run_that_never_trained_is_not_alive(local_store):
-    assert not ledger.run_is_alive(local_store, watch_s=60)
+    assert not attempts.run_is_alive(local_store, watch_s=60)
 
 
 def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
     process = start_python("pass")
     process.wait()
-    ledger.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": process.pid, "started": 0.0})
-    ledger.heartbeat(local_store, {"step": 1})
+    attempts.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": process.pid, "started": 0.0})
+    attempts.heartbeat(local_store, {"step": 1})
     began = time.monotonic()
-    assert not ledger.run_is_alive(local_store, watch_s=60)
+    assert not attempts.run_is_alive(local_store, watch_s=60)
     assert time.monotonic() - began < 5
 
 
 def test_a_trainer_of_another_machine_is_alive_if_its_heartbeat_goes_on_changing(local_store):
-    ledger.start_attempt(local_store, 0, OWNER)
-    ledger.heartbeat(local_store, {"step": 1})
-    assert not ledger.run_is_alive(local_store, watch_s=0.5)
-    once = threading.Timer(0.3, ledger.heartbeat, (local_store, {"step": 2}))
+    attempts.start_attempt(local_store, 0, OWNER)
+    attempts.heartbeat(local_store, {"step": 1})
+    assert not attempts.run_is_alive(local_store, watch_s=0.5)
+    once = threading.Timer(0.3, attempts.heartbeat, (local_store, {"step": 2}))
     once.start()
-    assert not ledger.run_is_alive(local_store, watch_s=1.5), "one beat may be the last"
-    beats = [threading.Timer(0.3 * n, ledger.heartbeat, (local_store, {"step": 2 + n})) for n in (1, 2, 3)]
+    assert not attempts.run_is_alive(local_store, watch_s=1.5), "one beat may be the last"
+    beats = [threading.Timer(0.3 * n, attempts.heartbeat, (local_store, {"step": 2 + n})) for n in (1, 2, 3)]
     for beat in beats:
         beat.start()
-    assert ledger.run_is_alive(local_store, watch_s=30)
+    assert attempts.run_is_alive(local_store, watch_s=30)
     for beat in beats:
         beat.join()
 
 
 def test_a_trainer_of_this_machine_is_alive_while_its_process_is_there(local_store):
     process = start_python(
-        "import json; from storage import ledger; print(json.dumps(ledger.this_process()), flush=True); input()"
+        "import json; from storage import attempts; print(json.dumps(attempts.this_process()), flush=True); input()"
     )
-    ledger.start_attempt(local_store, 0, json.loads(process.stdout.readline()))
-    assert ledger.run_is_alive(local_store, watch_s=0.5), "it has not spoken yet"
+    attempts.start_attempt(local_store, 0, json.loads(process.stdout.readline()))
+    assert attempts.run_is_alive(local_store, watch_s=0.5), "it has not spoken yet"
     end = threading.Timer(0.5, process.communicate, ("\n",))
     end.start()
-    assert not ledger.run_is_alive(local_store, watch_s=60), "it ended while it was watched"
+    assert not attempts.run_is_alive(local_store, watch_s=60), "it ended while it was watched"
     end.join()
 
 
 def test_setting_the_clock_makes_no_trainer_another(local_store, monkeypatch):
-    ledger.start_attempt(local_store, 0, ledger.this_process())
+    attempts.start_attempt(local_store, 0, attempts.this_process())
     booted = psutil.boot_time()
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted + 3600)  # as /proc/stat has it from then on
-    assert ledger.run_is_alive(local_store, watch_s=0.5)
+    assert attempts.run_is_alive(local_store, watch_s=0.5)
 
 
 def test_another_process_under_the_pid_is_not_the_trainer(local_store):
-    ledger.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": os.getpid(), "started": 0.0})
-    assert not ledger.run_is_alive(local_store, watch_s=60)
+    attempts.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": os.getpid(), "started": 0.0})
+    assert not attempts.run_is_alive(local_store, watch_s=60)
 
 
 # --- checkpoints
@@ -245,9 +236,9 @@ def checkpoint(tmp_path):
 
 
 def test_a_checkpoint_counts_once_complete(store, checkpoint, monkeypatch):
-    assert ledger.list_checkpoints(store) == []
+    assert checkpoints.list_checkpoints(store) == []
     store.put("trainer/step=00000020/trainer.safetensors", b"half")  # its Trainer was killed
-    assert ledger.list_checkpoints(store) == []
+    assert checkpoints.list_checkpoints(store) == []
     put_file = store._files.put_file
 
     def dies_at_the_weights(path, local):
@@ -257,21 +248,21 @@ def test_a_checkpoint_counts_once_complete(store, checkpoint, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(StoreError, match="network went away"):
         patch.setattr(store._files, "put_file", dies_at_the_weights)
-        ledger.save_checkpoint(store, 20, checkpoint)
-    assert ledger.list_checkpoints(store) == []
-    ledger.save_checkpoint(store, 20, checkpoint)
-    assert ledger.list_checkpoints(store) == [20]
-    assert store.get(f"{ledger.checkpoint_path(20)}/trainer.safetensors") == b"weights"
+        checkpoints.save_checkpoint(store, 20, checkpoint)
+    assert checkpoints.list_checkpoints(store) == []
+    checkpoints.save_checkpoint(store, 20, checkpoint)
+    assert checkpoints.list_checkpoints(store) == [20]
+    assert store.get(f"{checkpoints.checkpoint_path(20)}/trainer.safetensors") == b"weights"
 
 
 def test_the_newest_checkpoints_are_kept(store, checkpoint):
-    ledger.start_attempt(store, 0, OWNER)
-    ledger.delete_checkpoints(store, keep=2)  # none yet
+    attempts.start_attempt(store, 0, OWNER)
+    checkpoints.delete_checkpoints(store, keep=2)  # none yet
     for step in (20, 40, 60):
-        ledger.save_checkpoint(store, step, checkpoint)
+        checkpoints.save_checkpoint(store, step, checkpoint)
     store.put("trainer/step=00000030/trainer.safetensors", b"half")
     store.put("trainer/step=00000080/trainer.safetensors", b"on its way")
-    ledger.delete_checkpoints(store, keep=2)
-    assert ledger.list_checkpoints(store) == [40, 60]
+    checkpoints.delete_checkpoints(store, keep=2)
+    assert checkpoints.list_checkpoints(store) == [40, 60]
     assert store.folders("trainer") == ["step=00000040", "step=00000060", "step=00000080"]
-    assert ledger.latest_attempt(store) == 1
+    assert attempts.latest_attempt(store) == 1

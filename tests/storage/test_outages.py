@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from infra.local_s3 import free_ports
-from storage import backends, ledger
+from storage import attempts, backends
 from storage.buffer import ReplayBuffer, Sampling
 from storage.errors import AlreadyExists, NotFound, StoreFull, StoreUnreachable
 from storage.shards import commit_shard, read_shards, shard_path
 from storage.store import RunStore
-from tests.fault_proxy import FaultProxy
+from tests.faults.fault_proxy import FaultProxy
 from tests.storage.helpers import OWNER, make_shard
 
 OUTAGE_S = 2.0
@@ -144,7 +144,7 @@ def test_a_full_disk_is_waited_for_and_named(small_disk, caplog):
     threading.Timer(1.0, ballast.unlink).start()
     store.put_new("big", big)
     assert store.get("big") == big
-    assert "trying on" in caplog.text
+    assert "retrying" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_there_a_retried_round_is_still_refused(rclone_url):
 @pytest.mark.s3
 def test_there_two_writers_of_one_round_in_the_same_moment_count_once(rclone_url, monkeypatch):
     store = RunStore(rclone_url, "raced")
-    ledger.start_attempt(store, resumed_from=0, owner=OWNER)
+    attempts.start_attempt(store, resumed_from=0, owner=OWNER)
     buffer = ReplayBuffer(store, SAMPLING, seed=0)
     monkeypatch.setattr(store._files, "exists", lambda path: False)  # both looked before either had put
     commit_shard(store, make_shard("s0", 0, reward=1.0))

@@ -9,7 +9,6 @@
 - the whole draw equals a slow reference in plain Python, which computes the same random numbers with hashlib
 """
 
-import hashlib
 import math
 from collections import Counter
 
@@ -18,10 +17,10 @@ import pyarrow as pa
 import pytest
 from scipy.stats import chisquare
 
-from storage.buffer import Sampling
 from storage.shards import trajectory_id
 from storage.store import RunStore
-from tests.storage.buffer_runs import SEED, commit, distinct, new_buffer, new_store
+from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
+from tests.storage.reference_draw import reference_draw
 
 
 @pytest.fixture
@@ -169,56 +168,6 @@ def test_a_reward_temperature_near_zero_draws_the_best_responses_first(store):
     )
     buffer.sync(step=1, attempt=1)
     assert buffer.draw(1)["reward"].to_pylist() == [0.75, 0.5, 0.25, 0.0]
-
-
-def uniform_number(step: int, purpose: str, key: int) -> float:
-    """What storage/mop.py promises: splitmix64 of key xor half an md5, its high 52 bits."""
-    z = key ^ int.from_bytes(hashlib.md5(f"{SEED}/{step}/{purpose}".encode()).digest()[:8], "little")
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return (((z ^ (z >> 31)) >> 12) + 0.5) / 2**52
-
-
-def key_of(name: str) -> int:
-    """What storage/sql/create_index.sql promises: the first half of a md5, little-endian."""
-    return int.from_bytes(hashlib.md5(name.encode()).digest()[:8], "little")
-
-
-def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Sampling, step: int) -> list[tuple]:
-    """MOP written the slow way. Rows of (prompt_index, slot, trajectory_id, recent, draw_probability)."""
-    recent_pool = {t["prompt_id"] for t in trajectories if t["sync"] == newest_sync}
-    whole_pool = {t["prompt_id"] for t in trajectories}
-    places = range(sampling.prompts_per_batch)
-    is_recent = [
-        bool(recent_pool) and uniform_number(step, "recent", place) < sampling.recent_probability for place in places
-    ]
-    recents = sorted(recent_pool, key=lambda name: uniform_number(step, "recent prompt", key_of(name)))
-    num_recent = sum(is_recent)
-    prompts = {True: [recents[turn % len(recents)] for turn in range(num_recent)]}
-    taken = set(prompts[True])
-    others = sorted(whole_pool, key=lambda name: (name in taken, uniform_number(step, "prompt", key_of(name))))
-    prompts[False] = [others[turn % len(others)] for turn in range(len(places) - num_recent)]
-    rows = []
-    for place in places:
-        recent, prompt_id = is_recent[place], prompts[is_recent[place]].pop(0)
-        candidates = [
-            t for t in trajectories if t["prompt_id"] == prompt_id and (not recent or t["sync"] == newest_sync)
-        ]
-        softmax = sampling.reward_temperature is not None and not recent
-        samples = [(t, copy) for t in candidates for copy in range(t.get("times_sampled", 1))]
-        weights = [math.exp(t["reward"] / sampling.reward_temperature) if softmax else 1.0 for t, _ in samples]
-        uniform = sampling.uniform_fraction / len(samples)
-        race = []
-        for (t, copy), weight in zip(samples, weights, strict=True):
-            p = (1 - sampling.uniform_fraction) * weight / sum(weights) + uniform
-            state = (key_of(t["trajectory_id"]) + copy * 0x9E3779B97F4A7C15) % 2**64
-            u = uniform_number(step, f"response/{place}", state)
-            race.append((-math.log(u) / p, t["trajectory_id"], p * t.get("times_sampled", 1)))
-        race.sort()
-        for slot in range(sampling.responses_per_prompt):
-            _, name, p = race[slot % len(race)]
-            rows.append((place, slot, name, recent, pytest.approx(p, rel=1e-12)))
-    return rows
 
 
 @pytest.mark.parametrize("tau", [None, 0.3])

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 
-from storage import inspect, ledger, rewards, upkeep
+from storage import attempts, checkpoints, queries, reward_versions, upkeep
 from storage.shards import commit_shard, expired_through, new_shards, next_round
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import NOON, make_shard
@@ -37,7 +37,7 @@ def run(store):
 
 def counted(store) -> dict[str, list[int]]:
     """What each reader counts; they agree."""
-    rows = inspect.query(store, "SELECT DISTINCT searcher, round FROM trajectories ORDER BY ALL").to_pylist()
+    rows = queries.query(store, "SELECT DISTINCT searcher, round FROM trajectories ORDER BY ALL").to_pylist()
     shards = new_shards(store, {})
     assert [(row["searcher"], row["round"]) for row in rows] == [(name, n) for name in shards for n in shards[name]]
     return shards
@@ -66,9 +66,9 @@ def test_min_size_trajectories_stay_whatever_is_asked(run):
 
 
 def test_marked_shards_are_deleted_after_the_grace(run):
-    rewards.begin_version(run, "v2", "f")
+    reward_versions.begin_version(run, "v2", "f")
     for number in range(5):
-        rewards.record_rewards(run, "v2", make_shard("s0", number), [0.5] * 4)
+        reward_versions.record_rewards(run, "v2", make_shard("s0", number), [0.5] * 4)
     upkeep.expire(run, NOON + timedelta(hours=2), None, min_size=1)
     assert upkeep.delete_superseded(run, timedelta(hours=1)) == 0
     assert len(run.list("trajectories")) == 6
@@ -109,7 +109,7 @@ def trained(tmp_path):
 def checkpoint(store, step: int, tmp_path) -> None:
     (tmp_path / "local").mkdir(exist_ok=True)
     (tmp_path / "local" / "state.json").write_text("{}")
-    ledger.save_checkpoint(store, step, tmp_path / "local")
+    checkpoints.save_checkpoint(store, step, tmp_path / "local")
 
 
 def test_an_unfinished_run_keeps_what_a_resume_needs(trained, tmp_path):
@@ -134,7 +134,7 @@ def test_a_rebuilt_buffer_goes_on_with_what_is_left(trained, tmp_path):
         batch = buffer.draw(7)
         assert batch.num_rows == 16 and {name[:11] for name in batch["trajectory_id"].to_pylist()} == {"s0-00000002"}
     assert buffer.num_taken_in == 24  # what has expired was drawn, too: samples_per_insert counts it
-    ledger.start_attempt(trained, resumed_from=6, owner={})
+    attempts.start_attempt(trained, resumed_from=6, owner={})
     assert buffer.sync(7, attempt=2).rounds == {"s0": [3, 4]}
     assert buffer.newest_sync == 4
 
@@ -145,5 +145,5 @@ def test_a_buffer_whose_recorded_rounds_have_all_expired_still_takes_in_what_fol
     buffer = new_buffer(trained)
     buffer.rebuild(2)
     assert (buffer.num_trajectories, buffer.newest_sync) == (0, 1)
-    ledger.start_attempt(trained, resumed_from=2, owner={})
+    attempts.start_attempt(trained, resumed_from=2, owner={})
     assert buffer.sync(3, attempt=2).rounds == {"s0": [4]}

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from storage import ledger, policies, shards
+from storage import attempts, checkpoints, ledger, policies, shards
 from storage.buffer import ReplayBuffer, Sampling
 from storage.errors import NotFound
 from storage.schema import to_table
@@ -67,7 +67,7 @@ def train(
     store: RunStore, folder: Path, rounds: dict[str, int], attempt: int, resumed_from: int, last: int
 ) -> Iterator[None]:
     """One attempt, write by write. rounds: the next one of each Searcher. Checkpoints at steps 2, 5, 7, 10, ..."""
-    ledger.start_attempt(store, resumed_from, OWNER)
+    attempts.start_attempt(store, resumed_from, OWNER)
     buffer = ReplayBuffer(store, SAMPLING, seed=0)
     buffer.rebuild(resumed_from)
     mark = publish(store, folder / "policy", resumed_from, attempt)
@@ -83,7 +83,7 @@ def train(
         mark = publish(store, folder / "policy", step, attempt)
         if step % 5 in (0, 2):
             checkpoint(store, folder / "checkpoint", step)
-            ledger.delete_checkpoints(store, keep=2)
+            checkpoints.delete_checkpoints(store, keep=2)
         yield
 
 
@@ -91,7 +91,7 @@ def checkpoint(store: RunStore, folder: Path, step: int) -> None:
     folder.mkdir(exist_ok=True)
     save_file({"policy.weight": np.zeros(4, np.float32)}, folder / "trainer.safetensors")
     (folder / "state.json").write_text(json.dumps({"step": step}))
-    ledger.save_checkpoint(store, step, folder)
+    checkpoints.save_checkpoint(store, step, folder)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import functools
 import random
 from pathlib import Path
 
-from tba.policy import Group
+from tba.logprobs import Group
 from tba.tasks.arithmetic import Arithmetic
 from tba.tasks.base import Problem
 from tba.trainer import Draw

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tba import baselines
 from tba.baselines import LOSSES, Terms
 from tba.config import TrainSettings
+from tba.logprobs import Group
 from tba.objective import trajectory_balance_loss
-from tba.policy import Group
 from tba.trainer import Draw, Trainer
 
 B, K, T = 3, 4, 5

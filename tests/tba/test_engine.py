@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tba.embedded import embedded_model
 from tba.engine import Sampling, TransformersEngine, make_engine
-from tba.policy import Group, load_policy, response_logprobs
+from tba.logprobs import Group, load_policy, response_logprobs
+from tba.models import embedded_model
 from tba.precision import compute_dtype
 from tba.weights import fingerprint, read_weights, write_weights
 

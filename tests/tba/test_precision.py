@@ -12,8 +12,8 @@ pytest tests/tba/test_precision.py
 import pytest
 import torch
 
-from tba import policy, precision
-from tba.policy import Group, load_policy, sequence_logprobs
+from tba import logprobs, precision
+from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import compute_dtype, to_bfloat16
 from tests.tba.addition import tiny_llama
 
@@ -67,7 +67,7 @@ def test_what_is_on_the_grid_stays_and_rounding_is_the_same_each_time():
 
 
 def test_a_policy_computes_with_the_weights_that_it_publishes(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy, "compute_dtype", lambda device: torch.bfloat16)  # on any CPU
+    monkeypatch.setattr(logprobs, "compute_dtype", lambda device: torch.bfloat16)  # on any CPU
     model = load_policy(tiny_llama(tmp_path))
     products = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert any((to_bfloat16(module.weight) != module.weight.bfloat16()).any() for module in products)

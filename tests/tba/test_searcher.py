@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from tba.config import SearchSettings
 from tba.engine import Response, Sampling
-from tba.policy import Group, load_policy, response_logprobs
-from tba.reference import ReferencePolicy
+from tba.logprobs import Group, load_policy, response_logprobs
+from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.searcher import Searcher
 from tba.tasks.base import Problem, stop_tokens
@@ -114,14 +114,14 @@ def test_a_round_is_whole_and_right(tokenizer, reference):
 
 @pytest.mark.parametrize("pass_tokens", [1, 5, 9, 100])
 def test_the_reference_scores_a_bounded_pass_at_a_time(reference, monkeypatch, pass_tokens):
-    monkeypatch.setattr("tba.reference.PASS_TOKENS", pass_tokens)
+    monkeypatch.setattr("tba.reference_policy.PASS_TOKENS", pass_tokens)
     passes = []
 
     def spy(model, groups, temperature):
         passes.append(sum(group.num_tokens for group in groups))
         return response_logprobs(model, groups, temperature)
 
-    monkeypatch.setattr("tba.reference.response_logprobs", spy)
+    monkeypatch.setattr("tba.reference_policy.response_logprobs", spy)
     prompts = [[2, 3], [2, 3], [4, 5], [2, 3], [2, 3]]
     responses = [[4, 5, 6], [1], [6, 1], [5, 5, 5, 1], [1]]
     found = ReferencePolicy(reference).logprobs(prompts, responses, 0.5)

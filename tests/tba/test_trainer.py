@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba.config import TrainSettings
-from tba.policy import Group, load_policy, sequence_logprobs
+from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
 from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Stopped, Trainer, train
 from tba.weights import fingerprint, read_weights, write_weights

@@ -1,0 +1,103 @@
+"""docs/configuration.md, written from the models by `make docs`; a test compares the two."""
+
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from flows.config import RunConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+<!-- written by `make docs` from the models in flows/config.py, tba/config.py and storage/buffer.py -->
+
+Every setting of a run. The common settings have an option on the command line (`tba train --help`). Every setting can
+be given as `--set name=value`, with a dot for groups:
+
+    tba train sharper --set train.beta=0.1 --set sampling.reward_temperature=0.5 --set task.data=null
+
+`null` means none. A list may be JSON (`search.exploration_top_p=[0.8,1]`). In Prefect's form and in `run.json` the same
+names are nested. An unknown name or a value out of range is refused before anything is started; the message names the
+field, the value and the rule. A run keeps its settings: the same name with other settings is refused, and the message
+lists the differences.
+
+| Environment variable | Meaning |
+|---|---|
+| `TBA_STORE` | root URL of the store, if no store is named |
+| `PREFECT_API_URL` | URL of the Prefect server |
+| `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
+"""
+OF_THIS_PLACE = {"store": "`.tba/` here"}  # defaults that depend on the working folder
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def configuration() -> str:
+    """The page's text."""
+    return "\n".join([HEAD, *_tables("", RunConfig)])
+
+
+def _tables(group: str, model: type[BaseModel]) -> Iterator[str]:
+    """The settings of a model, then those of its groups."""
+    fields = model.model_fields
+    groups = {name: field.annotation for name, field in fields.items() if _is_group(field.annotation)}
+    yield f"## {f'`{group}`' if group else 'The run'}\n"
+    yield f"{model.__doc__.strip().splitlines()[0]}\n"
+    yield "| Setting | Type | Default | |\n|---|---|---|---|"
+    for name, field in fields.items():
+        if name not in groups:
+            default = OF_THIS_PLACE.get(name) or _value(field.default)
+            path = f"{group}.{name}" if group else name
+            meaning = (field.description or "").replace("|", r"\|").replace("<", "&lt;")
+            yield f"| `{path}` | {_type(field)} | {default} | {meaning} |"
+    yield ""
+    for name, inner in groups.items():
+        yield from _tables(f"{group}.{name}" if group else name, inner)
+
+
+def _is_group(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _type(field: FieldInfo) -> str:
+    """Such as `int ≥ 1, or none`."""
+    bounds = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for name, sign in SIGNS.items()
+        if getattr(rule, name, None) is not None
+    ]
+    kinds = [_kind(kind) for kind in _alternatives(field.annotation)]
+    plain = [" ".join([kind, *bounds]) for kind in kinds if kind != "none"]
+    return ", or ".join([*plain, *(["none"] if "none" in kinds else [])])
+
+
+def _alternatives(annotation: object) -> tuple:
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _kind(annotation: object) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is type(None):
+        return "none"
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin is tuple:
+        return f"list of {_kind(arguments[0])}"
+    return {"str": "text", "bool": "true or false"}.get(annotation.__name__, annotation.__name__)
+
+
+def _value(value: object) -> str:
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, tuple):
+        return ", ".join(f"`{part}`" for part in value)
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(configuration())

@@ -1,0 +1,26 @@
+"""analyze/diversity: how different the responses of runs are, measured and stored. On request, or on a schedule."""
+
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.report import diversity
+from storage.store import RunStore
+
+
+@flow(name="analyze")
+def analyze(store: str, runs: list[str], sample: int = diversity.SAMPLE, embedded: int = diversity.EMBEDDED) -> None:
+    """Measures the runs alike and stores the values with each, as `tba diversity` does.
+
+    sample: responses of each run to measure; embedded: how many of them are embedded (0: none).
+    """
+    if not runs:
+        raise ValueError("runs: got none; name at least one")
+    measure([RunStore(store, run) for run in runs], sample, embedded)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def measure(stores: list[RunStore], sample: int, embedded: int) -> None:
+    for run, rows in diversity.measure_runs(stores, sample=sample, embedded=embedded).items():
+        for row in rows:
+            if row["grouping"] == "run":
+                get_run_logger().info("run %s: %s %s", run, row["metric"], diversity.shown(row))

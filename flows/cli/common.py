@@ -1,0 +1,86 @@
+"""What the parts of the command line share: the run and the store that a command is about, and how it fails."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of runs, for the shell: those of the store that is named in the same line, else of the usual one."""
+    from storage.store import list_runs
+
+    try:
+        return [run for run in list_runs(store_url(ctx.params.get("store"))) if run.startswith(incomplete)]
+    except Exception:  # a shell that completes has no place for an error
+        return []
+
+
+def not_empty(store: str | None) -> str | None:
+    """--store "$S3_URL" where that is not set: this folder, or the usual store, is not what was meant."""
+    if store == "":
+        fail("--store: got nothing; name a store by URL or folder, or leave the option out", status=2)
+    return store
+
+
+RunName = Annotated[str, typer.Argument(help="Name of the run.", autocompletion=complete_run)]
+StoreOption = Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.", callback=not_empty)]
+AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+
+
+def store_url(store: str | None) -> str:
+    """The root URL of a store given as URL or folder; None: the usual one."""
+    from infra.machine import default_store
+
+    if store is None:
+        return default_store()
+    return store if "://" in store else Path(store).absolute().as_uri()
+
+
+def existing_run(run: str, store: str | None):
+    """The run's store; exits with status 2 where there is no such run."""
+    from storage.errors import StoreError
+    from storage.store import RunStore, list_runs
+
+    url = store_url(store)
+    try:
+        run_store = RunStore(url, run)
+        if run_store.exists("run.json"):
+            return run_store
+        there = list_runs(url)
+    except (StoreError, ValueError) as error:
+        fail(str(error), status=2)
+    fail(f"There is no run {run!r} in {url}. Runs there: {', '.join(there) or 'none'}.", status=2)
+
+
+def without_pandas() -> None:
+    """Spares a command that only reads the second in which pyarrow.dataset loads pandas, to recognise its types.
+
+    For the rest of the process pyarrow takes pandas for not installed.
+    """
+    import sys
+
+    class NotInstalled:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "pandas":
+                raise ModuleNotFoundError(name)
+
+    sys.meta_path.insert(0, NotInstalled)
+    try:
+        import pyarrow.dataset  # noqa: F401
+    finally:
+        sys.meta_path.remove(NotInstalled)
+
+
+def fail(message: str, status: int = 1):
+    typer.echo(message, err=True)
+    raise typer.Exit(status)
+
+
+def project_folder() -> Path:
+    """The working folder, which must be the project's: prefect.yaml there names what is deployed."""
+    folder = Path.cwd()
+    if not (folder / "prefect.yaml").exists():
+        fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)
+    return folder

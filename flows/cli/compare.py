@@ -1,0 +1,48 @@
+"""tba compare: objectives beside each other, everything else equal."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.common import fail, not_empty, store_url
+
+app = typer.Typer()
+
+
+@app.command()
+def compare(
+    theme: Annotated[str, typer.Argument(help="What to compare: staleness or sync.")] = "staleness",
+    out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
+    store: Annotated[
+        str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.", callback=not_empty)
+    ] = None,
+    model: Annotated[str, typer.Option(help="Of sync: a model as tba train takes it.")] = "smollm2-135m-instruct",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each; default: 10, of sync 3.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 320, of sync 50.")] = None,
+) -> None:
+    """Run named configurations by seeds; write one table and one plot with confidence intervals.
+
+    staleness: Trajectory Balance with and without the taper, Dr. GRPO and proximal RLOO at an enforced policy lag of 1
+    to 128, with a small policy made for it. Interrupted, the same command goes on. Its last line is a JSON object.
+    sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
+
+    Example: tba compare staleness --seeds 3
+    """
+    from flows.compare import staleness, turns
+    from storage.errors import StoreError
+
+    if theme not in ("staleness", "sync"):
+        fail(f"compare: got {theme!r}; known are staleness and sync", status=2)
+    root, numbers = store_url(store or ".tba/compare"), None
+    try:
+        if theme == "sync":
+            table = turns.turns(root, out, model, seeds or 3, steps or 50, typer.echo)
+        else:
+            table, numbers = staleness.staleness(root, out, seeds or 10, steps or 320, typer.echo)
+    except (StoreError, ValueError) as error:
+        fail(str(error))
+    typer.echo(f"Written: {table}")
+    if numbers:
+        typer.echo(json.dumps(numbers))

@@ -1,0 +1,236 @@
+"""What a person sees: while a run trains a live table in a terminal, else a line now and then; rows of a query."""
+
+import csv
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pyarrow
+from pyarrow import types
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from flows.report.text import duration
+
+LINE_INTERVAL_S = 10  # between plain lines, where the output is no terminal
+RESIZE_POLL_S = 0.1
+MAX_BAR_WIDTH = 76
+WIDER_THAN_ANY = 1000
+
+# What the Trainer's heartbeat carries: its key, our heading, how it is written.
+COLUMNS = {
+    "reward_mean": ("reward", "{:.2f}"),
+    "fresh_reward_mean": ("accuracy", "{:.2f}"),
+    "num_trajectories": ("buffer", "{:,}"),
+    "num_prompts": ("prompts", "{:,}"),
+    "staleness_mean": ("staleness", "{:.1f}"),
+}
+
+SUMMARY = {
+    "run": ("Run", "{}"),
+    "note": ("Note", "{}"),
+    "accuracy_before": ("Accuracy before (held-out, greedy)", "{:.3f}"),
+    "accuracy_after": ("Accuracy after training", "{:.3f}"),
+    "best_accuracy": ("Accuracy of the best policy", "{:.3f}"),
+    "best_policy": ("Best policy", "{}"),
+    "steps": ("Policy steps", "{:,}"),
+    "attempts": ("Attempts (one, and one a resume)", "{}"),
+    "trajectories": ("Trajectories", "{:,}"),
+    "staleness_mean": ("Staleness, mean (policy steps)", "{:.2f}"),
+    "staleness_max": ("Staleness, largest", "{}"),
+    "trainer_wait_share": ("Trainer waiting", "{:.1%}"),
+    "searcher_idle_share": ("Searchers idle", "{:.1%}"),
+    "evaluation_share": ("Searchers' time for evaluations", "{:.1%}"),
+    "overlap_share": ("Training while a Searcher sampled", "{:.1%}"),
+    "step_s_median": ("Median step", "{:.2f} s"),
+    "wall_s": ("Wall time", "{:.0f} s"),
+    "finished_at": ("Finished", "{}"),
+}
+
+
+def console() -> Console:
+    """As wide as the terminal; nothing is cut or wrapped where the output is a file or a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=100_000)
+
+
+class Progress:
+    """Shows the newest stage and heartbeat. A context manager: the live table needs an end.
+
+    The table is drawn when there is something new and at no other time, in place. A terminal that has changed its size
+    has broken the drawn lines anew, so that nobody knows how many there are: then the screen is cleared.
+    """
+
+    def __init__(self, console: Console, run: str, began_s: float = 0.0):
+        """began_s: seconds since what is shown as elapsed began."""
+        self._console, self._run = console, run
+        self._live: Live | None = None
+        self._size = None
+        self._began = time.monotonic() - began_s
+        self._line_at = float("-inf")
+        self._stage = None
+        self._alarms: set[str] = set()  # that were on when a line was printed last
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, stage: str, heartbeat: Mapping | None, note: str = "") -> None:
+        """stage: in words, what is going on; heartbeat: the Trainer's newest, None before the first of this attempt.
+
+        Alarms of the heartbeat stand below the table; where the output is no terminal, each is printed when it goes on,
+        and lines name it while it is on. note: a last line; not printed where the output is no terminal.
+        """
+        fields = _fields(heartbeat or {}) | {"elapsed": duration(time.monotonic() - self._began)}
+        alarms = (heartbeat or {}).get("alarms", {})
+        if heartbeat and heartbeat.get("seconds_left") is not None:
+            fields["left"] = duration(heartbeat["seconds_left"])
+        if self._console.is_terminal:
+            done, total = (heartbeat or {}).get("step", 0), (heartbeat or {}).get("steps")
+            self._draw(_Picture(f"{self._run}: {stage}", done, total, fields, list(alarms.values()), note))
+            return
+        for name in alarms.keys() - self._alarms:
+            self._console.print(f"ALARM: {alarms[name]}", soft_wrap=True)
+        self._alarms = set(alarms)
+        if alarms:
+            fields["alarms"] = ", ".join(name.replace("_", " ") for name in alarms)
+        if stage != self._stage or time.monotonic() - self._line_at >= LINE_INTERVAL_S:
+            self._stage, self._line_at = stage, time.monotonic()
+            self._console.print("  ".join([stage, *(f"{k} {v}" for k, v in fields.items())]), soft_wrap=True)
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps; a terminal that changes its size meanwhile is drawn anew at once."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._live and self._size != self._console.size:
+                self._draw(self._live.renderable)
+            time.sleep(min(left, RESIZE_POLL_S))
+
+    def _draw(self, picture: RenderableType) -> None:
+        size = self._console.size
+        if self._live and self._size != size:
+            self._live.stop()
+            self._console.clear()
+            self._live = None
+        self._size = size
+        if self._live:
+            self._live.update(picture, refresh=True)
+        else:
+            self._live = Live(picture, console=self._console, auto_refresh=False)
+            self._live.start(refresh=True)
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """A title, how much is done, and the fields in columns, on as few lines as the width allows."""
+
+    title: str
+    done: int
+    total: int | None
+    fields: Mapping[str, str]
+    alarms: list[str]
+    note: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(self.title, "bold")
+        if self.total:
+            yield ProgressBar(total=self.total, completed=self.done, width=min(options.max_width, MAX_BAR_WIDTH))
+            yield Segment.line()
+        headings = list(self.fields)
+        for num_lines in range(1, len(headings) + 1):
+            num_columns = -(-len(headings) // num_lines)
+            lines = [headings[start : start + num_columns] for start in range(0, len(headings), num_columns)]
+            grid = self._grid(lines, num_columns)
+            if (
+                num_columns == 1
+                or console.measure(grid, options=options.update(width=1000)).maximum <= options.max_width
+            ):
+                break
+        yield grid
+        for alarm in self.alarms:
+            yield Text(f"ALARM: {alarm}", "bold red")
+        if self.note:
+            yield Text(self.note, "dim", overflow="ellipsis", no_wrap=True)
+
+    def _grid(self, lines: list[list[str]], num_columns: int) -> Table:
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        for _ in range(num_columns):
+            grid.add_column(justify="right", no_wrap=True)
+        for line in lines:
+            grid.add_row(*line, style="dim")
+            grid.add_row(*(self.fields[heading] for heading in line))
+        return grid
+
+
+def _fields(heartbeat: Mapping) -> dict[str, str]:
+    fields = {}
+    if heartbeat.get("steps"):
+        fields["step"] = f"{heartbeat['step']}/{heartbeat['steps']}"
+    for key, (heading, form) in COLUMNS.items():
+        if heartbeat.get(key) is not None:
+            fields[heading] = form.format(heartbeat[key])
+    return fields
+
+
+def summary_table(summary: Mapping) -> Table:
+    table = Table(title=f"Run {summary['run']}", show_header=False, title_justify="left", title_style="bold")
+    for key, (label, form) in SUMMARY.items():
+        if summary.get(key) is not None:
+            table.add_row(label, form.format(summary[key]))
+    return table
+
+
+def print_table(rows: "pyarrow.Table", form: str) -> None:
+    """form: `table` for people, `json` (one array of objects) or `csv` (with a header) for programs, on stdout."""
+    rows = rows.rename_columns(_distinct(rows.column_names))
+    if form == "json":
+        print(json_text(rows.to_pylist(maps_as_pydicts="strict")))
+    elif form == "csv":
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(rows.column_names)
+        writer.writerows(row.values() for row in rows.to_pylist(maps_as_pydicts="strict"))
+    else:
+        _print_for_people(rows)
+
+
+def json_text(value: object) -> str:
+    """NaN and the infinities are null: Python would write them as they are, which is no JSON."""
+    return json.dumps(json.loads(json.dumps(value, default=str), parse_constant=lambda _: None), indent=2)
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Names of which none is there twice, as rows become dictionaries: the second `reward` of a join is `reward_1`."""
+    taken, distinct = set(names), []
+    for name in names:
+        if name in distinct:
+            name = next(other for n in itertools.count(1) if (other := f"{name}_{n}") not in taken)
+            taken.add(name)
+        distinct.append(name)
+    return distinct
+
+
+def _print_for_people(rows: "pyarrow.Table") -> None:
+    table = Table()
+    for field in rows.schema:
+        is_number = types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)
+        table.add_column(field.name, justify="right" if is_number else "left")
+    for row in rows.to_pylist(maps_as_pydicts="strict"):
+        table.add_row(*(Text(_cell(value)) for value in row.values()))  # Text: a response's [brackets] are no markup
+    out = console()
+    out.print(table)
+    out.print(f"{rows.num_rows} rows")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,48 @@
+"""`tba doctor`: what is wrong with this machine, and what to do about it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from flows.cli.common import AsJson, StoreOption, store_url
+
+app = typer.Typer()
+
+MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "bold red")}
+
+
+@app.command()
+def doctor(store: StoreOption = None, as_json: AsJson = False) -> None:
+    """Look at this machine: install, engine, store, disks, ports, server. Names each fault and its remedy.
+
+    Exit status 0: no faults (there may be warnings). 1: there are.
+
+    Example: tba doctor --store s3://bucket/runs
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    from flows.cli.console import console
+    from infra.doctor import examine
+
+    out, findings = console(), []
+    for finding in examine(Path.cwd(), store_url(store)):
+        findings.append(finding)
+        if as_json:
+            continue
+        mark, style = MARKS[finding.state]
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=1)
+        line.add_column(width=8)
+        line.add_row(Text(mark, style), finding.subject, Text(finding.what))
+        if finding.remedy:
+            line.add_row("", "", Text(f"→ {finding.remedy}", "bold"))
+        out.print(line)
+    faults = [finding for finding in findings if finding.state == "fault"]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        typer.echo(f"{len(faults)} faults." if faults else "No faults.")
+    raise typer.Exit(1 if faults else 0)

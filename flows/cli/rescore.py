@@ -1,0 +1,36 @@
+"""`tba rescore`: stored trajectories scored by another reward."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.common import RunName, StoreOption, existing_run, fail
+
+app = typer.Typer()
+
+
+@app.command()
+def rescore(
+    run: RunName,
+    reward: Annotated[str, typer.Option(help="module:function in TRL's signature, or task: the task's own, as it is.")],
+    version: Annotated[str | None, typer.Option(help="Name of the new version; default: the function's.")] = None,
+    store: StoreOption = None,
+) -> None:
+    """Score a run's stored trajectories by another reward; the shards stay as they are. Repeat it to score what came.
+
+    The function: f(prompts, completions, **columns) -> list[float], with columns prompt_id and answer. To train on it:
+    tba train NEW --warm-start RUN --set reward_version=VERSION
+
+    Example: tba rescore arithmetic --reward my_rewards:brief --version v2
+    """
+    from flows.reuse.rescore import rescore
+    from storage.errors import StoreError
+
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it: the function lies beside where one works
+    try:
+        version, num_scored = rescore(existing_run(run, store), reward, version, typer.echo)
+    except (StoreError, ValueError) as error:
+        fail(str(error), status=2)
+    typer.echo(f"{num_scored:,} trajectories of run {run!r} scored by {reward}: reward version {version!r}.")

@@ -1,0 +1,52 @@
+"""`--set KEY.PATH=VALUE` and the options of `tba train` as one configuration."""
+
+import json
+from typing import TYPE_CHECKING
+
+from flows.cli.common import fail
+
+if TYPE_CHECKING:
+    from flows.config import RunConfig
+
+
+def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
+    """The run's configuration; exits with one line a mistake."""
+    from pydantic import ValidationError
+
+    from flows.config import RunConfig
+
+    values: dict = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.1", status=2)
+        try:
+            given[key] = json.loads(value) if value == "null" or value.startswith("[") else value
+        except ValueError as error:
+            fail(f"--set {setting}: a list is JSON, such as --set search.exploration_top_p=[0.8,1]; {error}", status=2)
+    for key, value in given.items():
+        *path, name = key.split(".")
+        node = values
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                fail(f"--set {key}: {part} is one setting, not a group of them", status=2)
+        node[name] = value
+    if "run" not in given and "task.name" in given:
+        values["run"] = given["task.name"]
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        fail("\n".join(_explain(mistake, RunConfig) for mistake in error.errors()), status=2)
+
+
+def _explain(mistake: dict, model: type) -> str:
+    """One line of a pydantic error: field, rule, value got, and for an unknown field the known ones."""
+    *path, name = [str(part) for part in mistake["loc"]] or ["configuration"]
+    field = ".".join([*path, name])
+    if mistake["type"] == "extra_forbidden":
+        for part in path:
+            model = model.model_fields[part].annotation
+        return f"{field}: there is no such setting; known here: {', '.join(model.model_fields)}"
+    message = mistake["msg"].removeprefix("Value error, ")
+    return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"

@@ -1,0 +1,100 @@
+"""`tba show`: the batch of a training step."""
+
+from collections.abc import Iterator
+from datetime import datetime
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, without_pandas
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = typer.Typer()
+
+# Of the ledger's columns, what a person wants to know of a step.
+STEP_FACTS = ("started_at", "attempt", "loss", "reward_mean", "log_z_mean", "logprob_gap_mean", "gradient_norm", "beta",
+              "learning_rate")  # fmt: skip
+
+
+@app.command()
+def show(
+    run: RunName,
+    step: Annotated[int, typer.Argument(min=1, help="A training step.")],
+    store: StoreOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the batch that trained a step: every prompt, its responses, why each was drawn and what it counted.
+
+    slots: how many of the prompt's K slots it fills, its weight in the mean. p: of being the first that is drawn. age:
+    policy steps between the weights that sampled it and those trained. recent: drawn among the newest sync's.
+
+    Example: tba show arithmetic 42
+    """
+    import duckdb
+
+    from flows.cli.console import console, json_text
+    from storage.errors import StoreError
+
+    run_store = existing_run(run, store)
+    without_pandas()
+    from storage.queries import query, show_batch
+
+    try:
+        rows = show_batch(run_store, step).to_pylist()
+        steps = query(run_store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
+    except (StoreError, duckdb.Error) as error:
+        fail(str(error), status=2)
+    if not rows:
+        trained = f"steps 1 to {steps[-1]['step']} were trained" if steps else "none was trained yet"
+        fail(f"Run {run!r} has no step {step}: {trained}.", status=2)
+    facts = next((row for row in steps if row["step"] == step), {})
+    if as_json:
+        typer.echo(json_text({"run": run, "step": step, "facts": facts, "batch": rows}))
+        return
+    out = console()
+    for part in _batch_parts(run, step, facts, rows):
+        out.print(part)
+
+
+def _batch_parts(run: str, step: int, facts: dict, rows: list[dict]) -> "Iterator[RenderableType]":
+    from rich.table import Table
+    from rich.text import Text
+
+    yield Text(f"Run {run}, step {step}", "bold")
+    yield Text("   ".join(f"{name} {_short(facts[name])}" for name in STEP_FACTS if facts.get(name) is not None))
+    for index, of_prompt in groupby(rows, key=lambda row: row["prompt_index"]):
+        group = list(of_prompt)
+        table = Table(box=None, padding=(0, 1))
+        for heading in ("slots", "reward", "p", "age", "weights"):
+            table.add_column(heading, justify="right", no_wrap=True, header_style="dim")
+        table.add_column("", no_wrap=True)
+        table.add_column("response", overflow="fold", header_style="dim")
+        for row in group:
+            mark = (row["policy_fingerprint"] or "")[:6]
+            response = Text("(expired)", "dim") if row["response"] is None else Text(_line(row["response"]))
+            table.add_row(
+                str(row["times"]),
+                f"{row['reward']:.3g}",
+                f"{row['draw_probability']:.3f}",
+                str(row["staleness"]),
+                Text.assemble(str(row["policy_step"]), (f" {mark}", "dim")),
+                Text("recent", "cyan") if row["recent"] else "",
+                response,
+            )
+        yield Text(f"\nPrompt {index}: {group[0]['prompt_id']}", "bold")
+        yield Text(group[0]["prompt"] or "(expired)", "cyan")
+        yield table
+
+
+def _line(response: str) -> str:
+    """On one line, as Python would write it."""
+    return repr(response)[1:-1]
+
+
+def _short(value: object) -> str:
+    if isinstance(value, datetime):
+        return f"{value:%Y-%m-%d %H:%M:%S}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

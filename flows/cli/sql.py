@@ -1,0 +1,109 @@
+"""`tba sql`: one query, or a prompt that takes one after the other."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, without_pandas
+
+if TYPE_CHECKING:
+    from storage.store import RunStore
+
+app = typer.Typer()
+
+HISTORY_LINES = 1000
+
+
+class Format(StrEnum):
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+@app.command()
+def sql(
+    run: RunName,
+    query: Annotated[
+        str | None,
+        typer.Argument(help="None: a prompt in a terminal, else what comes on standard input.", show_default=False),
+    ] = None,
+    store: StoreOption = None,
+    form: Annotated[Format, typer.Option("--format", help="How rows are printed.")] = Format.table,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a run's replay buffer and training ledger, read-only, during or after the run.
+
+    SHOW TABLES lists the views (trajectories, batches, search_rounds, training_steps, ...), DESCRIBE <view> columns.
+
+    Example: tba sql arithmetic "SELECT policy_step, avg(reward) FROM trajectories GROUP BY 1 ORDER BY 1"
+    """
+    run_store = existing_run(run, store)
+    without_pandas()
+    form = Format.json if as_json else form
+    if query is None and sys.stdin.isatty():
+        typer.echo(f"Run {run!r}, read-only. End a query with ';'. SHOW TABLES; lists the views. \\q or Ctrl-D leaves.")
+        with _history():
+            for statement in statements():
+                if reason := _answer(run_store, statement, form):
+                    typer.echo(reason, err=True)
+    elif reason := _answer(run_store, sys.stdin.read() if query is None else query, form):
+        fail(reason, status=2)
+
+
+def statements() -> Iterator[str]:
+    """What is typed, up to each line that ends with `;`, until \\q or Ctrl-D. Ctrl-C drops what was begun."""
+    lines: list[str] = []
+    while True:
+        try:
+            line = input("  ...> " if lines else "tba> ")
+        except KeyboardInterrupt:
+            print()
+            lines.clear()
+            continue
+        except EOFError:
+            print()
+            return
+        if line.strip() == "\\q":
+            return
+        lines += [line] if line.strip() or lines else []
+        if line.rstrip().endswith(";"):
+            yield "\n".join(lines)
+            lines.clear()
+
+
+def _answer(store: "RunStore", statement: str, form: Format) -> str | None:
+    """Prints a query's rows; returns the reason where there are none. Each sees what is stored by then."""
+    import duckdb
+
+    from flows.cli.console import print_table
+    from storage.errors import StoreError
+    from storage.queries import query
+
+    try:
+        print_table(query(store, statement), form)
+    except (StoreError, ValueError, duckdb.Error) as error:
+        return str(error)
+    return None
+
+
+@contextlib.contextmanager
+def _history() -> Iterator[None]:
+    """Lines can be edited, and are remembered in this project's folder."""
+    import readline
+
+    from infra.machine import local_folder
+
+    file = local_folder() / "sql_history"
+    readline.set_history_length(HISTORY_LINES)
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(file)

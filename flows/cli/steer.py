@@ -1,0 +1,99 @@
+"""`tba stop` and `tba searchers`: a run is steered, from any machine that sees its store."""
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
+
+app = typer.Typer()
+
+POLL_S = 1.0
+STOP_PATIENCE_S = 600.0  # a step, a checkpoint and a policy, on a slow store
+
+
+@app.command()
+def stop(run: RunName, store: StoreOption = None) -> None:
+    """End training in order: the Trainer finishes its step, saves and publishes; then flow and Searchers end.
+
+    The same `tba train` resumes the run. Waits until the Trainer has stopped; Ctrl-C does not take the wish back.
+
+    Example: tba stop arithmetic
+    """
+    from storage import requests
+    from storage.attempts import HEARTBEAT
+    from storage.errors import StoreError
+    from storage.status import is_alive, read
+
+    run_store = existing_run(run, store)
+    try:
+        beat = read(run_store, HEARTBEAT) or {}
+        if not is_alive(run_store, beat):
+            fail(f"Nobody trains run {run!r} now, so there is nothing to stop.", status=2)
+        requests.ask_to_stop(run_store)
+        typer.echo(f"Asked the Trainer of run {run!r} to stop after its step.")
+        deadline = time.monotonic() + STOP_PATIENCE_S
+        while (beat := read(run_store, HEARTBEAT) or {}).get("state") not in ("stopped", "finished", "failed"):
+            if time.monotonic() > deadline:
+                fail(f"It has not stopped within {STOP_PATIENCE_S:.0f} s. `tba watch {run}` shows what it does.")
+            if not is_alive(run_store, beat):
+                fail("The Trainer died before it could stop. The next `tba train` resumes from the last checkpoint.")
+            time.sleep(POLL_S)
+    except StoreError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if beat["state"] == "failed":
+        fail(f"The Trainer failed at step {beat['step']}: {beat.get('message')}")
+    again = "" if beat["state"] == "finished" else " The same `tba train` resumes it."
+    typer.echo(f"Run {run!r} {beat['state']} at step {beat['step']}.{again}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})  # -1 is no option
+def searchers(
+    run: RunName,
+    change: Annotated[str, typer.Argument(metavar="+N|-N", help="How many more, or fewer.")],
+    store: StoreOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a run keep more or fewer Searchers, now or when it is resumed.
+
+    A new one joins as soon as its engine is up. One that is to leave finishes its round first, so nothing is lost.
+
+    Example: tba searchers arithmetic +1
+    """
+    from storage import requests
+    from storage.attempts import HEARTBEAT
+    from storage.errors import StoreError
+    from storage.status import is_alive, read
+
+    run_store = existing_run(run, store)
+    try:
+        by = int(change)
+    except ValueError:
+        by = 0
+    if by == 0 or change[0] not in "+-":
+        fail(f"change: got {change!r}; write how many more or fewer, such as +1 or -1", status=2)
+    try:
+        recorded = json.loads(run_store.get("run.json"))
+        if recorded.get("synchronous"):
+            fail(f"change: run {run!r} is synchronous: one Searcher and the Trainer take turns", status=2)
+        configured = recorded.get("searchers", 1)
+        before = requests.wanted_searchers(run_store, configured)
+        wanted = before + by
+        if wanted < (least := min(1, configured)):
+            why = "the last one measures the final policy" if least else "there are no fewer"
+            fail(f"change: got {change}, but run {run!r} keeps {before}; it keeps at least {least}: {why}", status=2)
+        if run_store.exists("summary.json"):
+            fail(f"Run {run!r} is finished.", status=2)
+        requests.want_searchers(run_store, wanted)
+        alive = is_alive(run_store, read(run_store, HEARTBEAT) or {})
+    except StoreError as error:
+        fail(str(error))
+    if as_json:
+        typer.echo(json.dumps({"run": run, "before": before, "wanted": wanted, "alive": alive}))
+        return
+    when = "within seconds" if alive else "when the next `tba train` resumes it: nobody trains it now"
+    typer.echo(f"Run {run!r} is to keep {wanted} Searchers (before: {before}). It changes {when}.")

@@ -1,0 +1,231 @@
+"""`tba train`: a run is trained or resumed, and shown while it trains."""
+
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.common import StoreOption, complete_run, fail, project_folder, store_url
+from flows.cli.settings import config_of
+
+if TYPE_CHECKING:
+    from flows.config import RunConfig
+    from storage.store import RunStore
+
+app = typer.Typer()
+
+SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back
+PROCESS_SILENCE_S = 30  # a flow process ends a moment before its last state is known
+
+
+@app.command()
+def train(
+    run: Annotated[
+        str | None, typer.Argument(help="Name of the run; default: the task's name.", autocompletion=complete_run)
+    ] = None,
+    store: StoreOption = None,
+    task: Annotated[str | None, typer.Option(help="arithmetic, gsm8k, math, tldr, …, or dataset.")] = None,
+    data: Annotated[str | None, typer.Option(help="Local JSONL file or Hugging Face dataset of the task.")] = None,
+    model: Annotated[str | None, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Policy steps to train for.")] = None,
+    searchers: Annotated[int | None, typer.Option(help="Searchers to start.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of prompts' order, sampling and every draw.")] = None,
+    warm_start: Annotated[
+        list[str] | None,
+        typer.Option(help="A run whose trajectories to begin with, or a .parquet of demonstrations; repeatable."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any other setting; repeatable.")
+    ] = None,
+) -> None:
+    """Train a run, or resume it (same name, same settings), starting the local stack if none runs.
+
+    Example: tba train digits --steps 300 --searchers 2 --set train.beta=0.1
+    """
+    project = project_folder()
+    given = {
+        "run": run,
+        "store": store and store_url(store),
+        "task.name": task,
+        "task.data": data and _absolute_if_there(data),
+        "model": model and _absolute_if_there(model),
+        "train.steps": steps,
+        "searchers": searchers,
+        "seed": seed,
+        "warm_start": [_source_url(source, store) for source in warm_start] if warm_start else None,
+    }
+    config = config_of({key: value for key, value in given.items() if value is not None}, settings or [])
+    run_store = _check_inputs(config)
+    from storage.status import read
+
+    if (summary := read(run_store, "summary.json")) is not None:
+        typer.echo(f"Run {config.run!r} is finished. To train on, choose another name.")
+        _print_summary(summary)
+        return
+    _train(project, config, run_store)
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def _check_inputs(config: "RunConfig") -> "RunStore":
+    """All that can be known to be wrong before anything is started; exits with the reason."""
+    from flows.run.preflight import check_inputs
+    from storage.errors import StoreError
+    from storage.store import RunStore
+
+    try:
+        for warning in check_inputs(config):
+            typer.echo(f"WARNING: {warning}", err=True)
+        return RunStore(config.store, config.run)
+    except (ValueError, OSError, ImportError, StoreError) as error:
+        fail(str(error), status=2)
+
+
+def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
+    """Bring the stack up, submit or join the run's flow run, show it to its end, leave the stack. Exits on failure."""
+    from flows.run import flow_runs
+    from infra import prefect_server, stack
+    from storage.attempts import HEARTBEAT
+    from storage.errors import StoreError
+    from storage.status import read
+
+    flow_run = None
+    submitted = False
+    try:
+        url = stack.up(project, keep=False, say=typer.echo)
+        old = read(store, HEARTBEAT)
+        with prefect_server.api(url) as client:
+            flow_run = flow_runs.live_run(client, config)
+            if flow_run:
+                typer.echo(f"Run {config.run!r} is being trained already: following it.")
+                old = None
+            else:
+                _refuse_live_trainer(store)
+                if num_dead := flow_runs.mark_crashed(client, config):
+                    typer.echo(f"Ended {num_dead} flow runs that a killed stack, flow or machine had left behind.")
+                typer.echo(f"{'Starting' if old is None else 'Resuming'} run {config.run!r}.")
+                flow_run, submitted = flow_runs.submit(client, config), True
+            typer.echo(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")
+            state = _follow(project, client, flow_run, store, old)
+        if not state.is_completed():
+            fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
+    except (stack.StackError, StoreError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        if submitted:
+            with _uninterrupted():
+                flow_runs.cancel(url, flow_run)
+        typer.echo(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
+        raise typer.Exit(130) from None
+    finally:
+        with _uninterrupted():
+            stack.leave(project, say=typer.echo)
+    if state.name == "Stopped":
+        beat = read(store, HEARTBEAT) or {}
+        typer.echo(f"Stopped at step {beat.get('step')}, as it was told to. The same command resumes the run.")
+        return
+    summary = read(store, "summary.json")
+    if summary is None:
+        fail(
+            f"The run completed, but {store.url}/{store.run} has no summary.json. Maybe the worker wrote to another "
+            "store of that name: its AWS_ENDPOINT_URL and credentials are those that `tba up` was given. `tba down`, "
+            f"then the same command.\n{stack.log_tail(project, 'worker')}"
+        )
+    _print_summary(summary)
+
+
+def _refuse_live_trainer(store: "RunStore") -> None:
+    """A Trainer that no flow run of this server accounts for: another server's, or one that lost its flow."""
+    from flows.run.flow_runs import TRAINER_WATCH_S
+    from storage.attempts import HEARTBEAT, run_is_alive
+    from storage.status import read
+
+    if run_is_alive(store, watch_s=TRAINER_WATCH_S):
+        owner = (read(store, HEARTBEAT) or {}).get("owner", {})
+        fail(
+            f"Run {store.run!r} has a live Trainer (host {owner.get('host')}, pid {owner.get('pid')}) that this "
+            "Prefect server does not know. Follow it where it was started, or stop it; then the same command resumes."
+        )
+
+
+def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None):
+    """Show progress until the flow run ends; returns its final state. old: a heartbeat that is no news."""
+    import httpx
+
+    from flows.cli.console import Progress, console
+    from flows.run import flow_runs
+    from infra import stack
+    from storage.attempts import HEARTBEAT
+    from storage.status import read
+
+    heard_at = alive_at = time.monotonic()
+    with Progress(console(), store.run) as progress:
+        while True:
+            stack.check(project)
+            try:
+                flow_run = client.read_flow_run(flow_run.id)
+                heard_at = time.monotonic()
+            except httpx.HTTPError as error:
+                if time.monotonic() - heard_at > SERVER_SILENCE_S:
+                    raise stack.StackError(f"The Prefect server does not answer any more: {error!r}") from error
+            state = flow_run.state
+            if state.is_final():
+                return state
+            if not state.is_running() or flow_runs.is_alive(client, flow_run):
+                alive_at = time.monotonic()
+            elif time.monotonic() - alive_at > PROCESS_SILENCE_S:
+                raise stack.StackError(f"The flow's process is gone.\n{stack.log_tail(project, 'worker')}")
+            heartbeat = read(store, HEARTBEAT)
+            if heartbeat == old:
+                heartbeat = None
+            progress.show(_stage(state, heartbeat), heartbeat)
+            progress.wait(1)
+
+
+def _stage(state, heartbeat: dict | None) -> str:
+    from storage.status import stage_of
+
+    if heartbeat:
+        return stage_of(heartbeat)
+    return "starting" if state.is_running() else f"{state.name.lower()}: waiting for the worker"
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _absolute_if_there(name: str) -> str:
+    """A local path as seen from anywhere; a Hugging Face id as it is."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def _source_url(source: str, store: str | None) -> str:
+    """A URL as it is, what lies at a path, or else a run of the same store."""
+    if "://" in source or Path(source).exists() or source.endswith(".parquet"):
+        return store_url(source)
+    return f"{store_url(store)}/{source}"
+
+
+def _print_summary(summary: dict) -> None:
+    from flows.cli.console import console, summary_table
+
+    console().print(summary_table(summary))
+
+
+def _command_line() -> str:
+    import shlex
+
+    return shlex.join(["tba", *sys.argv[1:]])
+
+
+@contextlib.contextmanager
+def _uninterrupted():
+    """Ctrl-C pressed again must not leave processes behind."""
+    handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

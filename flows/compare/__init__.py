@@ -1,0 +1,1 @@
+"""Comparisons by seeds: objectives at enforced lags, asynchronous and synchronous training."""

@@ -1,0 +1,71 @@
+"""Results of a comparison: means over seeds with their intervals, where they came about, the numbers as a file."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from scipy import stats
+
+from flows.compare.arms import Outcome
+from storage.queries import query
+from storage.store import RunStore
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, and half the width of its 95 % confidence interval by Student's t; None for one seed."""
+
+    mean: float
+    half_width: float | None
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if self.half_width is None else f" ± {self.half_width:.3f}")
+
+
+def confidence_interval(values: list[float]) -> Interval:
+    """Of values by seed."""
+    number = len(values)
+    half_width = float(stats.t.ppf(0.975, number - 1) * stats.sem(values)) if number > 1 else None
+    return Interval(statistics.fmean(values), half_width, number)
+
+
+def by_arm(outcomes: list[Outcome]) -> dict[str, dict[int, float]]:
+    """Accuracy by arm and seed, in the order in which the arms first appear."""
+    accuracies: dict[str, dict[int, float]] = {}
+    for outcome in outcomes:
+        accuracies.setdefault(outcome.arm, {})[outcome.seed] = outcome.accuracy_after
+    return accuracies
+
+
+def paired_differences(outcomes: list[Outcome], pairs: list[tuple[str, str]]) -> Iterator[Interval]:
+    """For each pair of arms the accuracy of the first less that of the second, seed by seed."""
+    accuracies = by_arm(outcomes)
+    for one, other in pairs:
+        yield confidence_interval([accuracies[one][seed] - accuracies[other][seed] for seed in accuracies[one]])
+
+
+def results_about(stores: list[RunStore]) -> dict:
+    """Where and when results came about, and by which code: that of the runs, which may be of an earlier day."""
+    versions = set()
+    for store in stores:
+        versions.update(query(store, "SELECT DISTINCT code_version FROM trajectories").column(0).to_pylist())
+    return {"commit": ", ".join(sorted(versions))} | hardware()
+
+
+def hardware() -> dict:
+    return {
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def write_numbers(file: Path, about: dict, runs: list[dict]) -> None:
+    """One JSON object, a line a run."""
+    lines = ",\n".join(json.dumps(run, default=str) for run in runs)
+    file.write_text(f'{{"about": {json.dumps(about)},\n"runs": [\n{lines}\n]}}\n')

@@ -1,0 +1,155 @@
+"""tba compare sync: asynchronous beside synchronous training, by `tba train`, as a table, a plot and the numbers."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from flows.compare.results import confidence_interval, results_about, write_numbers
+from storage.attempts import first_attempt_at
+from storage.queries import query
+from storage.store import RunStore
+
+# What a user would run: `make train` as it is, and in turns one Searcher with a whole batch a round. Steps, batches and
+# all of training are the same.
+MODES = {
+    "asynchronous": (),
+    "synchronous": (
+        "--set=synchronous=true",
+        "--set=searchers=1",
+        "--set=search.prompts_per_round=8",
+        "--set=sampling.min_size=128",
+        "--set=train.sync_interval=1",
+    ),
+}
+SUMMARISED = {
+    "accuracy_after": "Accuracy at the end",
+    "wall_s": "Wall time, s",
+    "seconds_to_common": "s to equal accuracy",
+    "trainer_wait_share": "Trainer waits",
+    "searcher_idle_share": "Searchers idle",
+    "staleness_mean": "Staleness",
+}
+WINDOW = 1024  # trajectories that sampled accuracy is the mean of: 64 prompts
+POLL_S = 5.0  # between two looks at a run that may have trained enough: a look takes the time of a core
+
+
+def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callable[[str], None]) -> Path:
+    """Asynchronous beside synchronous training by `tba train`, and the time of each to equal accuracy: the highest that
+    all runs came to, as sampled during training. Returns the table's file.
+
+    Raises: ValueError: a run failed; with the end of what it said. The same call goes on where that one stopped.
+    """
+    rows, curves = [], []
+    for seed in range(seeds):
+        for mode, settings in MODES.items():
+            run = f"{mode}-seed{seed}"
+            command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
+            command += ["--seed", str(seed), "--model", model, *settings]
+            status, output = run_to_its_end(command)
+            if status:  # of a finished run it is 0 at once
+                raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
+            run_store = RunStore(store, run)
+            summary = json.loads(run_store.get("summary.json"))
+            curves.append(sampled_accuracy(run_store))
+            rows.append(summary | {"mode": mode, "seed": seed})
+            say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")
+    common = common_accuracy(curves)
+    for row, curve in zip(rows, curves, strict=True):
+        row["seconds_to_common"] = next(seconds for seconds, accuracy in curve if accuracy >= common)
+    stores = [RunStore(store, row["run"]) for row in rows]
+    about = results_about(stores) | {"task": "two-digit addition", "model": model, "steps": steps, "seeds": seeds}
+    lines = [
+        "# Asynchronous beside synchronous: what taking turns costs",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        f"| Mode | {' | '.join(SUMMARISED.values())} |",
+        f"|---|{'---|' * len(SUMMARISED)}",
+    ]
+    for mode in MODES:
+        of_mode = [row for row in rows if row["mode"] == mode]
+        intervals = (confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)
+        lines.append(f"| {mode} | {' | '.join(map(str, intervals))} |")
+    name = f"sync_cpu_{about['date']}"
+    lines += [
+        "",
+        f"Equal accuracy: {common:.3f}, the highest that every run came to, of what was sampled (the mean of {WINDOW} "
+        "trajectories); seconds are from the run's start. Accuracy at the end is greedy, on held-out sums. Shares are "
+        "of time; `tba show RUN` has each run's." + (" Mean over seeds with Student's t, 95 %." if seeds > 1 else ""),
+        "",
+        f"![sampled accuracy by time]({name}.png)",
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    plot_turns([row["mode"] for row in rows], curves, common, out / f"{name}.png")
+    table = out / f"{name}.md"
+    table.write_text("\n".join(lines) + "\n")
+    write_numbers(table.with_suffix(".json"), about, rows)
+    return table
+
+
+def run_to_its_end(command: list[str], enough: Callable[[], bool] = lambda: False) -> tuple[int, str]:
+    """Status and output of a `tba train`, which is asked to stop, as by Ctrl-C, once `enough` returns true.
+
+    An error or an interrupt here stops it in the same way, and waits: killed, it would leave its run behind.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        # a process group of its own: Ctrl-C in a terminal would reach it beside what is sent here
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        )
+        try:
+            while process.poll() is None and not enough():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+        finally:
+            process.terminate()  # of a process that has ended it does nothing
+            process.wait()
+        output.seek(0)
+        return process.returncode, output.read()
+
+
+def sampled_accuracy(store: RunStore) -> list[tuple[float, float]]:
+    """Seconds since the run began, and the mean reward of the newest `WINDOW` trajectories then; for each of these.
+
+    Raises: ValueError: the run has not so many.
+    """
+    age = "ORDER BY created_at, trajectory_id"
+    rows = query(
+        store,
+        f"SELECT created_at, avg(reward) OVER ({age} ROWS {WINDOW - 1} PRECEDING) AS accuracy FROM trajectories "
+        f"QUALIFY row_number() OVER ({age}) >= {WINDOW} {age}",
+    ).to_pylist()
+    if not rows:
+        raise ValueError(f"run {store.run} has fewer than {WINDOW} trajectories: give it more steps")
+    began = first_attempt_at(store)
+    return [((row["created_at"] - began).total_seconds(), row["accuracy"]) for row in rows]
+
+
+def common_accuracy(curves: list[list[tuple[float, float]]]) -> float:
+    """The highest accuracy that all of them reached."""
+    return min(max(accuracy for _, accuracy in curve) for curve in curves)
+
+
+def plot_turns(modes: list[str], curves: list[list[tuple[float, float]]], common: float, file: Path) -> None:
+    """Sampled accuracy by time, a line a run, a colour a mode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    colours = {mode: f"C{place}" for place, mode in enumerate(MODES)}
+    for place, (mode, curve) in enumerate(zip(modes, curves, strict=True)):
+        seconds, accuracies = zip(*curve, strict=True)
+        axes.plot(seconds, accuracies, color=colours[mode], label=mode if modes.index(mode) == place else None)
+    axes.axhline(common, color="grey", linewidth=0.8)
+    axes.set_xlabel("seconds from the run's start")
+    axes.set_ylabel(f"mean reward of the newest {WINDOW} trajectories")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

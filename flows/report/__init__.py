@@ -1,0 +1,1 @@
+"""The report of a run: numbers, figures, text, page."""

@@ -1,0 +1,159 @@
+"""tba diversity: how different a run's responses are, by policy, by Searcher and as a whole. No engine, no Prefect."""
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from storage import measurements as stored
+from storage.store import RunStore
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NUM_BINS = 10  # spans of policies
+SAMPLE = 40_000  # responses that are measured: seconds; a standard error of about 1 % of most values
+EMBEDDED = 4_000  # of those, responses that are embedded: about a minute on two cores
+# Responses to a prompt that a value is of; fewer where a round samples fewer.
+RESPONSES_PER_PROMPT = 8
+SUCCESS_REWARD = 0.5  # a response with at least this reward is a success
+SEED = 0
+
+
+def measure_runs(
+    stores: list[RunStore], *, sample: int = SAMPLE, embedded: int = EMBEDDED, success_reward: float = SUCCESS_REWARD
+) -> dict[str, list[dict]]:
+    """Measures runs alike, of as many responses to a prompt, and stores with each what was found; returns it by run."""
+    m, found = min(map(usual_responses_per_prompt, stores)), {}
+    for store in stores:
+        found[store.run] = measure_diversity(
+            store, sample=sample, embedded=embedded, responses_per_prompt=m, success_reward=success_reward
+        )
+        stored.record_diversity(store, found[store.run])
+    return found
+
+
+def measure_diversity(
+    store: RunStore,
+    *,
+    sample: int = SAMPLE,
+    embedded: int = EMBEDDED,
+    responses_per_prompt: int | None = None,
+    success_reward: float = SUCCESS_REWARD,
+    seed: int = SEED,
+) -> list[dict]:
+    """storage.schema.DIVERSITY rows, in order of groups. embedded: 0: without the measures that need embeddings.
+
+    responses_per_prompt: None: 8, or as many as a round of this run samples where that is fewer.
+    Raises: ValueError: no prompt has so many responses. ModuleNotFoundError: the sentence encoder is not installed.
+    """
+    m = responses_per_prompt or usual_responses_per_prompt(store)
+    chosen = stored.choose_diversity_sample(
+        store, num_bins=NUM_BINS, responses_per_prompt=m, num_responses=sample, seed=seed
+    )
+    if not chosen.num_rows:
+        raise ValueError(f"diversity: no prompt of run {store.run} has {m} responses, so nothing can be compared yet")
+    groups = [
+        (key, list(rows)) for key, rows in groupby(chosen.to_pylist(), key=lambda row: (row["grouping"], row["part"]))
+    ]
+    num_embedded = max(2, embedded // (m * len(groups))) if embedded else 0
+    vectors = _embed(groups, num_embedded, m) if num_embedded else {}
+    now = datetime.now(UTC)
+    rows = []
+    for _, group in groups:
+        rows += _measure_group(group, m, num_embedded, vectors, success_reward, now)
+    return rows
+
+
+def usual_responses_per_prompt(store: RunStore) -> int:
+    search = json.loads(store.get("run.json")).get("search", {})
+    return min(RESPONSES_PER_PROMPT, search.get("samples_per_prompt", RESPONSES_PER_PROMPT))
+
+
+def _embed(groups: list[tuple], num_prompts: int, m: int) -> dict[str, np.ndarray]:
+    """Embeddings of the responses to the first `num_prompts` prompts of each group, by text."""
+    from tba.diversity import embed
+
+    texts = sorted({row["response"] for _, group in groups for row in group[: num_prompts * m]})
+    return dict(zip(texts, embed(texts), strict=True))
+
+
+def _measure_group(
+    group: list[dict], m: int, num_embedded: int, vectors: dict, success_reward: float, now: datetime
+) -> list[dict]:
+    from tba.diversity import Response, estimate, measure
+
+    values: dict[str, list[float]] = {}
+    for place in range(0, len(group), m):
+        rows = group[place : place + m]
+        responses = [
+            Response(row["response"], row["behavior_logprob"], row["reward"] >= success_reward) for row in rows
+        ]
+        is_embedded = place < num_embedded * m  # not where all texts happen to be known: those are the alike ones
+        embeddings = np.stack([vectors[row["response"]] for row in rows]) if is_embedded else None
+        for metric, value in measure(responses, embeddings).items():
+            values.setdefault(metric, []).append(value)
+    first = group[0]
+    exhausted = first["num_trajectories"] == first["num_prompts"] * m
+    result = []
+    for metric, of_prompts in values.items():
+        whole = exhausted and len(of_prompts) == first["num_prompts"]
+        if (found := estimate(of_prompts, whole)) is None:
+            continue
+        result.append(
+            {
+                "measured_at": now,
+                "grouping": first["grouping"],
+                "searcher": first["part"] if first["grouping"] == "searcher" else None,
+                "first_policy_step": first["first_policy_step"],
+                "last_policy_step": first["last_policy_step"],
+                "metric": metric,
+                "value": found.value,
+                "standard_error": found.standard_error,
+                "low": found.low,
+                "high": found.high,
+                "responses_per_prompt": m,
+                "num_measured_prompts": found.num_prompts,
+                "num_prompts": first["num_prompts"],
+                "num_trajectories": first["num_trajectories"],
+            }
+        )
+    return result
+
+
+def tables(found: dict[str, list[dict]]) -> list["Table"]:
+    """For people: what was measured of each run by policy and by Searcher, then the runs beside each other."""
+    result = []
+    for run, rows in found.items():
+        for grouping, title in (("policy", "by policy step"), ("searcher", "by Searcher")):
+            result.append(_table(f"{run}, {title}", [row for row in rows if row["grouping"] == grouping], _part))
+    whole = [row | {"run": run} for run, rows in found.items() for row in rows if row["grouping"] == "run"]
+    result.append(_table("between runs" if len(found) > 1 else "the whole run", whole, lambda row: row["run"]))
+    return result
+
+
+def shown(row: dict) -> str:
+    """`0.412 ± 0.006`: value and standard error."""
+    return f"{row['value']:.3g}" + ("" if row["standard_error"] is None else f" ± {row['standard_error']:.1g}")
+
+
+def _part(row: dict) -> str:
+    return row["searcher"] or f"{row['first_policy_step']} to {row['last_policy_step']}"
+
+
+def _table(title: str, rows: list[dict], name: Callable[[dict], str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    columns = list(dict.fromkeys(name(row) for row in rows))
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    table.add_column("")
+    for metric in metrics:
+        table.add_column(metric, justify="right")
+    by_place = {(name(row), row["metric"]): shown(row) for row in rows}
+    for column in columns:
+        table.add_row(column, *(by_place.get((column, metric), "") for metric in metrics))
+    return table

@@ -1,0 +1,202 @@
+"""tba report: what a run did, as one HTML file that needs nothing else and shows everything a person asks first.
+
+storage.report computes the numbers in DuckDB, flows.report.svg draws them, report.html.jinja is the page. Responses are
+text by a model and may say anything: the template escapes everything, and the page's own policy forbids scripts and
+the network.
+"""
+
+import json
+from datetime import UTC, datetime
+from importlib.resources import files
+
+from flows.report import figures
+from flows.report.diversity import measure_diversity
+from flows.report.text import clip, long_duration, number, percent, setting, when
+from storage.errors import NotFound, StoreError
+from storage.policies import BestPolicy, best_policy, published_policies
+from storage.queries import query
+from storage.report_tables import report_tables
+from storage.store import RunStore
+from storage.verify import Fault, verify
+from tba.alarms import spans
+
+PAGE = "report.html"
+MAX_FAULTS = 50
+SMALL_SAMPLE = 2_000  # responses: a second
+
+
+def write_report(store: RunStore) -> str:
+    """Writes the report into the store, in place of an earlier one. Returns its URL.
+
+    Raises: storage.errors.StoreError: the run cannot be read.
+    """
+    store.put(PAGE, render(store).encode())
+    return f"{store.url}/{store.run}/{PAGE}"
+
+
+def render(store: RunStore) -> str:
+    """The report of a run as it is now, as HTML."""
+    import jinja2
+
+    tables = {name: table.to_pylist() for name, table in report_tables(store).items()}
+    best = best_policy(store)
+    config, summary = json.loads(store.get("run.json")), _read(store, "summary.json")
+    totals = tables["totals"][0]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters |= {f.__name__: f for f in (number, percent, clip, when, long_duration, setting)}
+    page = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8"))
+    return page.render(
+        run=store.run,
+        state=_state(config, summary, totals),
+        made_at=datetime.now(UTC),
+        totals=totals,
+        tiles=_tiles(tables, totals, summary, best),
+        charts=figures.charts(tables),
+        time=figures.time_shares(tables),
+        diversity=_diversity(store),
+        alarms=spans(tables["steps"]),
+        examples=_examples(tables["examples"]),
+        settings=_settings(config),
+        provenance=_provenance(store, tables, config, best),
+        faults=_faults(store, totals),
+    )
+
+
+def _read(store: RunStore, path: str) -> dict | None:
+    try:
+        return json.loads(store.get(path))
+    except NotFound:
+        return None
+
+
+def _state(config: dict, summary: dict | None, totals: dict) -> dict:
+    steps, wanted = totals["num_steps"] or 0, config.get("train", {}).get("steps")
+    if summary:
+        return {"word": "finished", "kind": "good", "text": f"{steps:,} policy steps"}
+    text = f"step {steps:,} of {wanted:,}" if wanted else f"step {steps:,}"
+    return {"word": "not finished", "kind": "neutral", "text": f"{text} when this page was made"}
+
+
+def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | None) -> list[dict]:
+    """The numbers at the top: label, value, remark."""
+    evaluations = tables["evaluations"]
+    before = evaluations[0]["accuracy"] if evaluations else None
+    after = evaluations[-1] if len(evaluations) > 1 else None
+    moments = [totals[name] for name in ("first_round_at", "first_step_at", "last_round_at", "last_step_at")]
+    there = [moment for moment in moments if moment]
+    wall = (max(there) - min(there)).total_seconds() if there else None
+    sampled = totals["num_sampled_tokens"] or 0
+    lives = totals["num_attempts"] or 0
+    tiles = [
+        {
+            "label": "held-out accuracy",
+            "value": "–" if before is None else percent(after["accuracy"] if after else before),
+            "remark": (f"from {percent(before)} before training" if after else "before training")
+            + (f"; best policy {percent(best.accuracy)}" if after and best else ""),
+        },
+        {
+            "label": "reward sampled last",
+            "value": number(tables["training"][-1]["sampled_reward"] or 0) if tables["training"] else "–",
+            "remark": f"{number(totals['reward_mean'] or 0)} over the whole run",
+        },
+        {
+            "label": "policy steps",
+            "value": f"{totals['num_steps'] or 0:,}",
+            "remark": f"{totals['num_skipped']:,} skipped, {lives} {'life' if lives == 1 else 'lives'} of the Trainer",
+        },
+        {
+            "label": "trajectories",
+            "value": number(totals["num_trajectories"]),
+            "remark": f"{number(totals['num_prompts'])} prompts, {number(sampled)} tokens",
+        },
+        {
+            "label": "staleness",
+            "value": "–" if totals["staleness_mean"] is None else f"{totals['staleness_mean']:.1f}",
+            "remark": f"policy steps on average, at most {totals['staleness_max'] or 0:,}",
+        },
+        {
+            "label": "wall time",
+            "value": long_duration(summary["wall_s"] if summary else wall),
+            "remark": f"{number(sampled / wall)} sampled tokens a second" if wall else "",
+        },
+    ]
+    return tiles
+
+
+def _examples(rows: list[dict]) -> list[dict]:
+    """Best, worst, most trained: the heading, what its order is, the trajectories."""
+    kinds = {
+        "best": "Highest reward; of equal ones those that the reference policy would least have said.",
+        "worst": "Lowest reward; of equal ones those that the policy was surest of when it sampled them.",
+        "most trained": "Drawn into the most batch slots.",
+    }
+    return [
+        {"kind": kind, "order": order, "rows": [row for row in rows if row["kind"] == kind]}
+        for kind, order in kinds.items()
+    ]
+
+
+def _settings(config: dict) -> list[tuple[str, list[tuple[str, object]]]]:
+    """Groups of settings, those outside a group first."""
+    plain = [(name, value) for name, value in config.items() if not isinstance(value, dict)]
+    return [("run", plain), *((name, list(group.items())) for name, group in config.items() if isinstance(group, dict))]
+
+
+def _provenance(store: RunStore, tables: dict, config: dict, best: BestPolicy | None) -> dict:
+    from infra.machine import code_version
+
+    published = published_policies(store).values()
+    num_kept = sum(not policy.get("pruned") for policy in published)
+    newest = max(((policy["step"], policy["fingerprint"]) for policy in published), default=None)
+    return {
+        "facts": [
+            ("store", f"{store.url}/{store.run}"),
+            ("model", config.get("model")),
+            ("policies published", f"{len(published):,}, of which {num_kept:,} still have their weights in the store"),
+            ("newest policy", f"step {newest[0]:,}, weights {newest[1]}" if newest else "none yet"),
+            ("best policy", _best(best) if best else "none was evaluated yet"),
+            ("report made by", f"code {code_version()}"),
+        ],
+        "sources": tables["provenance"],
+        "attempts": tables["attempts"],
+    }
+
+
+def _best(policy: BestPolicy) -> str:
+    measured = f"accuracy {policy.accuracy:.3f} on {policy.num_problems:,} held-out problems"
+    return f"step {policy.step:,}, weights {policy.fingerprint}, {measured}, folder {policy.path}"
+
+
+def _diversity(store: RunStore) -> dict:
+    """The newest measurement, or a small one made now, which is not stored and has no embeddings."""
+    rows = query(store, "SELECT * FROM diversity").to_pylist()
+    hint = not rows
+    if hint:
+        try:
+            rows = measure_diversity(store, sample=SMALL_SAMPLE, embedded=0)
+        except ValueError:
+            return {"note": "Nothing yet: no prompt has enough responses.", "hint": False, "figures": []}
+    m = rows[0]["responses_per_prompt"]
+    note = (
+        f"How different {m} responses to one prompt are, by the policies that sampled them. Shaded: 95 % intervals, "
+        "where not everything was measured."
+    )
+    return {"note": note, "hint": hint, "figures": figures.diversity(rows)}
+
+
+def _faults(store: RunStore, totals: dict) -> dict:
+    """What `tba verify` finds at a quick look, and what else went wrong without being a fault of the store."""
+    try:
+        found = verify(store, None)
+        faults = found.faults
+    except StoreError as error:
+        faults = [Fault("not checked", store.run, str(error))]
+    refused = [path for path in store.list("quarantine") if path.endswith(".json")]
+    reasons = [(path, "; ".join(json.loads(store.get(path))["reasons"])) for path in refused[:MAX_FAULTS]]
+    return {
+        "num": len(faults),
+        "rows": faults[:MAX_FAULTS],
+        "num_refused": len(refused),
+        "refused": reasons,
+        "num_skipped": totals["num_skipped"],
+    }

@@ -1,0 +1,276 @@
+"""Charts as inline SVG: text that scales, no script, no network. Colours are classes that the page's style sheet sets,
+so that one chart serves a light and a dark page.
+
+Each function returns the markup of one <svg>. What is hovered over tells its numbers by <title>. Everything that was
+not written here, names included, is escaped.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+from flows.report.text import number, percent
+
+Point = tuple[float, float]
+Band = tuple[float, float, float]  # x, low, high
+
+CHARACTER = 7.2  # width of a letter of the axes where a phone enlarges them, in a wide typeface
+NAME_CHARACTER = 8.6  # the same of the bold names of lines
+TICK_TEXT = 12  # its height
+SIZE = (440, 250)
+WIDE = (940, 320)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line. Points whose y is None are left out, and the line with them; `band` lies behind it."""
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    colour: int = 1  # of the style sheet's --series-1, ...
+    dots: bool = False  # measured now and then: a mark at each point
+    band: Sequence[Band] = ()
+    faint: bool = False
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    x_name: str,
+    y_name: str,
+    size: tuple[int, int] = SIZE,
+    form: Callable[[float], str] = number,
+    from_zero: bool = False,
+    y_range: tuple[float, float] | None = None,
+) -> str:
+    """Lines over a shared axis, each named where it ends. y_range: at least this much of the axis is shown."""
+    series = [line for line in series if any(y is not None for _, y in line.points)]
+    values = [y for line in series for _, y in line.points if y is not None]
+    values += [edge for line in series for _, *edges in line.band for edge in edges]
+    xs = sorted({x for line in series for x, y in line.points if y is not None})
+    if not values:
+        return nothing(size)
+    low, high = min(values), max(values)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if y_range:
+        low, high = min(low, y_range[0]), max(high, y_range[1])
+    names = max(len(line.name) for line in series) * NAME_CHARACTER + 10
+    frame = _Frame(size, (xs[0], xs[-1]), (low, high), form, right=min(names, 0.4 * size[0]))
+    parts = [frame.axes(x_name, y_name)]
+    for line in series:
+        parts += [frame.band(line), frame.line(line)]
+    parts += [frame.end_names(series), frame.strips(series, xs, x_name)]
+    return _svg(size, parts, f"{y_name} by {x_name}")
+
+
+def bar_chart(
+    bars: Sequence[tuple[str, float, str]],
+    *,
+    x_name: str,
+    y_name: str,
+    size: tuple[int, int] = SIZE,
+    form: Callable[[float], str] = number,
+) -> str:
+    """A histogram. bars: label, height, what hovering tells."""
+    if not bars:
+        return nothing(size)
+    frame = _Frame(size, (0, len(bars)), (0, max(height for _, height, _ in bars)), form, right=8, x_ticks=False)
+    parts = [frame.axes(x_name, y_name)]
+    every = math.ceil(len(bars) * max(len(label) + 1 for label, *_ in bars) * CHARACTER / frame.width)
+    for place, (label, height, told) in enumerate(bars):
+        left, right, top = frame.x(place), frame.x(place + 1), frame.y(height)
+        gap = min(2.0, (right - left) * 0.15)
+        parts.append(
+            f'<rect class="fill-1 bar" x="{left + gap / 2:.1f}" y="{top:.1f}" width="{right - left - gap:.1f}" '
+            f'height="{max(frame.bottom - top, 0):.1f}" rx="1.5"><title>{escape(told)}</title></rect>'
+        )
+        if place % every == 0:
+            parts.append(_text((left + right) / 2, frame.bottom + 16, label, "middle"))
+    return _svg(size, parts, f"{y_name} by {x_name}")
+
+
+def stacked_chart(
+    columns: Sequence[tuple[float, Sequence[float]]], names: Sequence[str], *, x_name: str, y_name: str, size=SIZE
+) -> str:
+    """Shares that add up to one, over x. columns: x and the shares, the lowest first."""
+    if not columns:
+        return nothing(size)
+    xs = [x for x, _ in columns]
+    step = (xs[-1] - xs[0]) / max(len(xs) - 1, 1) or 1
+    room = max(map(len, names)) * NAME_CHARACTER + 10
+    frame = _Frame(size, (xs[0] - step / 2, xs[-1] + step / 2), (0, 1), percent, right=room)
+    parts = [frame.axes(x_name, y_name)]
+    for x, shares in columns:
+        left, right, base = frame.x(x - step / 2), frame.x(x + step / 2), 0.0
+        told = "\n".join([f"{x_name} {number(x)}", *(f"{n} {percent(s)}" for n, s in zip(names, shares, strict=True))])
+        rects = []
+        for place, share in enumerate(shares, 1):
+            top = frame.y(base + share)
+            rects.append(
+                f'<rect class="fill-{place}" x="{left:.1f}" y="{top:.1f}" width="{right - left + 0.3:.1f}" '
+                f'height="{frame.y(base) - top:.1f}"/>'
+            )
+            base += share
+        parts.append(f'<g class="bar">{"".join(rects)}<title>{escape(told)}</title></g>')
+    base = 0.0
+    for place, (name, share) in enumerate(zip(names, columns[-1][1], strict=True), 1):
+        middle = frame.y(base + share / 2)
+        parts.append(_text(frame.right + 6, middle + 4, name, "start", f"name text-{place}"))
+        base += share
+    return _svg(size, parts, f"{y_name} by {x_name}")
+
+
+def heat_map(
+    cells: Sequence[tuple[int, int, float, str]],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    *,
+    x_name: str,
+    y_name: str,
+    size: tuple[int, int] = SIZE,
+) -> str:
+    """A grid. cells: column, row (0 is the lowest), strength in 0..1, what hovering tells."""
+    if not cells:
+        return nothing(size)
+    left = max(len(row) for row in rows) * CHARACTER + 10
+    frame = _Frame(size, (0, len(columns)), (0, len(rows)), number, right=8, x_ticks=False, left=left, grid=False)
+    parts = [_text(2, 13, y_name, "start", "axis"), _text(frame.right, size[1] - 4, x_name, "end", "axis")]
+    for column, row, strength, told in cells:
+        x, top = frame.x(column), frame.y(row + 1)
+        parts.append(
+            f'<rect class="fill-1 bar" x="{x:.1f}" y="{top:.1f}" width="{frame.x(column + 1) - x - 1:.1f}" '
+            f'height="{frame.y(row) - top - 1:.1f}" fill-opacity="{0.04 + 0.96 * strength:.2f}">'
+            f"<title>{escape(told)}</title></rect>"
+        )
+    for row, label in enumerate(rows):
+        parts.append(_text(left - 6, (frame.y(row) + frame.y(row + 1)) / 2 + 4, label, "end"))
+    every = math.ceil(len(columns) * max(len(label) + 2 for label in columns) * CHARACTER / frame.width)
+    for column in range(0, len(columns), every):
+        parts.append(_text(frame.x(column + 0.5), frame.bottom + 16, columns[column], "middle"))
+    return _svg(size, parts, f"{y_name} by {x_name}")
+
+
+def nothing(size: tuple[int, int] = SIZE) -> str:
+    """In place of a chart without data."""
+    return _svg(size, [_text(size[0] / 2, size[1] / 2, "nothing yet", "middle", "axis")], "nothing yet")
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers in the range, about so many of them."""
+    if low == high:
+        return [low]
+    step = tick_step(low, high, about)
+    first = math.ceil(low / step - 1e-9)
+    return [round(place * step, 12) for place in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def tick_step(low: float, high: float, about: int) -> float:
+    """1, 2 or 5 times a power of ten, so that about so many of them fill the range."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    return min((unit * power for unit in (1, 2, 5, 10)), key=lambda width: abs(width - raw))
+
+
+class _Frame:
+    """The place of data in a picture, and the axes around it."""
+
+    def __init__(self, size, x_range, y_range, form, *, right, x_ticks=True, left=None, grid=True):
+        self._size, self._form = size, form
+        (self._x_low, self._x_high), (low, high) = x_range, y_range
+        if low == high:  # a flat line is drawn in the middle
+            low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+        about = 4 if size[1] < 300 else 5
+        step = tick_step(low, high, about)  # the axis begins and ends at a tick
+        if grid:
+            low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+        self._y_low, self._y_high = low, high
+        self._y_ticks = ticks(self._y_low, self._y_high, about)
+        self._x_ticks = x_ticks
+        labels = max((len(form(tick)) for tick in self._y_ticks), default=1)
+        self.left = left or labels * CHARACTER + 12
+        self.right, self.top, self.bottom = size[0] - right, 26.0, size[1] - 36.0
+        self.width = self.right - self.left
+
+    def x(self, value: float) -> float:
+        if self._x_low == self._x_high:
+            return (self.left + self.right) / 2
+        return self.left + (value - self._x_low) / (self._x_high - self._x_low) * self.width
+
+    def y(self, value: float) -> float:
+        return self.bottom - (value - self._y_low) / (self._y_high - self._y_low) * (self.bottom - self.top)
+
+    def axes(self, x_name: str, y_name: str) -> str:
+        parts = []
+        for tick in self._y_ticks:
+            y = self.y(tick)
+            parts.append(f'<path class="grid" d="M{self.left:.1f} {y:.1f}H{self.right:.1f}"/>')
+            parts.append(_text(self.left - 6, y + 4, self._form(tick), "end"))
+        if self._x_ticks:
+            for tick in ticks(self._x_low, self._x_high, max(3, round(self.width / 90))):
+                parts.append(_text(self.x(tick), self.bottom + 16, number(tick), "middle"))
+        parts.append(f'<path class="base" d="M{self.left:.1f} {self.bottom:.1f}H{self.right:.1f}"/>')
+        parts.append(_text(2, 13, y_name, "start", "axis"))
+        parts.append(_text(self.right, self._size[1] - 4, x_name, "end", "axis"))
+        return "".join(parts)
+
+    def line(self, line: Series) -> str:
+        places = [(self.x(x), self.y(y)) for x, y in line.points if y is not None]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        parts = [f'<path class="line stroke-{line.colour}{" faint" if line.faint else ""}" d="{path}"/>']
+        if line.dots or len(places) == 1:
+            parts += [f'<circle class="dot fill-{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in places]
+        return "".join(parts)
+
+    def band(self, line: Series) -> str:
+        if not line.band:
+            return ""
+        upper = [f"{self.x(x):.1f} {self.y(high):.1f}" for x, _, high in line.band]
+        lower = [f"{self.x(x):.1f} {self.y(low):.1f}" for x, low, _ in reversed(line.band)]
+        return f'<path class="band fill-{line.colour}" d="M{"L".join(upper + lower)}Z"/>'
+
+    def end_names(self, series: Sequence[Series]) -> str:
+        """Names beside the lines' ends, moved apart where they would overlap."""
+        ends = [(self.y([y for _, y in line.points if y is not None][-1]), line) for line in series if line.name]
+        ends.sort(key=lambda end: end[0])
+        heights = [height for height, _ in ends]
+        gap = TICK_TEXT + 3
+        for place in range(1, len(heights)):
+            heights[place] = max(heights[place], heights[place - 1] + gap)
+        overflow = max(0.0, heights[-1] - self.bottom) if heights else 0.0
+        for place in reversed(range(len(heights))):
+            limit = self.bottom - gap * (len(heights) - 1 - place)
+            heights[place] = min(heights[place], limit) if overflow else heights[place]
+        return "".join(
+            _text(self.right + 6, height + 4, line.name, "start", f"name text-{line.colour}")
+            for height, (_, line) in zip(heights, ends, strict=True)
+        )
+
+    def strips(self, series: Sequence[Series], xs: list[float], x_name: str) -> str:
+        """Over the whole height, one strip an x that tells every line's value there."""
+        known = [(line.name, dict(line.points)) for line in series]
+        edges = [(a + b) / 2 for a, b in pairwise(xs)]
+        edges = [self._x_low, *edges, self._x_high]
+        parts = []
+        for x, (left, right) in zip(xs, pairwise(edges), strict=True):
+            told = [f"{name} {self._form(ys[x])}" for name, ys in known if ys.get(x) is not None]
+            start, end = self.x(left), self.x(right)
+            parts.append(
+                f'<rect class="strip" x="{start:.1f}" y="{self.top:.0f}" width="{max(end - start, 1):.1f}" '
+                f'height="{self.bottom - self.top:.0f}"><title>{escape(chr(10).join([f"{x_name} {number(x)}", *told]))}'
+                "</title></rect>"
+            )
+        return "".join(parts)
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _svg(size: tuple[int, int], parts: Sequence[str], label: str) -> str:
+    return (
+        f'<svg class="chart" viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(label)}">'
+        f"{''.join(parts)}</svg>"
+    )

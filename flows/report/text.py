@@ -1,0 +1,47 @@
+"""Numbers, durations and values as people read them."""
+
+import json
+from datetime import datetime
+
+MAX_TEXT = 1500  # characters of a prompt or response that are shown
+
+
+def number(value: float) -> str:
+    """As short as it can be read: 0.25, 1.2k, 3.4M."""
+    if value == 0:
+        return "0"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            scale = 1e3 if letter == "k" else size
+            return f"{value / scale:.3g}{letter}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def duration(seconds: float, space: str = "") -> str:
+    """90 -> '1m 30s'."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}{space}h {minutes:02}{space}m"
+    return f"{minutes}{space}m {seconds:02}{space}s" if minutes else f"{seconds}{space}s"
+
+
+def long_duration(seconds: float | None) -> str:
+    """90 -> '1 m 30 s'."""
+    return "–" if seconds is None else duration(seconds, " ")
+
+
+def clip(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT:,} more characters)"
+
+
+def setting(value: object) -> str:
+    return json.dumps(value) if isinstance(value, bool | list) else str(value)
+
+
+def when(moment: datetime | None) -> str:
+    return "" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S UTC")

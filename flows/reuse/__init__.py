@@ -1,0 +1,1 @@
+"""Stored trajectories used again: warm starts and rescoring."""

@@ -1,0 +1,48 @@
+"""tba rescore: stored trajectories scored again by another reward. No engine, no model, no Prefect."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from flows.config import load_run
+from storage import reward_versions, shards
+from storage.errors import AlreadyExists
+from storage.store import RunStore
+from tba.rewards import TASK, RewardedTask, load_reward
+from tba.tasks import load_task
+from tba.tasks.base import Problem
+
+PROGRESS_S = 5
+
+
+def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[str], None]) -> tuple[str, int]:
+    """Scores every trajectory that has no reward of this version. Returns the version and how many were scored.
+
+    version: None: the function's name; of the task's own reward, the task's version. Interrupted or repeated, it scores
+    what is missing. Raises: ValueError: no such reward, or one that fails on a trajectory; StoreError.
+    """
+    config = load_run(store)
+    task = load_task(config.task, seed=config.seed)
+    rewarding = task if reward == TASK else RewardedTask(task, [(load_reward(reward), 1.0)])
+    version = version or (task.version if reward == TASK else reward.partition(":")[2])
+    problems = {problem.prompt_id: problem for problem in [*task.train, *task.heldout]}
+    num_scored, said_at = 0, time.monotonic()
+    reward_versions.begin_version(store, version, f"{task.name} {task.version}" if reward == TASK else reward)
+    for searcher, rounds in reward_versions.unscored_shards(store, version).items():
+        for number, shard in zip(rounds, shards.each_shard(store, searcher, rounds), strict=True):
+            asked = zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True)
+            of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
+            if reward == TASK and (unknown := [problem for problem in of_rows if problem.answer is None]):
+                raise ValueError(
+                    f"reward: task {task.name} does not ask {unknown[0].prompt_id!r} (round {number} of searcher "
+                    f"{searcher}), so it cannot score it; give a module:function"
+                )
+            told = (shard[name].to_pylist() for name in ("response", "response_tokens", "finish_reason"))
+            values = rewarding.score(of_rows, *told).rewards
+            with contextlib.suppress(AlreadyExists):  # somebody else scores the same version
+                reward_versions.record_rewards(store, version, shard, values)
+            num_scored += shard.num_rows
+            if time.monotonic() - said_at > PROGRESS_S:
+                said_at = time.monotonic()
+                say(f"{num_scored:,} trajectories scored")
+    return version, num_scored

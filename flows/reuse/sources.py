@@ -1,0 +1,135 @@
+"""Where a warm start takes trajectories from: another run, or a Parquet file of demonstrations."""
+
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flows.config import RunConfig, load_run
+from infra.machine import code_version
+from storage import reward_versions, shards
+from storage.errors import NotFound
+from storage.reward_versions import replace_columns
+from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
+from storage.store import RunStore, read_file
+
+if TYPE_CHECKING:
+    from tba.demonstrations import Demonstrations
+    from tba.reference_policy import ReferencePolicy
+
+ROWS_PER_SHARD = 500  # of demonstrations: what is lost when their scoring is interrupted
+SHARDS_AT_ONCE = 32  # of another run; the quality gate takes half a second, however many
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What completes trajectories that come from elsewhere."""
+
+    reference: "ReferencePolicy"
+    temperature: float
+    demonstrations: "Demonstrations"
+
+
+def open_source(url: str, config: RunConfig):
+    """The source behind a URL. Raises: ValueError, StoreError: see RunSource and FileSource."""
+    return FileSource(url) if url.endswith(".parquet") else RunSource(url, config)
+
+
+class RunSource:
+    """Another run's trajectories, with the reward that is asked for."""
+
+    digest = None  # shards are immutable
+
+    def __init__(self, url: str, config: RunConfig) -> None:
+        """Raises: ValueError: no such run, another model, or no such reward version."""
+        self.url, self._version = url, config.reward_version
+        root, _, run = url.rpartition("/")
+        self._store = RunStore(root, run)
+        try:
+            theirs = load_run(self._store)
+        except NotFound as error:
+            raise ValueError(f"warm_start: there is no run {run!r} in {root}") from error
+        if theirs.model != config.model:
+            raise ValueError(
+                f"warm_start: run {run!r} has model {theirs.model}, this one {config.model}: its tokens mean nothing "
+                "here. Write prompt and response to a .parquet file, and name that as a source."
+            )
+        if self._version is not None and not reward_versions.has_version(self._store, self._version):
+            raise ValueError(
+                f"reward_version: run {run!r} has no rewards of version {self._version!r}; score it first: "
+                f"tba rescore {run} --version {self._version} --reward ..."
+            )
+        # the reference's log-probabilities hold for one temperature of the objective
+        self._is_for_other_temperature = theirs.train.temperature != config.train.temperature
+        self.shards_at_once = 1 if self._is_for_other_temperature else SHARDS_AT_ONCE
+
+    def parts(self) -> list[list]:
+        return [
+            [searcher, number] for searcher, rounds in shards.new_shards(self._store, {}).items() for number in rounds
+        ]
+
+    def read(self, part: list) -> pa.Table:
+        searcher, number = part
+        shard = shards.read_shards(self._store, searcher, [number])
+        return shard if self._version is None else reward_versions.with_rewards(self._store, self._version, shard)
+
+    def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
+        if self._is_for_other_temperature:
+            tokens = (rows[name].to_pylist() for name in ("prompt_tokens", "response_tokens"))
+            rows = replace_columns(rows, {"reference_logprobs": scorer.reference.logprobs(*tokens, scorer.temperature)})
+        return rows
+
+
+class FileSource:
+    """A Parquet file of demonstrations: prompt and response; other columns of a trajectory where there are."""
+
+    shards_at_once = 1  # what the policy has scored is kept
+
+    def __init__(self, url: str) -> None:
+        """Raises: ValueError: not a Parquet file, or a column is missing or not text."""
+        self.url = url
+        data = read_file(url)
+        self.digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        try:
+            self._rows = pq.read_table(pa.BufferReader(data))
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"warm_start: {url} is not a Parquet file ({error})") from error
+        names = [name for name in self._rows.column_names if name in TRAJECTORY.names]
+        self._rows = self._rows.select(names)
+        for name in ("prompt", "response"):
+            if name not in names:
+                raise ValueError(f"warm_start: {url} has no column {name!r}, only {', '.join(names) or 'others'}")
+            if not pa.types.is_string(self._rows[name].type) and not pa.types.is_large_string(self._rows[name].type):
+                raise ValueError(f"warm_start: {url}: {name} is {self._rows[name].type}; it must be text")
+            if self._rows[name].null_count:
+                raise ValueError(f"warm_start: {url}: {name} is null in {self._rows[name].null_count} rows")
+            self._rows = self._rows.set_column(names.index(name), name, self._rows[name].cast(pa.string()))
+        tokens = {"prompt_tokens", "response_tokens"} & set(names)
+        if len(tokens) == 1 or ("reference_logprobs" in names and not tokens):
+            raise ValueError(
+                f"warm_start: {url} must have prompt_tokens and response_tokens both, or neither, and "
+                "reference_logprobs only with them: leave out what the policy's tokenizer and model can compute"
+            )
+
+    def parts(self) -> list[list]:
+        return [[start, ROWS_PER_SHARD] for start in range(0, self._rows.num_rows, ROWS_PER_SHARD)]
+
+    def read(self, part: list) -> pa.Table:
+        return self._rows.slice(*part)
+
+    def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
+        of_all = dict.fromkeys(TRAJECTORY.names) | {
+            "policy_fingerprint": "demonstration",
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "system_prompt": "",
+            "reward_version": "given",
+            "code_version": code_version(),
+            "schema_version": SCHEMA_VERSION,
+            "created_at": datetime.now(UTC),
+        }
+        completed = scorer.demonstrations.complete(rows.to_pylist())
+        return to_table([of_all | {"rewards": {"given": row["reward"]}} | row for row in completed], TRAJECTORY)

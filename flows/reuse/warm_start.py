@@ -1,0 +1,131 @@
+"""Warm start: a run's buffer begins with trajectories of other runs, or with demonstrations.
+
+    warm_start/plan.json                            what is taken over, decided once, before the first shard
+    trajectories/searcher=warm0/round=….parquet     of the first source, warm1 of the second: shards like any other
+    warm_start/done.json                            how much it was; from here on the sources are not needed
+
+They are copies, so the run is whole by itself, whatever becomes of its sources. Shards' names follow from the plan: a
+copy that was interrupted goes on, and nothing counts twice. `policy_step` is 0, older than any policy of this run; the
+fingerprint stays that of the weights that spoke. What asks a held-out problem of this run is left out.
+"""
+
+import contextlib
+import json
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.config import RunConfig
+from flows.reuse.sources import FileSource, RunSource, Scorer, open_source
+from storage import quality, shards
+from storage.errors import AlreadyExists
+from storage.reward_versions import replace_columns
+from storage.store import RunStore
+from tba.models import model_folder
+from tba.tasks import load_task
+
+PLAN, DONE = "warm_start/plan.json", "warm_start/done.json"
+
+
+def check_sources(store: RunStore, config: RunConfig) -> None:
+    """Raises: ValueError, StoreError: a source is not there, or cannot be what this run begins with."""
+    if not store.exists(DONE):
+        for url in config.warm_start:
+            open_source(url, config)
+
+
+@task(name="warm-start", task_run_name="warm start", cache_policy=NO_CACHE, persist_result=False)
+def take_over(store: RunStore, config: RunConfig) -> None:
+    """Copies every source's trajectories into the run, once.
+
+    Raises: ValueError: trajectories that do not pass the quality gate, or too few where no Searcher will add to them.
+    """
+    if not config.warm_start or store.exists(DONE):
+        return
+    sources = [open_source(url, config) for url in config.warm_start]
+    copy, plan = Copy(store, config), make_plan(store, sources)
+    taken = [
+        {"url": source.url} | copy.all_of(source, f"warm{index}", parts)
+        for index, (source, parts) in enumerate(zip(sources, plan, strict=True))
+    ]
+    num_trajectories = sum(source["num_trajectories"] for source in taken)
+    if not config.searchers and num_trajectories < config.sampling.min_size:
+        raise ValueError(
+            f"warm_start: {num_trajectories} trajectories in all, but sampling.min_size is {config.sampling.min_size} "
+            "and no Searcher will add to them: training could never begin. Start another run with a lower min_size, "
+            "more sources, or searchers."
+        )
+    store.put(DONE, json.dumps(taken, indent=1).encode())
+    get_run_logger().info("the buffer begins with %d trajectories: %s", num_trajectories, taken)
+
+
+def make_plan(store: RunStore, sources: list) -> list[list]:
+    """The parts of each source, in the order that numbers their shards. A source may grow; the plan stays."""
+    plan = [{"url": source.url, "digest": source.digest, "parts": source.parts()} for source in sources]
+    with contextlib.suppress(AlreadyExists):
+        store.put_new(PLAN, json.dumps(plan).encode())
+    planned = json.loads(store.get(PLAN))
+    for source, recorded in zip(sources, planned, strict=True):
+        if source.digest != recorded["digest"]:
+            raise ValueError(
+                f"warm_start: {source.url} has changed since a part of it was taken over. Put it back as it was, or "
+                "start another run."
+            )
+    return [recorded["parts"] for recorded in planned]
+
+
+class Copy:
+    """Makes shards of a run from what its sources hold."""
+
+    def __init__(self, store: RunStore, config: RunConfig) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        from tba.demonstrations import Demonstrations
+        from tba.reference_policy import ReferencePolicy
+
+        folder = model_folder(config.model)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
+        self._store = store
+        self._vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+        self._heldout = pa.array([problem.prompt for problem in task_.heldout], pa.string())
+        reference, temperature = ReferencePolicy(folder), config.train.temperature
+        demonstrations = Demonstrations(task_, tokenizer, reference, temperature)
+        self._scorer = Scorer(reference, temperature, demonstrations)
+
+    def all_of(self, source: RunSource | FileSource, searcher: str, parts: list) -> dict:
+        """Commits a source as the shards of a searcher of that name. Returns how much was taken and left out."""
+        number = num_trajectories = num_heldout = 0
+        made: list[pa.Table] = []
+        for part in parts:
+            rows = source.read(part)
+            trainable = rows.filter(pc.invert(pc.is_in(rows["prompt"], value_set=self._heldout)))
+            num_trajectories += trainable.num_rows
+            num_heldout += rows.num_rows - trainable.num_rows
+            if trainable.num_rows:  # rounds have no gaps
+                if not self._store.exists(shards.shard_path(searcher, number)):
+                    made.append(self._shard(source, trainable, searcher, number))
+                number += 1
+            if len(made) == source.shards_at_once:
+                self._commit(source, made)
+                made = []
+        self._commit(source, made)
+        return {"searcher": searcher, "num_trajectories": num_trajectories, "num_heldout_left_out": num_heldout}
+
+    def _shard(self, source: RunSource | FileSource, rows: pa.Table, searcher: str, number: int) -> pa.Table:
+        here = {
+            "trajectory_id": [shards.trajectory_id(searcher, number, index) for index in range(rows.num_rows)],
+            "searcher": [searcher] * rows.num_rows,
+            "round": [number] * rows.num_rows,
+            "policy_step": [0] * rows.num_rows,
+        }
+        return replace_columns(source.trajectories(rows, self._scorer), here)
+
+    def _commit(self, source: RunSource | FileSource, made: list[pa.Table]) -> None:
+        for shard, reasons in zip(made, quality.validate_shards(made, self._vocab_size), strict=True):
+            if reasons:
+                raise ValueError(f"warm_start: trajectories of {source.url} cannot be trained on: {'; '.join(reasons)}")
+            with contextlib.suppress(AlreadyExists):  # another process starts the same run; only one will train it
+                shards.commit_shard(self._store, shard)

@@ -1,0 +1,1 @@
+"""What surrounds a run: checks before it, its flow runs, its Searchers, Prefect's page of it."""

@@ -1,0 +1,136 @@
+"""The flow runs of one training run on a Prefect server: which is alive, submit one, stop one.
+
+A flow run's own record does not tell whether it is alive: after a SIGKILL it says Running for ever. Its processes tell:
+each carries the flow run's id in its environment (PREFECT__FLOW_RUN_ID), which the worker sets and children inherit.
+On a server that is not on this machine they may be elsewhere, where they cannot be seen. There the record is believed
+until the run's store tells that nobody trains it any more.
+"""
+
+import contextlib
+from datetime import UTC, datetime, timedelta
+
+from pydantic import ValidationError
+
+from flows.config import RunConfig
+from infra import prefect_server
+from infra.processes import find_processes, stop_processes
+from storage import attempts, policies
+from storage.store import RunStore
+
+FLOWS = ["tba", "search"]
+TRAINER_WATCH_S = 15  # several heartbeats
+# By then a resumed flow has its Trainer, and a worker has ended what it was told to.
+PATIENCE = timedelta(minutes=10)
+
+
+def live_run(client, config: RunConfig):
+    """The flow run that trains this run now, or None. Returns prefect.client.schemas.FlowRun.
+
+    Takes up to `TRAINER_WATCH_S` where one is elsewhere and silent."""
+    store = RunStore(config.store, config.run)
+    found = [r for r in unfinished(client, config, ["tba"]) if is_alive(client, r)]
+    return next((r for r in found if _processes(r) or not _has_died_elsewhere(r, store)), None)
+
+
+def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
+    """Whether a flow run of another machine has died with it, as far as its record and the run's store tell."""
+    if flow_run.state.is_cancelling():  # it ends; a Trainer that it still has is another's question
+        return True
+    if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
+        return False
+    if attempts.trainer(store) is None:  # a warm start may take hours
+        return False
+    policy = policies.latest_policy(store)
+    in_last_evaluation = policy is not None and policy.final  # which needs no Trainer
+    return not in_last_evaluation and not attempts.run_is_alive(store, TRAINER_WATCH_S)
+
+
+def mark_crashed(client, config: RunConfig) -> int:
+    """Mark flow runs of this run that a killed stack or flow left behind as Crashed, stopping what is left of them.
+    What may be left elsewhere the worker there is to stop.
+
+    Only where no flow trains the run (live_run): a Searcher that a flow started has then outlived it, and would search
+    beside the next flow's Searcher of its name. Returns how many. Those still waiting for a worker count too."""
+    from prefect.states import Crashed
+
+    dead = unfinished(client, config, ["tba"])
+    dead += [r for r in unfinished(client, config, ["search"]) if r.parent_task_run_id or not is_alive(client, r)]
+    for flow_run in dead:
+        state = _ended(client, flow_run, Crashed(message="Its stack or flow was killed; found by a later `tba train`."))
+        stop_processes(_processes(flow_run))
+        client.set_flow_run_state(flow_run.id, state, force=True)
+    return len(dead)
+
+
+def _ended(client, flow_run, state):
+    """`state`, or Cancelling where the flow run's process may run elsewhere: a worker there reacts to nothing else."""
+    from prefect.states import Cancelling
+
+    old = flow_run.state
+    may_run = old.is_running() or (old.is_cancelling() and _age(old) < PATIENCE)
+    is_here = prefect_server.is_loopback(str(client.api_url)) or _processes(flow_run)
+    return Cancelling(message=state.message) if may_run and not is_here else state
+
+
+def _age(state) -> timedelta:
+    return datetime.now(UTC) - state.timestamp
+
+
+def submit(client, config: RunConfig):
+    """A new flow run of tba/train with this configuration. Returns prefect.client.schemas.FlowRun."""
+    deployment = client.read_deployment_by_name(prefect_server.DEPLOYMENT)
+    return client.create_flow_run_from_deployment(
+        deployment.id,
+        parameters={"config": config.model_dump(mode="json")},
+        name=config.run,
+        tags=[f"run:{config.run}"],
+    )
+
+
+def cancel(url: str, flow_run) -> None:
+    """Stop a flow run and the Searchers that it started, and say so in their records if the server still answers.
+
+    After Ctrl-C in a terminal it may not: a server that is a child of `tba train` gets the signal too."""
+    import httpx
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
+    from prefect.states import Cancelled
+
+    family = [flow_run]
+    with contextlib.suppress(httpx.HTTPError), prefect_server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5}) as client:
+        children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]))
+        family += [r for r in client.read_flow_runs(flow_run_filter=children) if not r.state.is_final()]
+        family[0] = client.read_flow_run(flow_run.id)  # it was submitted some time ago
+        for member in family:  # before their processes end: the worker does not overwrite a final state with Crashed
+            state = _ended(client, member, Cancelled(message="Stopped by `tba train`."))
+            client.set_flow_run_state(member.id, state, force=True)
+    stop_processes([process for member in family for process in _processes(member)])
+
+
+def is_alive(client, flow_run) -> bool:
+    """Whether the flow run's process runs; True where that cannot be seen from here."""
+    if not prefect_server.is_loopback(str(client.api_url)):
+        return True
+    # the flow's own process, not only a Trainer or engine that outlived it
+    return any("prefect.engine" in process.cmdline() for process in _processes(flow_run))
+
+
+def _processes(flow_run) -> list:
+    return find_processes("PREFECT__FLOW_RUN_ID", str(flow_run.id))
+
+
+def unfinished(client, config: RunConfig, flows: list[str] = FLOWS) -> list:
+    """Flow runs of these flows, for this run in this store, that have not come to an end."""
+    return [flow_run for flow_run in prefect_server.unfinished(client, flows) if _is_of(flow_run, config)]
+
+
+def _is_of(flow_run, config: RunConfig) -> bool:
+    """Both flows by their parameters: tba takes a configuration (or none: the default), search a store and a run."""
+    given = flow_run.parameters
+    try:
+        named = RunConfig.model_validate(
+            {k: given[k] for k in ("store", "run") if k in given} or given.get("config", {})
+        )
+    except ValidationError:  # of another version of this project, or of another flow by that name
+        return False
+    return (named.run, named.store) == (config.run, config.store)

@@ -1,0 +1,114 @@
+"""What Prefect's page shows of a run while it trains: artifacts, lineage and events.
+
+    artifacts    progress, newest steps, curves, link to the report; made once by a flow run, then replaced in place
+    assets       policies, which depend on the shards that they were trained on; shards, which depend on the policy that
+                 sampled them, are shown by the Searchers (flows/search.py)
+    events       tba.policy.published, tba.buffer.starved, tba.alarm.<name>, tba.run.finished; payloads:
+                 docs/operating.md
+
+The flow that watches a run calls `update` every few seconds. Everything is read from the store, and costs in proportion
+to what is new: neither Trainer nor Searchers know of it or wait for it.
+"""
+
+import json
+import time
+
+import httpx
+from prefect import get_run_logger
+from prefect.events import emit_event
+
+from flows.config import RunConfig
+from flows.run.prefect_page_artifacts import Artifacts
+from flows.run.prefect_page_lineage import PublishedPolicies, run_resource
+from storage import attempts
+from storage.errors import NotFound, StoreError
+from storage.store import RunStore
+
+UPDATE_S = 10.0
+# A Trainer that has trained and then waits so long for a batch is starved; the first fill takes as long as it takes.
+STARVED_S = 60.0
+
+
+class Page:
+    """One run on Prefect's page. To be used inside its flow run."""
+
+    def __init__(self, store: RunStore, config: RunConfig) -> None:
+        self._store = store
+        self._artifacts, self._policies = Artifacts(store, config), PublishedPolicies(store)
+        self._waiting: tuple[int, float] | None = None  # the step that the Trainer waits for, and since when
+        self._starved = False
+        self._alarms: set[str] = set()  # that were on at the last look
+        self._updated_at = float("-inf")
+        self._behind = False
+
+    def update(self, *, now: bool = False) -> None:
+        """Shows what is new, if the last time is `UPDATE_S` ago or it must be `now`."""
+        if not now and time.monotonic() - self._updated_at < UPDATE_S:
+            return
+        self._updated_at = time.monotonic()
+        try:
+            self._update()
+            self._behind = False
+        except (httpx.HTTPError, StoreError) as error:  # training needs no page
+            if not self._behind:
+                get_run_logger().warning("the page is not up to date: %r", error)
+            self._behind = True
+
+    def _update(self) -> None:
+        self._artifacts.read_steps()
+        self._policies.show()
+        beat = self._heartbeat()
+        self._artifacts.show_progress(beat)
+        self._tell_if_starved(beat)
+        self._tell_alarms(beat)
+        self._artifacts.show_steps()
+
+    def finish(self, summary: dict) -> None:
+        """The run's last words."""
+        self.update(now=True)
+        emit_event("tba.run.finished", resource=run_resource(self._store), payload=summary)
+
+    def _heartbeat(self) -> dict:
+        try:
+            return json.loads(self._store.get(attempts.HEARTBEAT))
+        except NotFound:
+            return {}
+
+    def _tell_if_starved(self, beat: dict) -> None:
+        if beat.get("state") != "waiting" or beat["step"] == 0:
+            self._waiting, self._starved = None, False
+            return
+        if self._waiting is None or self._waiting[0] != beat["step"]:
+            self._waiting = (beat["step"], time.monotonic())
+        waited_s = time.monotonic() - self._waiting[1]
+        if waited_s >= STARVED_S and not self._starved:
+            self._starved = True
+            emit_event(
+                "tba.buffer.starved",
+                resource=run_resource(self._store),
+                payload={
+                    "run": self._store.run,
+                    "store": self._store.url,
+                    "step": beat["step"],
+                    "waited_s": round(waited_s),
+                    "reason": beat.get("message", ""),
+                },
+            )
+
+    def _tell_alarms(self, beat: dict) -> None:
+        """An event and a warning for each alarm that has gone on since the last look."""
+        alarms = beat.get("alarms", dict.fromkeys(self._alarms))  # a Trainer that starts has judged nothing yet
+        for name in alarms.keys() - self._alarms:
+            get_run_logger().warning(alarms[name])
+            emit_event(
+                f"tba.alarm.{name}",
+                resource=run_resource(self._store),
+                payload={
+                    "run": self._store.run,
+                    "store": self._store.url,
+                    "step": beat["step"],
+                    "alarm": name,
+                    "message": alarms[name],
+                },
+            )
+        self._alarms = set(alarms)

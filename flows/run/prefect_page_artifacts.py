@@ -1,0 +1,100 @@
+"""Artifacts of a run on Prefect's page: progress, newest steps, curves, link to the report.
+
+Made once by a flow run, then replaced in place.
+"""
+
+import json
+import re
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from prefect import artifacts
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+
+from flows.config import RunConfig
+from flows.report.curves import curves, image_url
+from flows.report.text import duration
+from storage.store import RunStore, transfer_all
+
+STEPS_SHOWN = 20  # in the table
+STEPS_READ = 500  # at a time: a resumed run has a past, and the flow has Searchers to look after
+COLUMNS = {
+    "step": "step",
+    "reward_mean": "reward",
+    "fresh_reward_mean": "fresh reward",
+    "staleness_mean": "staleness, mean",
+    "staleness_max": "staleness, largest",
+    "num_trajectories": "trajectories",
+    "step_s": "step, s",
+    "wait_s": "waited, s",
+}
+
+
+class Artifacts:
+    """One run's artifacts. To be used inside its flow run."""
+
+    def __init__(self, store: RunStore, config: RunConfig) -> None:
+        self._store, self._config = store, config
+        self._artifacts: dict[str, UUID] = {}
+        self._steps: list[dict] = []  # rows of the training ledger that count, in order
+        self._last_read: str | None = None
+
+    def show_progress(self, beat: dict) -> None:
+        step, steps = beat.get("step", 0), self._config.train.steps
+        words = [beat.get("state", "starting"), f"step {step} of {steps}"]
+        if beat.get("reward_mean") is not None:
+            words.append(f"reward {beat['reward_mean']:.2f}")
+        if beat.get("seconds_left") is not None:
+            words.append(f"{duration(beat['seconds_left'])} left")
+        if beat.get("message"):
+            words.append(beat["message"])
+        words += [f"ALARM: {message}" for message in beat.get("alarms", {}).values()]
+        description = f"Run {self._store.run}: {', '.join(words)}"
+        self._show("progress", artifacts.create_progress_artifact, "progress", 100 * step / steps, description)
+        self._show(
+            "report", artifacts.create_link_artifact, "link", f"{self._store.url}/{self._store.run}/report.html",
+            f"The report of run {self._store.run}, once `tba report {self._store.run}` has written it",
+            link_text="report.html",
+        )  # fmt: skip
+
+    def show_steps(self) -> None:
+        if not self._steps:
+            return
+        table = [
+            {heading: _rounded(row[name]) for name, heading in COLUMNS.items()}
+            for row in self._steps[-STEPS_SHOWN:][::-1]
+        ]
+        self._show("steps", artifacts.create_table_artifact, "table", table, "The newest training steps")
+        for key, title, names in (
+            ("reward-curve", "Reward by step", {"reward_mean": "trained on", "fresh_reward_mean": "just sampled"}),
+            ("staleness-curve", "Staleness by step", {"staleness_mean": "mean", "staleness_max": "largest"}),
+        ):
+            lines = {label: [row[name] for row in self._steps] for name, label in names.items()}
+            image = image_url(curves(title, [row["step"] for row in self._steps], lines))
+            self._show(key, artifacts.create_image_artifact, "image_url", image, title)
+
+    def _show(self, key: str, create, argument: str, data, description: str, **more) -> None:
+        """Creates an artifact of the flow run, or replaces the data of the one that it has already."""
+        if key not in self._artifacts:
+            slug = re.sub("[^a-z0-9]+", "-", self._store.run.lower()).strip("-")
+            self._artifacts[key] = create(key=f"{slug}-{key}", description=description, **{argument: data}, **more)
+        elif key != "report":
+            stored = json.dumps(data) if argument == "table" else data
+            with get_client(sync_client=True) as client:
+                client.update_artifact(self._artifacts[key], ArtifactUpdate(data=stored, description=description))
+
+    def read_steps(self) -> None:
+        paths = self._store.list("metrics/training", start_after=self._last_read)[:STEPS_READ]
+        for row in transfer_all(
+            lambda path: pq.read_table(pa.BufferReader(self._store.get(path))).to_pylist()[0], paths
+        ):
+            while self._steps and self._steps[-1]["step"] >= row["step"]:
+                self._steps.pop()  # undone by the resume that this row is of
+            self._steps.append(row)
+        self._last_read = paths[-1] if paths else self._last_read
+
+
+def _rounded(value):
+    return round(value, 3) if isinstance(value, float) else value

@@ -1,0 +1,96 @@
+"""Lineage of a run on Prefect's page: policies as assets, which depend on the shards that they were trained on.
+
+Shards, which depend on the policy that sampled them, are shown by the Searchers (flows/search.py).
+"""
+
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from prefect.assets import Asset, AssetProperties, add_asset_metadata, materialize
+from prefect.cache_policies import NO_CACHE
+from prefect.events import emit_event
+
+from storage import attempts, ledger, policies, shards
+from storage.errors import NotFound
+from storage.store import RunStore
+
+RELATED_SHOWN = 90  # Prefect refuses an event that names more than 100 others
+
+
+class PublishedPolicies:
+    """Those of one run. To be used inside its flow run."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._published: tuple[int, int] | None = None  # attempt and step of the last policy that was shown
+
+    def show(self) -> None:
+        """Every policy that was published since the last time: a task run named by its steps, an asset, an event."""
+        latest = policies.latest_policy(self._store)
+        if latest is None or self._published == (latest.attempt, latest.step):
+            return
+        if self._published is None or self._published[0] != latest.attempt:
+            resumed_from = attempts.list_attempts(self._store)[-1]["resumed_from"]
+            self._show_policy(latest.attempt, range(0), resumed_from)  # each life publishes what it begins with
+            self._published = (latest.attempt, resumed_from)
+        for step in range(self._published[1] + 1, latest.step + 1):
+            steps = range(self._published[1] + 1, step + 1)
+            if self._show_policy(latest.attempt, steps, step, final=latest.final and step == latest.step):
+                self._published = (latest.attempt, step)
+
+    def _show_policy(self, attempt: int, steps: range, step: int, final: bool = False) -> bool:
+        """`steps`: those that were trained since the policy before. False: there is no policy of this `step`."""
+        path = policies.policy_path(step, attempt)
+        try:
+            manifest = json.loads(self._store.get(f"{path}/{policies.MANIFEST}"))
+        except NotFound:
+            return False
+        trained_on = self._shards_of(attempt, steps)
+        payload = {
+            "run": self._store.run,
+            "store": self._store.url,
+            "step": step,
+            "path": path,
+            "fingerprint": manifest["fingerprint"],
+            "attempt": attempt,
+            "final": final,
+            "num_shards": len(trained_on),
+        }
+        asset = Asset(
+            key=asset_key(self._store, path), properties=AssetProperties(name=f"{self._store.run}, policy step {step}")
+        )
+        materialize(
+            asset,
+            asset_deps=[asset_key(self._store, shard) for shard in trained_on[-RELATED_SHOWN:]],
+            task_run_name=f"steps {steps[0]} to {step}" if steps else f"policy of step {step}",
+            cache_policy=NO_CACHE,
+            persist_result=False,
+        )(publish)(asset.key, payload)
+        emit_event("tba.policy.published", resource=run_resource(self._store), payload=payload)
+        return True
+
+    def _shards_of(self, attempt: int, steps: range) -> list[str]:
+        """Paths of the shards whose trajectories those steps were trained on, oldest round first."""
+        drawn: set[str] = set()
+        for step in steps:
+            data = self._store.get(ledger.batch_path(attempt, step))
+            drawn |= set(pq.read_table(pa.BufferReader(data), columns=["trajectory_id"])["trajectory_id"].to_pylist())
+        rounds = {shards.round_of(trajectory) for trajectory in drawn}
+        return [shards.shard_path(searcher, number) for searcher, number in sorted(rounds, key=lambda r: r[::-1])]
+
+
+def publish(asset: str, payload: dict) -> None:
+    """The policy is in the store already; this task tells Prefect."""
+    add_asset_metadata(asset, payload)
+
+
+def run_resource(store: RunStore) -> dict[str, str]:
+    """What the events are about, as Prefect names resources."""
+    return {"prefect.resource.id": f"tba.run.{store.run}", "prefect.resource.name": store.run, "tba.store": store.url}
+
+
+def asset_key(store: RunStore, path: str) -> str:
+    """URL of a run's file or folder, without the characters that Prefect has no place for in an asset's key."""
+    return re.sub(r"[^\w:/.=@+~-]", "_", f"{store.url}/{store.run}/{path}", flags=re.ASCII)

@@ -1,0 +1,47 @@
+"""What is checked before any work is spent: the task and its data, the model, the store, the run's configuration."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from flows.config import RunConfig, read_recorded
+from flows.reuse.warm_start import check_sources
+from flows.trainer.trackers import check_trackers
+from storage.store import RunStore
+from tba.models import model_folder
+from tba.tasks import load_task
+from tba.tasks.base import stop_tokens
+
+
+def check_inputs(config: RunConfig) -> list[str]:
+    """Returns what may go wrong later, in words, for the user to be warned of.
+
+    Raises: ValueError, storage.errors.StoreError: something could not work; the message says what and what would."""
+    store = RunStore(config.store, config.run)
+    warnings = [warning] if (warning := store.check_writable()) else []
+    store.check_config(config.recorded(), read_recorded)
+    check_sources(store, config)
+    check_trackers(config.trackers)
+    if config.train.processes > 1 and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"train.processes is {config.train.processes}, but DeepSpeed, which shares the work out, is not installed: "
+            "pip install deepspeed, or leave the setting out"
+        )
+    tokenizer = _tokenizer(model_folder(config.model))
+    task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
+    task.check(tokenizer)
+    if len(task.train) < config.sampling.prompts_per_batch:
+        raise ValueError(
+            f"task {config.task.name}: {len(task.train)} training problems, but sampling.prompts_per_batch (B) is "
+            f"{config.sampling.prompts_per_batch}; a batch draws that many distinct prompts"
+        )
+    stop_tokens(task, tokenizer)
+    return warnings
+
+
+def _tokenizer(folder: Path):
+    """The policy's; from its own file, where there is one, because AutoTokenizer imports torch: ten seconds."""
+    if (folder / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
+    return Tokenizer.from_pretrained(folder)

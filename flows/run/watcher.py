@@ -1,0 +1,128 @@
+"""What somebody who follows a run from outside sees of it: its store, and the Prefect server if one answers."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.report.text import duration
+from storage.attempts import HEARTBEAT
+from storage.errors import StoreError
+from storage.status import read, stage_of
+from storage.store import RunStore
+
+QUIET_S = 15.0  # several heartbeats: a longer silence is worth a word
+SERVER_POLL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look at a run."""
+
+    stage: str
+    heartbeat: dict | None
+    server: str
+    """What the Prefect server says; empty where none has answered."""
+    is_over: bool
+    """The run is finished: its summary is there."""
+
+
+class Watcher:
+    """Looks at a run again and again. Compares no clocks: a heartbeat is a sign of life when it has changed."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._server = ServerView(store)
+        self._beat: dict | None = None
+        self._changed_at = time.monotonic()
+        self._num_changes = -1  # the first heartbeat may be a dead Trainer's
+
+    def __enter__(self) -> "Watcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+    def look(self) -> Seen:
+        try:
+            beat, over = read(self._store, HEARTBEAT), self._store.exists("summary.json")
+        except StoreError as error:
+            return Seen(f"the store does not answer: {error}", self._beat, self._server.words, False)
+        if beat != self._beat:
+            self._beat, self._changed_at = beat, time.monotonic()
+            self._num_changes += 1
+        return Seen(self._stage(), beat, self._server.words, over)
+
+    def _stage(self) -> str:
+        beat, quiet_s = self._beat, time.monotonic() - self._changed_at
+        if beat is None:
+            return "no Trainer has begun yet"
+        if beat["state"] == "stopped":
+            return "stopped; the same `tba train` resumes it"
+        if beat["state"] == "finished":
+            return "trained; the final policy is being evaluated"
+        if beat["state"] == "failed":
+            return f"failed: {stage_of(beat)}"
+        if quiet_s > QUIET_S:
+            return f"no sign of life from the Trainer for {duration(quiet_s)}"
+        return stage_of(beat) if self._num_changes else "waiting for a sign of life from the Trainer"
+
+
+class ServerView:
+    """What the Prefect server says of a run's flow runs, asked by a process of its own: nobody waits for its answer or
+    its imports, and what its libraries have to say is not heard."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.words = ""
+        self._asking = subprocess.Popen(
+            [sys.executable, "-m", "flows.run.watcher", store.url, store.run],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            process_group=0,  # Ctrl-C is ours
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._asking.stdout:
+            self.words = line.strip()
+
+    def close(self) -> None:
+        self._asking.kill()
+        self._asking.wait()
+
+
+def ask_on(store: RunStore) -> None:
+    """Prints what the server says, a line each time, until nobody reads it. Prints nothing before it has answered."""
+    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
+
+    from flows.config import load_run
+    from flows.run import flow_runs
+    from infra import prefect_server, stack
+
+    url = os.environ.get("PREFECT_API_URL") or stack.running_url(Path.cwd()) or prefect_server.configured_url()
+    config = load_run(store)
+    answered = False
+    while url:
+        try:
+            with prefect_server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
+                words = _words(flow_runs.unfinished(client, config))
+            answered = True
+        except Exception:  # whatever it is: the server is not there, and the store tells enough
+            words = "Prefect: no answer from the server" if answered else ""
+        print(words, flush=True)
+        time.sleep(SERVER_POLL_S)
+
+
+def _words(flow_runs: list) -> str:
+    """flow_runs: those of the run that have not ended, the flow's own first."""
+    names = [f"{Path(flow_run.name).name} {flow_run.state_name.lower()}" for flow_run in flow_runs]
+    return f"Prefect: {', '.join(names)}" if names else "Prefect: no flow of this run is alive"
+
+
+if __name__ == "__main__":
+    ask_on(RunStore(*sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""A Searcher's start, and the policies that it serves."""

@@ -1,0 +1,62 @@
+"""The policies that a Searcher serves: the newest one is fetched and loaded, as long as somebody trains the run."""
+
+import contextlib
+import time
+
+from prefect import get_run_logger
+
+from infra.machine import policy_cache
+from storage import policies
+from storage.errors import NotFound
+from storage.store import RunStore
+
+# A Searcher whose run nobody trains ends by itself, this long after the Trainer's last sign of life.
+TRAINER_SILENT_S = 180
+POLL_S = 0.5
+
+
+class TrainerPulse:
+    """Whether somebody trains the run: its heartbeat changes. Needs no common clock."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self._last, self._seen = store, None, time.monotonic()
+
+    def is_silent(self) -> bool:
+        with contextlib.suppress(NotFound):
+            beat = self._store.get("trainer/heartbeat.json")
+            if beat != self._last:
+                self._last, self._seen = beat, time.monotonic()
+        return time.monotonic() - self._seen > TRAINER_SILENT_S
+
+
+def next_policy(
+    store: RunStore, pulse: TrainerPulse, after: policies.PolicyRef | None = None
+) -> policies.PolicyRef | None:
+    """The newest policy; waits for the first one, or one that is not `after`.
+
+    None: the Trainer has been silent for `TRAINER_SILENT_S`.
+    """
+    while not pulse.is_silent():
+        if (policy := policies.latest_policy(store)) and policy != after:
+            return policy
+        time.sleep(POLL_S)
+    get_run_logger().warning("no sign of life from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)
+    return None
+
+
+def deliver(store: RunStore, searcher, policy: policies.PolicyRef) -> bool:
+    """Has the engine serve the policy. False: it was replaced by a newer one and deleted before it was fetched.
+
+    Raises: RuntimeError: the engine took in other weights than were published.
+    """
+    try:
+        folder = policies.fetch_policy(store, policy, policy_cache(store.run))
+        fingerprint = searcher.load(folder, policy.step)
+    except (NotFound, FileNotFoundError):
+        return False
+    if fingerprint != policy.fingerprint:
+        raise RuntimeError(
+            f"searcher: the engine serves weights {fingerprint}, but policy step {policy.step} was published as "
+            f"{policy.fingerprint}: {policy.path} is damaged or was changed after it was published"
+        )
+    return True

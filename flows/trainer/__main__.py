@@ -1,0 +1,76 @@
+"""The Trainer's process: `python -m flows.trainer STORE RUN PARENT [PROCESSES ZERO_STAGE]`.
+
+PARENT is the flow's process: without it nobody watches this one, which then ends. One Trainer works on a run: a second
+one is refused when it starts, and one that was taken for dead and lives (a machine that froze) stops before it writes.
+
+It is one process beside the flow, so that neither Prefect's threads nor its failures touch training; with many devices
+it starts the others' processes (flows/trainer/ranks.py). It reads the run's configuration from run.json and nowhere
+else.
+"""
+
+import logging
+import os
+import signal
+import sys
+
+from flows.config import load_run
+from flows.trainer import ALREADY_TRAINING
+from flows.trainer.heartbeat import Heartbeat
+from infra.machine import remove_leftovers
+from storage import attempts, checkpoints, policies
+from storage.errors import AlreadyTraining
+from storage.store import RunStore
+
+# Several heartbeats, on a slow store too. Only a Trainer of another machine is watched for so long.
+TAKEOVER_WATCH_S = 15.0
+
+log = logging.getLogger("tba.learn")
+
+
+def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage: int = 2) -> None:
+    """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one, on so many devices.
+
+    Does nothing where the run has its final policy: it was killed before that one was evaluated.
+
+    Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
+    """
+    store = RunStore(store_url, run)
+    config = load_run(store)
+    previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)
+    if (policy := policies.latest_policy(store)) and policy.final:
+        log.info("run %s has its final policy: nothing is left to train", run)
+        return
+    steps = checkpoints.list_checkpoints(store)
+    resumed_from = steps[-1] if steps else 0
+    attempt = attempts.start_attempt(store, resumed_from, attempts.this_process(), previous=previous)
+    heart = Heartbeat(store, config, attempt, parent)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the flow's way to say so; Ctrl-C reaches every process
+        signal.signal(number, lambda *_: heart.stop.set())
+    state, message = "failed", ""
+    try:
+        remove_leftovers(run)
+        # Importing torch takes ten seconds: by then the flow has seen that the run is ours, and Searchers are starting.
+        from flows.trainer.session import train_run
+
+        state = train_run(store, config, attempt, resumed_from, heart, processes, zero_stage)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        heart.end(state, message)
+
+
+def main(store: str, run: str, parent: str, *devices: str) -> int:
+    """Exit status: ALREADY_TRAINING where the run has another Trainer; other errors are raised."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    try:
+        learn(store, run, int(parent), *map(int, devices))
+    except AlreadyTraining as error:
+        log.error(error)
+        return ALREADY_TRAINING
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main(*sys.argv[1:]))

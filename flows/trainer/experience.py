@@ -1,0 +1,98 @@
+"""What the Trainer learns from: the replay buffer's rows, made into draws."""
+
+import time
+from collections.abc import Collection
+
+import pyarrow as pa
+
+from flows.trainer.alarms import RunAlarms
+from storage import attempts, ledger
+from storage.buffer import NotEnoughExperience, ReplayBuffer
+from storage.fresh import FRESH_COLUMNS, Fresh
+from storage.store import RunStore
+from tba.logprobs import Group
+from tba.trainer import Batch, Draw
+
+
+class StoredExperience:
+    """tba.trainer's Experience over storage's replay buffer."""
+
+    def __init__(
+        self, store: RunStore, buffer: ReplayBuffer, attempt: int, alarms: RunAlarms, *, awaits_shard: bool = False
+    ) -> None:
+        """`awaits_shard`: the first batch waits for a shard that comes after the first sync.
+
+        A run that was killed whole resumes sooner than its engines start. Until they sample, a minute or two, it would
+        spend its steps on what it has.
+        """
+        self._store, self.buffer, self._attempt, self._alarms = store, buffer, attempt, alarms
+        self._awaits_shard, self._caught_up = awaits_shard, False
+        self._arrived_at = time.monotonic()  # when a sync last took something in
+        self._fresh: Fresh | None = None
+
+    def sync(self, step: int) -> None:
+        attempts.check_not_superseded(self._store, self._attempt)
+        if found := self.buffer.sync(step, self._attempt):
+            self._fresh = found.fresh
+            self._arrived_at = time.monotonic()
+            self._awaits_shard = self._awaits_shard and not self._caught_up
+        self._caught_up = True
+        self._alarms.see_silence(self._silent_s())
+
+    def draw(self, step: int) -> Batch | str:
+        if self._awaits_shard:
+            return self._why_silent() or "resumed: the Searchers' first new shard is awaited"
+        try:
+            return self._batch(self.buffer.draw(step), step)
+        except NotEnoughExperience as reason:
+            return self._why_silent() or str(reason)
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._arrived_at
+
+    def _why_silent(self) -> str | None:
+        self._alarms.see_silence(self._silent_s())
+        return self._alarms.on.get("searchers_silent")
+
+    def _batch(self, rows: pa.Table, step: int) -> Batch:
+        by_prompt: dict[int, list[dict]] = {}
+        for row in rows.to_pylist():
+            by_prompt.setdefault(row["prompt_index"], []).append(row)
+        staleness = ledger.staleness(rows, step).to_pylist()
+        recent = [reward for reward, is_recent in zip(*columns(rows, "reward", "recent"), strict=True) if is_recent]
+        fresh = self._fresh.facts(step) if self._fresh else dict.fromkeys(FRESH_COLUMNS)
+        facts = fresh | {
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": max(staleness),
+            "reward_recent_mean": sum(recent) / len(recent) if recent else None,
+            "num_trajectories": self.buffer.num_trajectories,
+            "num_prompts": self.buffer.num_prompts,
+            "num_inserted": self.buffer.num_taken_in,
+            "samples_per_insert": self.buffer.samples_per_insert(step),
+            "num_too_old": self.buffer.num_too_old(step),
+            "searchers_silent_s": self._silent_s(),
+        }
+        return Batch(make_draws(by_prompt.values()), facts, rows)
+
+
+def columns(rows: pa.Table, *names: str) -> list[list]:
+    return [rows[name].to_pylist() for name in names]
+
+
+def make_draws(prompts: Collection[list[dict]]) -> list[Draw]:
+    """Each prompt's rows as a draw. A trajectory that fills several slots is computed once."""
+    newest = max(row["policy_step"] for rows in prompts for row in rows)
+    return [_make_draw(rows, newest) for rows in prompts]
+
+
+def _make_draw(rows: list[dict], newest_policy: int) -> Draw:
+    distinct = list({row["trajectory_id"]: row for row in rows}.values())
+    place = {row["trajectory_id"]: number for number, row in enumerate(distinct)}
+    return Draw(
+        group=Group(rows[0]["prompt_tokens"], [row["response_tokens"] for row in distinct]),
+        slot=[place[row["trajectory_id"]] for row in rows],
+        reward=[row["reward"] for row in rows],
+        behavior_logprobs=[row["behavior_logprobs"] for row in distinct],
+        reference_logprobs=[row["reference_logprobs"] for row in distinct],
+        is_fresh=[row["policy_step"] == newest_policy for row in distinct],
+    )

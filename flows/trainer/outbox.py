@@ -1,0 +1,122 @@
+"""What the Trainer sends out: its records, policies and checkpoints, on their way to the store while it trains on."""
+
+import shutil
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pyarrow as pa
+
+from flows.config import RunConfig
+from flows.trainer.alarms import RunAlarms
+from flows.trainer.heartbeat import Heartbeat
+from flows.trainer.trackers import Trackers
+from infra.machine import policy_cache, temporary_folder
+from storage import attempts, checkpoints, ledger, policies
+from storage.store import RunStore
+from tba.trainer import Batch, Stopped, Trainer
+from tba.weights import fingerprint, write_weights
+
+# Older ones are deleted: a checkpoint is 3 x the float32 weights, and only the newest whole one is resumed from.
+KEPT_CHECKPOINTS = 2
+# A Searcher fetches the newest; one more may be in flight while the next is published, and one is spare.
+KEPT_POLICIES = 3
+
+
+class StoreOutbox:
+    """tba.trainer's Outbox over the store. Training does not wait: one thread writes records and policies, in order;
+    another uploads checkpoints, gigabytes that no policy should wait for.
+
+    Of either kind one is on its way at most, or memory and disk would fill where the store is slower than training.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        config: RunConfig,
+        attempt: int,
+        template: Path,
+        heart: Heartbeat,
+        alarms: RunAlarms,
+    ) -> None:
+        """`template`: the model's folder, from which published policies take configuration and tokenizer."""
+        self._store, self._attempt, self._template, self._heart = store, attempt, template, heart
+        self._alarms = alarms
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
+        self._uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._pending: list[Future] = []
+        self._newest_policy = self._newest_checkpoint = self._writer.submit(lambda: None)
+        self._trackers = Trackers(store, config, attempt)
+
+    def status(self, state: str, step: int, metrics: dict | None = None) -> None:
+        self._raise_what_failed()  # or a Trainer that waits for experience would wait on for a policy that nobody got
+        if state == "training":
+            self._alarms.see(metrics or {})
+        self._heart.tell(state, step, {"message": "", "alarms": self._alarms.on} | (metrics or {}))
+        if self._heart.stop.is_set():
+            raise Stopped
+
+    def record(self, step: int, batch: Batch, metrics: dict) -> None:
+        self._later(self._writer, self._write_record, step, batch.record, metrics)
+
+    def publish(self, step: int, weights: dict, final: bool) -> None:
+        if final:
+            wait(self._pending)  # a run that has its final policy trains no more: what it trained must be on record
+        self._newest_policy.result()
+        self._newest_policy = self._later(self._writer, self._write_policy, step, weights, final)
+
+    def checkpoint(self, step: int, trainer: Trainer) -> None:
+        self._newest_checkpoint.result()
+        folder = temporary_folder("checkpoint", self._store.run)
+        trainer.save(Path(folder.name))
+        before = list(self._pending)
+        self._newest_checkpoint = self._later(self._uploader, self._write_checkpoint, step, folder, before)
+
+    def close(self) -> None:
+        """Waits until all is written. Raises what the writers raised."""
+        self._writer.submit(self._trackers.finish)
+        self._writer.shutdown(wait=True)
+        self._uploader.shutdown(wait=True)
+        for future in self._pending:
+            future.result()
+
+    def _later(self, thread: ThreadPoolExecutor, write, *arguments) -> Future:
+        self._raise_what_failed()
+        self._pending.append(thread.submit(self._fenced, write, *arguments))
+        return self._pending[-1]
+
+    def _raise_what_failed(self) -> None:
+        """An error of a writer stops training."""
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if future not in done]
+        for future in done:
+            future.result()
+
+    def _fenced(self, write, *arguments) -> None:
+        attempts.check_not_superseded(self._store, self._attempt)
+        write(*arguments)
+
+    def _write_record(self, step: int, rows: pa.Table, metrics: dict) -> None:
+        ledger.record_batch(self._store, self._attempt, step, rows)
+        ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step} | metrics)
+        self._trackers.log(step, metrics, rows)
+
+    def _write_checkpoint(self, step: int, folder: tempfile.TemporaryDirectory, before: list[Future]) -> None:
+        with folder:
+            for future in before:
+                future.result()  # what trained the steps before it is on record: a resumed run takes them as done
+            checkpoints.save_checkpoint(self._store, step, Path(folder.name))
+        checkpoints.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
+
+    def _write_policy(self, step: int, weights: dict, final: bool) -> None:
+        with temporary_folder("policy", self._store.run) as folder:
+            for file in self._template.iterdir():
+                if file.is_file() and file.suffix != ".safetensors":
+                    shutil.copy(file, folder)
+            write_weights(weights, folder)
+            mark = fingerprint(weights.items())
+            policies.publish_policy(
+                self._store, Path(folder), step, mark, attempt=self._attempt, final=final,
+                cache_dir=policy_cache(self._store.run),
+            )  # fmt: skip
+        policies.prune_policies(self._store, keep=KEPT_POLICIES)

@@ -1,0 +1,55 @@
+"""Training a run: tba.trainer's loop between the store's replay buffer and the store. flows/trainer/__main__.py runs
+it."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+
+from flows.config import RunConfig
+from flows.trainer.alarms import RunAlarms
+from flows.trainer.experience import StoredExperience
+from flows.trainer.heartbeat import Heartbeat
+from flows.trainer.outbox import StoreOutbox
+from flows.trainer.ranks import trainer_of
+from infra.machine import cpu_threads, temporary_folder
+from storage import checkpoints
+from storage.buffer import ReplayBuffer
+from storage.store import RunStore
+from tba.models import model_folder
+from tba.trainer import train
+
+
+def train_run(
+    store: RunStore,
+    config: RunConfig,
+    attempt: int,
+    resumed_from: int,
+    heart: Heartbeat,
+    processes: int,
+    zero_stage: int,
+) -> str:
+    """Trains to the run's end or until it is told to stop, from the checkpoint of step `resumed_from` (0: from none).
+
+    Returns "finished" or "stopped".
+    """
+    folder = model_folder(config.model)
+    threads = cpu_threads(processes if config.synchronous else processes + config.searchers)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that are started here
+    settings = config.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
+    alarms = RunAlarms(store, resumed_from)
+    with (
+        contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
+        trainer_of(folder, settings, config.seed) as trainer,
+    ):
+        if resumed_from:
+            with temporary_folder("resume", store.run) as local:
+                store.download_folder(checkpoints.checkpoint_path(resumed_from), Path(local))
+                trainer.load(Path(local))
+        buffer = ReplayBuffer(store, config.sampling, config.seed)
+        buffer.rebuild(resumed_from)
+        awaits_shard = attempt > 1 and config.searchers > 0
+        train(trainer, StoredExperience(store, buffer, attempt, alarms, awaits_shard=awaits_shard), outbox)
+        return "finished" if trainer.step >= config.train.steps else "stopped"

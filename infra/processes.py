@@ -1,0 +1,29 @@
+"""Finds this machine's processes by environment variable, and stops them."""
+
+import contextlib
+
+import psutil
+
+STOP_TIMEOUT_S = 15  # a flow process that is told to stop reports its state to the server first
+
+
+def find_processes(variable: str, value: str) -> list[psutil.Process]:
+    """Processes with this value of the environment variable. Children inherit it, also when their parent has ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or it is another user's
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
+def stop_processes(processes: list[psutil.Process]) -> None:
+    """Terminates the processes, waits, and kills those that still run."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, left = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=STOP_TIMEOUT_S)

@@ -1,0 +1,293 @@
+"""The local stack: a Prefect server, the work pool `tba`, the deployments of prefect.yaml and a worker.
+
+    up()      reuses the server that answers, else starts one on loopback; deploys; starts a worker if ours is not there
+    leave()   the end of `tba train`: stops the stack unless `tba up` or another `tba train` still wants it
+    down()    stops exactly what this project started
+
+Two lives. `tba up` starts daemons in sessions of their own. `tba train` without a running stack starts children in its
+own process group, so that a SIGKILL to the group takes all of it, flow processes included (Prefect's process worker
+opens no sessions). What was started is written to `.tba/.local/stack.json` with each process's start time, so that a
+recycled pid is never signalled; what a killed stack left there is recognised by the same means.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from infra import prefect_server
+from infra.prefect_server import StackError
+from infra.processes import find_processes, stop_processes
+from storage.process_identity import Process
+
+SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
+ANSWER_TIMEOUT_S = 30  # of a call that deploys, made three times where nothing comes; an idle server takes milliseconds
+WORKER_QUERY_S = 2  # Prefect polls every 10 s; a run of minutes should not begin with that
+STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of all that its stack runs
+
+
+@dataclass
+class State:
+    """What stack.json holds."""
+
+    url: str | None = None
+    """API of the server that the processes talk to."""
+    own_server: bool = False
+    """The server there is ours."""
+    keep: bool = False
+    """`tba up` asked for it, so only `tba down` stops it."""
+    users: list[Process] = field(default_factory=list)
+    """`tba train` processes that rely on it."""
+    processes: dict[str, Process] = field(default_factory=dict)
+    """What we started: `server` (unless one was there) and `worker`."""
+
+
+def local_folder(project: Path) -> Path:
+    """Where logs, state and Prefect's database of this project are."""
+    return project / ".tba" / ".local"
+
+
+def work_queue(project: Path) -> str:
+    """This checkout's own queue, so that of two checkouts on one server neither's worker runs the other's flows."""
+    return f"{project.name}-{zlib.crc32(bytes(project)):08x}"
+
+
+def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
+    """Make the stack run and return its API's URL. keep: as daemons, until down(); else as children, until leave().
+
+    Raises StackError, after stopping what this call started."""
+    with _locked_state(project) as state:
+        before = dict(state.processes)
+        try:
+            _bring_up(project, state, keep or state.keep, say)
+        except BaseException:
+            started = {name for name, process in state.processes.items() if process != before.get(name)}
+            if "server" in started:
+                _stop(project, state.processes)
+            elif started and (worker := state.processes.pop("worker").find()):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, and `raise` says why
+                    stop_processes([*worker.children(recursive=True), worker])
+            raise
+        if keep:
+            state.keep = True
+        else:
+            state.users.append(Process.current())
+        return state.url
+
+
+def leave(project: Path, say: Callable[[str], None] = print) -> None:
+    """The end of an up(keep=False): stop the stack, unless someone else still wants it."""
+    with _locked_state(project) as state:
+        state.users = [user for user in state.users if user.pid != os.getpid()]
+        if state.processes and not state.keep and not state.users:
+            say("Stopping the local stack.")
+            _stop(project, state.processes)
+
+
+def down(project: Path) -> list[str]:
+    """Stop what this project started, whoever uses it. Returns the names of what was running."""
+    with _locked_state(project) as state:
+        names = sorted(state.processes)
+        _stop(project, state.processes)
+        state.keep = False
+        return names
+
+
+def check(project: Path) -> None:
+    """Raise StackError if something that we started has died."""
+    state = _read_state(project)
+    for name, process in state.processes.items():
+        if process.find() is None:
+            raise StackError(f"The Prefect {name} (pid {process.pid}) has died.\n{log_tail(project, name)}")
+
+
+def running_url(project: Path) -> str | None:
+    """The API of the server that this project's stack talks to; None where nothing of it runs."""
+    state = _read_state(project)
+    return state.url if any(process.find() for process in state.processes.values()) else None
+
+
+def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
+    """The last lines of the log of `server` or `worker` (the worker's carries its flows' output), and its path."""
+    path = local_folder(project) / f"{name}.log"
+    lines = path.read_text(errors="replace").splitlines()[-num_lines:] if path.exists() else []
+    return "\n".join([f"--- the last lines of {path}", *lines])
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None], again: bool = True) -> None:
+    url = prefect_server.find(work_queue(project), state.url if state.processes else None, say)
+    if url is None:
+        if "server" in state.processes:  # alive, yet it does not answer
+            _stop_hung(project, state, say)
+        _start_server(project, state, keep, say)
+    else:
+        say(f"Using the Prefect server at {url}.")
+        state.url, state.own_server = url, "server" in state.processes
+    pool_type = prefect_server.create_work_pool(state.url)
+    if "worker" not in state.processes and pool_type == "process":  # another type of pool has workers of its own
+        name = f"{work_queue(project)}@{socket.gethostname()}"
+        command = ["worker", "start", "--pool", prefect_server.WORK_POOL, "--type", "process", "--name", name]
+        command += ["--work-queue", work_queue(project), "--work-queue", "default"]
+        _start(project, state, "worker", command, keep)
+    if other := prefect_server.other_deployer(state.url, work_queue(project)):
+        say(
+            f"The deployments at {state.url} were another checkout's ({other}); they are this one's from now on. "
+            "What starts a run there by their names (prefect deployment run, the page, a schedule) starts this code."
+        )
+    failure = _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
+    if failure and again and state.own_server and prefect_server.version(state.url) is None:
+        # Prefect 3.7's server can hang for good as an automation is created, if it reads them at that moment (Prefect's
+        # issue 23055). 3.8.6 does not, but its worker opens sessions, so a kill of our process group would leave flows.
+        _stop_hung(project, state, say)
+        return _bring_up(project, state, keep, say, again=False)
+    if failure:
+        raise StackError(failure)
+    if (worker := state.processes.get("worker")) and worker.find() is None:
+        raise StackError(f"The Prefect worker died while starting.\n{log_tail(project, 'worker')}")
+
+
+def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
+    configured = prefect_server.configured_url()
+    preferred = (configured and prefect_server.is_loopback(configured) and urlsplit(configured).port) or 4200
+    port = prefect_server.free_port(preferred)
+    _stop_workers(project, None)  # they talked to a server that is gone
+    state.processes.clear()
+    state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
+    say(f"Starting a Prefect server at {state.url} (about ten seconds).")
+    command = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--analytics-off"]
+    process = _start(project, state, "server", command, keep)
+    deadline = time.monotonic() + SERVER_START_TIMEOUT_S
+    while prefect_server.version(state.url) is None:
+        if process.find() is None or time.monotonic() > deadline:
+            raise StackError(f"The Prefect server did not start.\n{log_tail(project, 'server')}")
+        time.sleep(0.2)
+    if port != preferred:
+        say(f"Port {preferred} is taken. For the prefect command: export PREFECT_API_URL={state.url}")
+
+
+def _deploy(project: Path, state: State) -> str | None:
+    """What went wrong, if anything did."""
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    environment = _environment(project, state)
+    environment |= {"PREFECT_API_REQUEST_TIMEOUT": str(ANSWER_TIMEOUT_S), "PREFECT_CLIENT_MAX_RETRIES": "2"}
+    done = subprocess.run(
+        command, cwd=project, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        return f"`prefect deploy --all` failed.\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return None
+
+
+def _start(project: Path, state: State, name: str, command: list[str], keep: bool) -> Process:
+    """Start `prefect <command>`, logging to <name>.log, and record it before anything else can go wrong."""
+    with open(local_folder(project) / f"{name}.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", *command],
+            cwd=project,
+            env=_environment(project, state),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=keep,
+        )
+    state.processes[name] = started = Process.of(process.pid)
+    _write_state(project, state)
+    return started
+
+
+def _environment(project: Path, state: State) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "PREFECT_API_URL": state.url,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_WORKER_QUERY_SECONDS": str(WORKER_QUERY_S),
+        # flows import this project's packages, whatever folder the worker opens their processes in
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(project), os.environ.get("PYTHONPATH")))),
+        "PYTHONUNBUFFERED": "1",  # logs are read while they are written
+        "TBA_WORK_QUEUE": work_queue(project),  # read by prefect.yaml
+        STACK_VARIABLE: str(project),
+    }
+    if state.own_server:  # a server that was there before may need the credentials of the user's own PREFECT_HOME
+        environment["PREFECT_HOME"] = str(local_folder(project) / "prefect")
+    return environment
+
+
+def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
+    """Stop our server, which does not answer, and what it ran. StackError where another `tba train` relies on it."""
+    if state.users:
+        raise StackError(
+            f"Our Prefect server does not answer, and `tba train` (pid {state.users[0].pid}) waits for it. `tba down` "
+            f"stops all of it; runs resume.\n{log_tail(project, 'server')}"
+        )
+    say("The Prefect server has stopped answering. Starting another; runs that it had resume by their commands.")
+    _stop(project, state.processes)
+
+
+# --- stopping, and the state's file -----------------------------------------------------------------------------------
+
+
+def _stop(project: Path, processes: dict[str, Process]) -> None:
+    """Worker and flows, then the server, so that flows can report how they ended."""
+    entry = processes.pop("server", None)
+    _stop_workers(project, entry)
+    processes.clear()
+    if entry and (process := entry.find()):
+        stop_processes([process])
+
+
+def _stop_workers(project: Path, spared: Process | None) -> None:
+    """All that the stack runs but the server: also flow processes, and theirs, that have lost their parents."""
+    processes = find_processes(STACK_VARIABLE, str(project))
+    stop_processes([process for process in processes if spared is None or process.pid != spared.pid])
+
+
+@contextlib.contextmanager
+def _locked_state(project: Path) -> Iterator[State]:
+    """The state without what is dead, written back on leaving (removed when nothing is left). One process at a time."""
+    folder = local_folder(project)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "stack.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        state = _read_state(project)
+        state.users = [user for user in state.users if user.find()]
+        state.processes = {name: process for name, process in state.processes.items() if process.find()}
+        state.keep = state.keep and bool(state.processes)
+        try:
+            yield state
+        finally:
+            _write_state(project, state)
+
+
+def _read_state(project: Path) -> State:
+    try:
+        stored = json.loads((local_folder(project) / "stack.json").read_text())
+    except FileNotFoundError:
+        return State()
+    users = [Process(**user) for user in stored["users"]]
+    processes = {name: Process(**process) for name, process in stored["processes"].items()}
+    return State(stored["url"], stored["own_server"], stored["keep"], users, processes)
+
+
+def _write_state(project: Path, state: State) -> None:
+    path = local_folder(project) / "stack.json"
+    if not state.processes:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(state), indent=2))
+    os.replace(temporary, path)

@@ -1,0 +1,35 @@
+"""Samples of a run's responses, and the diversity measured in them.
+
+diversity/measured=20261121T120000.000000Z.parquet    one measurement
+"""
+
+import pyarrow as pa
+
+from storage.queries import connect
+from storage.schema import DIVERSITY, to_table
+from storage.shards import parquet_bytes
+from storage.sql import sql
+from storage.store import RunStore
+
+
+def choose_diversity_sample(
+    store: RunStore, *, num_bins: int, responses_per_prompt: int, num_responses: int, seed: int
+) -> pa.Table:
+    """About `num_responses` responses, `responses_per_prompt` to each prompt, of every group of the query."""
+    parameters = {
+        "num_bins": num_bins,
+        "responses_per_prompt": responses_per_prompt,
+        "num_responses": num_responses,
+        "seed": seed,
+    }
+    with connect(store) as connection:
+        return connection.sql(sql("choose_diversity_sample"), params=parameters).to_arrow_table()
+
+
+def record_diversity(store: RunStore, rows: list[dict]) -> pa.Table:
+    """Store a measurement: DIVERSITY rows with one `measured_at`. Returns them as the table that was stored."""
+    table = to_table(rows, DIVERSITY)
+    if rows:
+        name = f"{rows[0]['measured_at']:%Y%m%dT%H%M%S.%fZ}"
+        store.put_new(f"diversity/measured={name}.parquet", parquet_bytes(table))
+    return table

@@ -1,0 +1,57 @@
+"""Requests to a running run: stop, change the number of Searchers. Each is a small file in the run's store, so any
+machine that sees the store can make one.
+
+control/stop.json         the Trainer ends after its current step, and deletes this file
+control/searchers.json    number of Searchers that the flow keeps running, also after a resume
+control/leaving/<name>    this Searcher ends after its current round
+"""
+
+import contextlib
+import json
+
+from storage.errors import NotFound
+from storage.store import RunStore
+
+STOP = "control/stop.json"
+SEARCHERS = "control/searchers.json"
+
+
+def ask_to_stop(store: RunStore) -> None:
+    store.put(STOP, b"{}")
+
+
+def take_back_stop(store: RunStore) -> bool:
+    """Clears the stop request; returns whether there was one."""
+    with contextlib.suppress(NotFound):
+        store.delete(STOP)
+        return True
+    return False
+
+
+def want_searchers(store: RunStore, number: int) -> None:
+    store.put(SEARCHERS, json.dumps({"wanted": number}).encode())
+
+
+def wanted_searchers(store: RunStore, configured: int) -> int:
+    """The number of Searchers to keep running: the newest request, else the configured number."""
+    with contextlib.suppress(NotFound):
+        return json.loads(store.get(SEARCHERS))["wanted"]
+    return configured
+
+
+def ask_to_leave(store: RunStore, searcher: str) -> None:
+    store.put(_leaving(searcher), b"")
+
+
+def is_to_leave(store: RunStore, searcher: str) -> bool:
+    return store.exists(_leaving(searcher))
+
+
+def welcome(store: RunStore, searcher: str) -> None:
+    """Clears the request to leave that an earlier Searcher of this name was given."""
+    with contextlib.suppress(NotFound):
+        store.delete(_leaving(searcher))
+
+
+def _leaving(searcher: str) -> str:
+    return f"control/leaving/{searcher}"

@@ -1,0 +1,107 @@
+"""Reward versions: stored trajectories scored again by another reward, while the shards stay as they are.
+
+    rewards/<version>/version.json                            the reward function of this version
+    rewards/<version>/searcher=<id>/round=00000042.parquet    a reward for each trajectory of that shard, in its order
+
+A shard's rewards are written once, in one file. So scoring may be interrupted and repeated, also after Searchers have
+committed more: shards without a file are still to be scored.
+"""
+
+import json
+import re
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.errors import AlreadyExists, NotFound, TornShard
+from storage.schema import REWARD, TRAJECTORY
+from storage.shards import check_searcher_id, new_shards, parquet_bytes
+from storage.store import RunStore
+
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_version(version: str) -> str:
+    """Returns the name if a reward version can have it. ValueError otherwise."""
+    if not _VERSION.fullmatch(version):
+        raise ValueError(
+            f"reward version: got {version!r}; it is 1 to 64 letters, digits, '.', '_' or '-' and begins with a letter "
+            "or digit: it becomes a folder. Choose another name."
+        )
+    return version
+
+
+def begin_version(store: RunStore, version: str, reward: str) -> None:
+    """Record that `reward` scores this version. ValueError if another reward did: versions are never mixed."""
+    path = f"rewards/{check_version(version)}/version.json"
+    try:
+        store.put_new(path, json.dumps({"version": version, "reward": reward}).encode())
+    except AlreadyExists:
+        recorded = json.loads(store.get(path))["reward"]
+        if recorded != reward:
+            raise ValueError(
+                f"reward version {version!r} of run {store.run} was scored by {recorded}; {reward} cannot "
+                "continue it. Choose another version."
+            ) from None
+
+
+def has_version(store: RunStore, version: str) -> bool:
+    return store.exists(f"rewards/{check_version(version)}/version.json")
+
+
+def unscored_shards(store: RunStore, version: str) -> dict[str, list[int]]:
+    """Per searcher the committed rounds without rewards of this version, in order."""
+    scored = set(store.list(f"rewards/{check_version(version)}"))
+    return {
+        searcher: [number for number in rounds if _path(version, searcher, number) not in scored]
+        for searcher, rounds in new_shards(store, {}).items()
+    }
+
+
+def record_rewards(store: RunStore, version: str, shard: pa.Table, rewards: list[float]) -> None:
+    """The rewards of a shard's trajectories, in its order. AlreadyExists if they were recorded before."""
+    now = pa.scalar(datetime.now(UTC), REWARD.field("created_at").type)
+    columns = [shard["trajectory_id"], pa.repeat(version, len(rewards)), rewards, pa.repeat(now, len(rewards))]
+    table = pa.table(columns, names=REWARD.names).cast(REWARD)
+    searcher, number = shard["searcher"][0].as_py(), shard["round"][0].as_py()
+    store.put_new(_path(version, searcher, number), parquet_bytes(table))
+
+
+def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
+    """The shard with the rewards of this version in place of the sampled ones.
+
+    A shard that was sampled with this version is returned as it is. NotFound if the shard was not scored.
+    """
+    if set(shard["reward_version"].to_pylist()) == {version}:
+        return shard
+    searcher, number = shard["searcher"][0].as_py(), shard["round"][0].as_py()
+    path = _path(version, searcher, number)
+    try:
+        scored = pq.read_table(pa.BufferReader(store.get(path)))
+    except NotFound as error:
+        raise NotFound(
+            f"round {number} of searcher {searcher} of run {store.run} in {store.url} has no rewards of version "
+            f"{version!r}. Score it first: tba rescore {store.run} --version {version} --reward ..."
+        ) from error
+    if not scored["trajectory_id"].equals(shard["trajectory_id"]):
+        raise TornShard(f"{path} of run {store.run} in {store.url} holds rewards of other trajectories than its shard")
+    rewards = scored["reward"].to_pylist()
+    replaced = {
+        "reward": rewards,
+        "rewards": [[(version, reward)] for reward in rewards],
+        "reward_version": [version] * len(rewards),
+    }
+    return replace_columns(shard, replaced)
+
+
+def replace_columns(shard: pa.Table, columns: dict[str, list]) -> pa.Table:
+    """The trajectories with other values in some columns."""
+    for name, values in columns.items():
+        place, field = TRAJECTORY.get_field_index(name), TRAJECTORY.field(name)
+        shard = shard.set_column(place, field, pa.array(values, field.type))
+    return shard
+
+
+def _path(version: str, searcher: str, number: int) -> str:
+    return f"rewards/{version}/searcher={check_searcher_id(searcher)}/round={number:08d}.parquet"

@@ -1,0 +1,94 @@
+"""What a run's store tells of the run: who works on it, how far it is. No server is asked, no model imported."""
+
+import json
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from storage import attempts, ledger, policies
+from storage.errors import NotFound
+from storage.store import RunStore, list_runs, transfer_all
+
+# A Trainer of another machine is alive where its heartbeat changes; it does every two seconds.
+WATCH_S = 8.0
+# A heartbeat that old is not watched: whatever the two machines' clocks say, nobody writes it.
+OLD = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run at a glance. None: not known yet."""
+
+    run: str
+    state: str
+    """finished; alive: a Trainer works on it; trained: its final policy is to be evaluated yet; failed; stopped."""
+    step: int
+    steps: int | None
+    """Policy steps done, and to do."""
+    accuracy: float | None
+    """On held-out problems, of the newest policy that was evaluated."""
+    best_accuracy: float | None
+    """On held-out problems, of the policy that best.json names."""
+    trajectories: int
+    """Ever taken in by the Trainer."""
+    began_at: datetime | None
+    message: str
+    """The Trainer's newest words: why it waits, or how it ended."""
+
+
+def run_status(store: RunStore) -> RunStatus:
+    """Takes up to `WATCH_S` where the run's Trainer is, or was until lately, on another machine."""
+    beat = read(store, attempts.HEARTBEAT) or {}
+    summary = read(store, "summary.json")
+    lives = attempts.list_attempts(store)
+    evaluated = list(ledger.evaluations(store).values())
+    best = policies.best_policy(store)
+    known = beat | (summary or {})
+    if summary:
+        state = "finished"
+    elif is_alive(store, beat):
+        state = "alive"
+    else:
+        state = {"failed": "failed", "finished": "trained"}.get(beat.get("state"), "stopped")
+    return RunStatus(
+        run=store.run,
+        state=state,
+        step=summary["steps"] if summary else beat.get("step", 0),
+        steps=json.loads(store.get("run.json")).get("train", {}).get("steps"),
+        accuracy=ledger.accuracy(store, evaluated[-1]) if evaluated else None,
+        best_accuracy=best.accuracy if best else None,
+        trajectories=known.get("trajectories") or known.get("num_inserted") or 0,
+        began_at=datetime.fromisoformat(lives[0]["created_at"]) if lives else None,
+        message=beat.get("message") or "",
+    )
+
+
+def all_runs(url: str) -> list[RunStatus]:
+    """Every run of a store, the newest first; the waits for other machines' heartbeats overlap."""
+    statuses = transfer_all(lambda run: run_status(RunStore(url, run)), list_runs(url))
+    never = datetime.min.replace(tzinfo=UTC)
+    return sorted(statuses, key=lambda status: (status.began_at or never, status.run), reverse=True)
+
+
+def is_alive(store: RunStore, beat: dict) -> bool:
+    """Whether a Trainer works on the run. beat: its newest heartbeat; {} before the first."""
+    owner = attempts.trainer(store)
+    if owner is None or beat.get("state") in ("finished", "stopped", "failed"):
+        return False
+    if owner[0] == socket.gethostname():
+        return attempts.run_is_alive(store, watch_s=0)
+    if "at" not in beat or datetime.now(UTC) - datetime.fromisoformat(beat["at"]) > OLD:
+        return False
+    return attempts.run_is_alive(store, WATCH_S)
+
+
+def read(store: RunStore, path: str) -> dict | None:
+    try:
+        return json.loads(store.get(path))
+    except NotFound:
+        return None
+
+
+def stage_of(heartbeat: dict) -> str:
+    """In words: why the Trainer waits or how it ended, else its state."""
+    return heartbeat.get("message") or heartbeat["state"]

@@ -1,0 +1,108 @@
+"""summary.json: what a run came to, computed from the store alone."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from statistics import median
+
+from storage import attempts, policies, queries
+from storage.store import RunStore
+
+Interval = tuple[datetime, datetime]
+
+
+def summarise(store: RunStore) -> dict:
+    """Writes `summary.json` and returns it. Shares are of time; definitions are beside each key's computation."""
+    steps = queries.query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
+    rounds = queries.query(store, "SELECT * FROM search_rounds ORDER BY started_at").to_pylist()
+    accuracy = {
+        row["policy_step"]: row["accuracy"] for row in queries.query(store, "SELECT * FROM evaluations").to_pylist()
+    }
+    best = policies.best_policy(store)
+    training = [(step["started_at"], step["ended_at"]) for step in steps]
+    sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
+    num_attempts = queries.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
+    # Of the Trainer's time from its first step to its last: a resumed run's standstill is nobody's waiting.
+    wait_s = sum(step["wait_s"] for step in steps[1:])
+    summary = {
+        "run": store.run,
+        "accuracy_before": accuracy.get(0),
+        "accuracy_after": accuracy.get(steps[-1]["step"]),
+        "best_accuracy": best.accuracy if best else None,
+        "best_step": best.step if best else None,
+        "best_policy": best.path if best else None,
+        "steps": steps[-1]["step"],
+        "trajectories": queries.query(store, "SELECT count(*) FROM trajectories").column(0)[0].as_py(),
+        "staleness_mean": sum(step["staleness_mean"] for step in steps) / len(steps),
+        "staleness_max": max(step["staleness_max"] for step in steps),
+        "trainer_wait_share": wait_s / (wait_s + length(training)),
+        # Runs of an older version did not measure it.
+        "publish_stall_share": sum(step["publish_stall_s"] or 0.0 for step in steps[1:]) / length(training),
+        "searcher_idle_share": idle_share(rounds),
+        "evaluation_share": evaluation_share(store, rounds),
+        "overlap_share": length(intersection(union(training), sampling)) / length(training),
+        "wall_s": (datetime.now(UTC) - attempts.first_attempt_at(store)).total_seconds(),
+        "step_s_median": median(step["step_s"] for step in steps),
+        "attempts": num_attempts,
+        "note": None if rounds else "no Searcher took part, so there was no engine to measure accuracy with",
+        "finished_at": datetime.now(UTC).isoformat(),
+    }
+    store.put("summary.json", json.dumps(summary, indent=1).encode())
+    return summary
+
+
+def idle_share(rounds: list[dict]) -> float | None:
+    """Of the Searchers' time, each from its first round to its last, the share spent neither sampling nor scoring.
+
+    None: there was no Searcher.
+    """
+    if not rounds:
+        return None
+    busy = present = timedelta()
+    for searcher in {row["searcher"] for row in rounds}:
+        own = [(row["started_at"], row["ended_at"]) for row in rounds if row["searcher"] == searcher]
+        busy += sum((end - start for start, end in own), timedelta())
+        present += max(end for _, end in own) - min(start for start, _ in own)
+    return 1 - busy / present
+
+
+def evaluation_share(store: RunStore, rounds: list[dict]) -> float | None:
+    """Of the time in which a Searcher sampled, scored or evaluated, the share with an evaluation, undone ones included.
+
+    None: nothing was evaluated, or an older version did not measure how long that took.
+    """
+    rows = queries.query(store, "SELECT created_at, seconds FROM stored_evaluations WHERE seconds > 0").to_pylist()
+    if not rows:
+        return None
+    evaluating = [(row["created_at"] - timedelta(seconds=row["seconds"]), row["created_at"]) for row in rows]
+    searching = [(row["started_at"], row["ended_at"]) for row in rounds]
+    return length(union(evaluating)) / length(union(evaluating + searching))
+
+
+def union(intervals: list[Interval]) -> list[Interval]:
+    """The same time as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(these: list[Interval], those: list[Interval]) -> list[Interval]:
+    """The time in both, each given as disjoint intervals in order. Linear: a long run has many."""
+    both, i, j = [], 0, 0
+    while i < len(these) and j < len(those):
+        start, end = max(these[i][0], those[j][0]), min(these[i][1], those[j][1])
+        if start < end:
+            both.append((start, end))
+        if these[i][1] < those[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both
+
+
+def length(intervals: list[Interval]) -> float:
+    """Seconds in disjoint intervals."""
+    return sum((end - start).total_seconds() for start, end in intervals)

@@ -1,0 +1,48 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: trained in place of the weights, published merged into them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def add(model: PreTrainedModel, rank: int, seed: int) -> None:
+    """Adds adapters to all linear layers but the head, in place; freezes other weights. At first they have no effect.
+
+    The first matrix of each is random, from `seed` alone; the second one is 0. The global random state does not change.
+
+    Raises: RuntimeError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise RuntimeError("train.lora_rank needs peft: pip install peft, or leave the setting out") from error
+    # lora_alpha = 2 x rank is the usual choice: the learning rate then need not follow the rank.
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+
+
+@torch.no_grad()
+def merged(
+    model: PreTrainedModel, gathered: Callable[[list[Tensor]], AbstractContextManager] = nullcontext
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of the model as if it had been trained whole: each adapter is added to its layer's weight.
+
+    One layer's weights at a time are inside `gathered`, which gathers weights that are sharded over devices. Use each
+    tensor before taking the next.
+    """
+    layers = dict(model.named_modules())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name:
+            continue
+        layer, _, kind = name.rpartition(".base_layer.")
+        if layer and kind == "weight":
+            with gathered(list(layers[layer].parameters())):
+                yield f"{layer}.{kind}", tensor + layers[layer].get_delta_weight("default")
+        else:
+            with gathered([tensor]):
+                yield (f"{layer}.{kind}" if layer else name), tensor

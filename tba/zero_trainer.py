@@ -1,0 +1,247 @@
+"""The Trainer on many devices, one process each; DeepSpeed ZeRO shards optimizer (1), gradients (2) and weights (3).
+
+The first process draws batches and writes; the others follow it. It distributes whole prompts, balanced by tokens; the
+loss is the mean over all of them. Every process runs as many passes as the one with the most: ZeRO-3 gathers weights
+and ZeRO-2 sums gradients in each pass, and all processes must take part. Clipping and the test for finite gradients use
+the norm of the whole gradient, so all processes decide alike. A checkpoint is the same
+single file as one device's, and resumes on any number.
+
+Numerics are those of one device (tba/precision.py), with torch's AdamW; only sums come in another order.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from tba import lora
+from tba.config import TrainSettings
+from tba.logprobs import Group, load_policy, sequence_logprobs
+from tba.precision import to_bfloat16
+from tba.trainer import CHECKPOINT, Draw, Trainer, _passes
+
+# While the first process waits for experience, the others wait for it. A process that dies is noticed at once.
+PATIENCE = timedelta(days=7)
+STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, beside its count of steps
+
+
+def _everywhere(method: Callable) -> Callable:
+    """A method that all processes run as soon as the first one calls it."""
+
+    @functools.wraps(method)
+    def call(self: "ShardedTrainer", *arguments):
+        _from_first((method.__name__, arguments))
+        return method(self, *arguments)
+
+    return call
+
+
+def _from_first(value: object = None) -> object:
+    """The value that the first process passed, in all processes."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+class ShardedTrainer(Trainer):
+    """A Trainer whose processes share the work. The first one is used like a Trainer, the others only `follow`.
+
+    Torch's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) identify the process.
+    """
+
+    def __init__(self, model: str | Path, settings: TrainSettings, deepspeed_config: Path, seed: int) -> None:
+        """Raises: RuntimeError: DeepSpeed is not installed."""
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise RuntimeError("train.processes > 1 needs DeepSpeed: pip install deepspeed") from error
+        from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+        config = json.loads(Path(deepspeed_config).read_text()) | {"gradient_clipping": settings.gradient_clip}
+        self._plugin = DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = Accelerator(
+            deepspeed_plugin=self._plugin,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
+        super().__init__(model, settings, seed=seed)
+        self._folder, self._is_first, self._num_processes = model, dist.get_rank() == 0, dist.get_world_size()
+        self._gathered = deepspeed.zero.GatheredParameters
+        self._engine, _ = accelerator.prepare(_Scorer(self._policy, settings.temperature), self._optimizer)
+        self._optimizer = self._engine.optimizer
+
+    def follow(self) -> None:
+        """Does what the first process does, until it closes."""
+        while (call := _from_first()) != "close":
+            name, arguments = call
+            getattr(type(self), name).__wrapped__(self, *arguments)
+
+    def close(self) -> None:
+        """Lets the other processes end."""
+        _from_first("close")
+
+    @_everywhere
+    def train_step(self, draws: Sequence[Draw]) -> dict:
+        return super().train_step(draws)
+
+    def _gradient(self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)) -> dict:
+        hands = deal(draws, self._num_processes)
+        needed = [_num_passes(hand, self.settings.micro_batch_tokens) for hand in hands]
+        at_least = tuple(map(max, zip(*needed, strict=True)))
+        own = super()._gradient(hands[dist.get_rank()], num_draws, beta, at_least)
+        of_all = [None] * self._num_processes
+        dist.all_gather_object(of_all, own)
+        return {name: sum(of.get(name, 0.0) for of in of_all) for name in {name for of in of_all for name in of}}
+
+    def _score(self, groups: Sequence[Group]) -> list[Tensor]:
+        return list(self._engine(groups).split([len(group.responses) for group in groups]))
+
+    def _differentiate(self, loss: Tensor) -> None:
+        # The engine takes the mean over processes. The loss is a mean over draws, so it needs the sum.
+        self._engine.backward(loss * self._num_processes, scale_wrt_gas=False)
+
+    def _apply_gradient(self, learning_rate: float) -> float:
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        self._engine.step()  # clips; if the norm is not finite, it does not step, and reports infinity
+        return float(self._engine.get_global_grad_norm())
+
+    @_everywhere
+    def weights(self) -> dict[str, Tensor]:
+        tied, copies = set(self._policy.all_tied_weights_keys), {}
+        for name, tensor in lora.merged(self._policy, self._gathered):
+            if self._is_first and name not in tied:
+                copies[name] = to_bfloat16(tensor.detach()).cpu()
+        return copies
+
+    @_everywhere
+    def save(self, folder: Path) -> None:
+        state = {}
+
+        def keep(name: str, tensor: Tensor) -> None:
+            if self._is_first:
+                state[name] = tensor.detach().to("cpu", copy=True)
+
+        of_reference = dict(self._reference.named_parameters()) if self._reference else {}
+        for name, parameter in self._trained.items():
+            keep(f"policy.{name}", self._whole(parameter))
+            if of_reference:
+                keep(f"reference.{name}", of_reference[name])
+            if self._steps_taken():
+                keep(f"step.{name}", self._steps_taken())
+                for key in STATES:
+                    keep(f"{key}.{name}", self._whole(parameter, key))
+        if self._is_first:
+            self._write(state, folder)
+
+    @_everywhere
+    def load(self, folder: Path) -> None:
+        file = safe_open(folder / CHECKPOINT, framework="pt") if self._is_first else None
+        names = set(_from_first(list(file.keys()) if self._is_first else None))
+        device = self._policy.device
+        self._reference = None
+
+        def read(name: str, like: Tensor) -> Tensor:
+            shape = getattr(like, "ds_shape", like.shape)
+            tensor = file.get_tensor(name).to(device) if self._is_first else torch.empty(shape, device=device)
+            dist.broadcast(tensor, src=0)
+            return tensor
+
+        if any(name.startswith("step.") for name in names):
+            step = next(name for name in sorted(names) if name.startswith("step."))
+            for flat in self._shards():
+                state = self._optimizer.state[flat]
+                for key in STATES:  # those that are there stay: DeepSpeed has linked them to weights, once
+                    state.setdefault(key, torch.zeros_like(flat))
+                state["step"] = read(step, torch.zeros(()))
+            if hasattr(self._optimizer, "_lazy_init_hp_params_optimizer_state"):  # ZeRO-1 and 2: links them to weights
+                self._optimizer._lazy_init_hp_params_optimizer_state()
+        if any(name.startswith("reference.") for name in names):
+            self._reference = self._new_reference()
+            for name, parameter in self._reference.named_parameters():
+                if name in self._trained:
+                    parameter.data.copy_(read(f"reference.{name}", parameter))
+        for name, parameter in self._trained.items():
+            self._set_whole(parameter, read(f"policy.{name}", parameter))
+            for key in STATES:
+                if f"{key}.{name}" in names:
+                    self._set_whole(parameter, read(f"{key}.{name}", parameter), key)
+        self.step = _from_first(json.loads((folder / "state.json").read_text())["step"] if self._is_first else None)
+
+    def _reset_reference(self) -> None:
+        """Each process holds the reference whole: it needs no optimizer state and no gradient."""
+        self._reference = self._new_reference()
+        for name, parameter in self._reference.named_parameters():
+            if name in self._trained:
+                parameter.data.copy_(self._whole(self._trained[name]))
+
+    def _new_reference(self) -> torch.nn.Module:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # with it, ZeRO-3 shards every model that is loaded
+        reference = load_policy(self._folder)
+        self._plugin.set_deepspeed_weakref()
+        if self.settings.lora_rank:
+            lora.add(reference, self.settings.lora_rank, seed=0)  # the policy's are copied into them
+        return reference.to(self._policy.device).requires_grad_(False)
+
+    def _shards(self) -> list[Tensor]:
+        """The flat tensors that this process' optimizer steps."""
+        if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3: between steps its groups are empty
+            return self._optimizer.fp32_partitioned_groups_flat
+        return [flat for group in self._optimizer.optimizer.param_groups for flat in group["params"]]
+
+    def _steps_taken(self) -> Tensor | None:
+        """AdamW's own count, which skipped steps do not raise; None before the first."""
+        return next((self._optimizer.state[flat].get("step") for flat in self._shards()), None)
+
+    @staticmethod
+    def _whole(parameter: Tensor, state: str | None = None) -> Tensor:
+        """The float32 master, or one of the optimizer's states, gathered from all processes."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        return safe_get_full_optimizer_state(parameter, state) if state else safe_get_full_fp32_param(parameter)
+
+    def _set_whole(self, parameter: Tensor, value: Tensor, state: str | None = None) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if state:
+            safe_set_full_optimizer_state(parameter, value, state)
+            return
+        safe_set_full_fp32_param(parameter, value)
+        with self._gathered([parameter], modifier_rank=0):
+            parameter.data.copy_(value)
+
+
+class _Scorer(torch.nn.Module):
+    """The policy as the engine calls it: from groups to the log-probabilities of all their responses, [sum of U]."""
+
+    def __init__(self, policy: torch.nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.policy, self.temperature = policy, temperature
+
+    def forward(self, groups: Sequence[Group]) -> Tensor:
+        return torch.cat(sequence_logprobs(self.policy, groups, self.temperature))
+
+
+def deal(draws: Sequence[Draw], num_hands: int) -> list[list[Draw]]:
+    """Whole draws by process: the longest first, each to the process with the fewest tokens. One may get none."""
+    hands: list[list[Draw]] = [[] for _ in range(num_hands)]
+    tokens = [0] * num_hands
+    for draw in sorted(draws, key=lambda draw: -draw.group.num_tokens):
+        hand = tokens.index(min(tokens))
+        hands[hand].append(draw)
+        tokens[hand] += draw.group.num_tokens
+    return hands
+
+
+def _num_passes(draws: Sequence[Draw], max_tokens: int) -> tuple[int, int]:
+    """Passes without and with gradient that these draws need."""
+    whole, split = _passes(draws, max_tokens)
+    parts = sum(len(parts) for _, parts in split)
+    return parts, len(whole) + parts

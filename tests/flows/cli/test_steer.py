@@ -1,0 +1,285 @@
+"""What somebody asks of a run while it trains: stop, more and fewer Searchers.
+
+Claims
+- the flow keeps as many Searchers as were asked for last, across its own lives; a new one has a name of its own
+- a Searcher that gave up on a silent Trainer is started again, as often as that takes; at the final policy none is
+- so is one that fell and had committed a round; one that falls again and again at the same round ends the run
+- who is to leave is told so in the store and nobody takes its name; the first, which evaluates, stays
+- a Searcher that is to leave finishes its round and begins no other
+- the Trainer's process hears within a heartbeat that it is to stop, once
+- a store that is away changes nothing, nor does a Prefect server that is away during the final evaluation
+- `tba searchers` refuses what is no change, what would leave nobody to evaluate, and a finished run
+- `tba stop` waits until the Trainer says that it has stopped, and says so; refuses where nobody trains
+
+Run: pytest tests/flows/cli/test_steer.py
+"""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from prefect.logging import disable_run_logger
+from prefect.states import Completed, Crashed
+from typer.testing import CliRunner
+
+from flows import search, train
+from flows.cli.app import app
+from flows.config import RunConfig
+from flows.run import searchers as of_run
+from flows.run.searchers import MAX_REPLACEMENTS, Searchers
+from flows.trainer.alarms import RunAlarms
+from flows.trainer.heartbeat import Heartbeat
+from flows.trainer.outbox import StoreOutbox
+from storage import attempts, ledger, policies, requests
+from storage.errors import StoreUnreachable
+from storage.policies import PolicyRef
+from storage.shards import commit_shard
+from storage.store import RunStore
+from tba.trainer import Stopped
+from tests.flows.prepared_run import heartbeat, prepare_run
+from tests.storage.helpers import NOON, make_shard
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> RunStore:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TBA_STORE", raising=False)
+    return prepare_run((tmp_path / ".tba").as_uri())
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[dict]:
+    """The parameters of the flow runs that were started, in order; none of them falls."""
+    parameters = []
+
+    def run_deployment(name: str, **given) -> SimpleNamespace:
+        parameters.append(given["parameters"])
+        return SimpleNamespace(id=len(parameters))
+
+    monkeypatch.setattr(of_run, "run_deployment", run_deployment)
+    monkeypatch.setattr(Searchers, "_has_fallen", staticmethod(lambda run: False))
+    return parameters
+
+
+def new_flow(store: RunStore) -> Searchers:
+    return Searchers(RunConfig(run=store.run, store=store.url, searchers=1))
+
+
+def tba(*arguments: str):
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def names(started: list[dict]) -> list[str]:
+    return [parameters["name"] for parameters in started]
+
+
+def away(*_: object):
+    raise StoreUnreachable("away")
+
+
+def test_the_flow_keeps_as_many_searchers_as_are_wanted(store, started):
+    searchers = new_flow(store)
+    searchers.keep_up()
+    assert tba("searchers", "arithmetic", "+2").exit_code == 0
+    searchers.keep_up()
+    searchers.keep_up()
+    assert names(started) == ["s0", "s1", "s2"]
+    assert [parameters["evaluates"] for parameters in started] == [True, False, False]
+
+    answer = json.loads(tba("searchers", "arithmetic", "-1", "--json").stdout)
+    assert answer == {"run": "arithmetic", "before": 3, "wanted": 2, "alive": False}
+    searchers.keep_up()
+    assert [requests.is_to_leave(store, name) for name in ("s0", "s1", "s2")] == [False, False, True]
+
+    tba("searchers", "arithmetic", "+1")
+    searchers.keep_up()
+    assert names(started)[3:] == ["s3"]  # s2 may be in its last round still
+
+    resumed = new_flow(store)
+    resumed.keep_up()
+    assert names(started)[4:] == ["s0", "s1", "s2"]
+    assert not requests.is_to_leave(store, "s2")  # the new one
+
+
+def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
+    searchers = new_flow(store)
+    tba("searchers", "arithmetic", "+1")
+    searchers.keep_up()
+
+    monkeypatch.setattr(requests, "wanted_searchers", away)
+    searchers.keep_up()
+    assert names(started) == ["s0", "s1"]
+    assert not requests.is_to_leave(store, "s1")
+
+
+def test_who_gave_up_on_a_silent_trainer_is_started_again(store, monkeypatch):
+    parameters = []
+    monkeypatch.setattr(of_run, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
+    monkeypatch.setattr(Searchers, "_state", staticmethod(lambda run: Completed()))
+    latest = SimpleNamespace(final=False)
+    monkeypatch.setattr(policies, "latest_policy", lambda store: latest)
+    searchers = new_flow(store)
+    with disable_run_logger():
+        for _ in range(2 * MAX_REPLACEMENTS):
+            searchers.keep_up()
+        assert names(parameters) == ["s0"] * (1 + 2 * MAX_REPLACEMENTS)
+        latest.final = True
+        searchers.keep_up()
+    assert len(parameters) == 1 + 2 * MAX_REPLACEMENTS
+
+
+@pytest.fixture
+def fallen(monkeypatch) -> list[dict]:
+    """The parameters of the flow runs that were started, in order; each of them has crashed when it is looked at."""
+    parameters = []
+    monkeypatch.setattr(of_run, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
+    monkeypatch.setattr(Searchers, "_state", staticmethod(lambda run: Crashed()))
+    return parameters
+
+
+def test_who_falls_now_and_then_is_replaced_as_often_as_that_takes(store, fallen):
+    """A preempted machine each day, of which a run of many days has many, is no fault."""
+    searchers = new_flow(store)
+    with disable_run_logger():
+        for number in range(2, 3 + 2 * MAX_REPLACEMENTS):
+            searchers.keep_up()
+            commit_shard(store, make_shard("s0", number))
+    assert names(fallen) == ["s0"] * (2 + 2 * MAX_REPLACEMENTS)
+
+
+def test_each_of_many_may_fall(store, fallen):
+    searchers = Searchers(RunConfig(run=store.run, store=store.url, searchers=2 * MAX_REPLACEMENTS))
+    with disable_run_logger():
+        searchers.keep_up()
+    assert names(fallen)[2 * MAX_REPLACEMENTS :] == names(fallen)[: 2 * MAX_REPLACEMENTS]
+
+
+def test_who_falls_again_and_again_ends_the_run(store, fallen):
+    searchers = new_flow(store)
+    with disable_run_logger():
+        for _ in range(MAX_REPLACEMENTS):
+            searchers.keep_up()
+        with pytest.raises(RuntimeError, match="searcher s0 fell 4 times at its round 2"):
+            searchers.keep_up()
+    assert names(fallen) == ["s0"] * (1 + MAX_REPLACEMENTS)
+
+
+def test_who_falls_while_the_store_is_away_is_replaced_when_it_is_back(store, fallen, monkeypatch):
+    searchers = new_flow(store)
+    with disable_run_logger():
+        searchers.keep_up()
+        with monkeypatch.context() as outage:
+            outage.setattr(RunStore, "list", away)
+            outage.setattr(RunStore, "get", away)
+            for _ in range(2 * MAX_REPLACEMENTS):
+                searchers.keep_up()
+        assert names(fallen) == ["s0", "s0"]
+        searchers.keep_up()
+    assert names(fallen) == ["s0"] * 3
+
+
+def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatch):
+    monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
+    monkeypatch.setattr(train, "POLL_S", 0)
+
+    def keep_up() -> None:
+        """Meanwhile the Searcher evaluates."""
+        row = {"attempt": 1, "policy_step": 80, "split": "heldout", "num_problems": 8, "accuracy": 0.75}
+        ledger.record_evaluation(store, row | {"mean_response_tokens": 4.0, "seconds": 2.0, "created_at": NOON})
+        raise httpx.ConnectError("the server is away")
+
+    train.await_evaluation.fn(store, SimpleNamespace(keep_up=keep_up))
+    assert list(ledger.evaluations(store)) == [0, 80]
+
+
+def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
+    rounds = []
+
+    def search_round(store: RunStore, searcher, number: int) -> None:
+        if number == 3:
+            requests.ask_to_leave(store, "s1")  # in the middle of a round
+        rounds.append(number)
+
+    served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
+    monkeypatch.setattr(search, "start_searcher", lambda *_: None)
+    monkeypatch.setattr(search, "next_policy", lambda *_, **__: served)
+    monkeypatch.setattr(search, "deliver", lambda *_: True)
+    monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
+    monkeypatch.setattr(search, "search_round", search_round)
+    monkeypatch.setattr(search, "get_run_logger", lambda: logging.getLogger("test"))
+    assert search.search.fn(store.url, store.run, name="s1") == 4
+    assert rounds == [0, 1, 2, 3]
+
+
+def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
+    monkeypatch.setattr("flows.trainer.heartbeat.HEARTBEAT_S", 0.05)
+    heart = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
+    try:
+        assert not heart.stop.wait(0.2)
+        requests.ask_to_stop(store)
+        assert heart.stop.wait(10)
+        given = store, RunConfig(), 1, Path(), heart, RunAlarms(store, resumed_from=0)
+        with contextlib.closing(StoreOutbox(*given)) as outbox, pytest.raises(Stopped):
+            outbox.status("training", 4)
+        assert not requests.take_back_stop(store)
+    finally:
+        heart.end("stopped")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("-1", "it keeps at least 1: the last one measures the final policy"),
+        ("2", "change: got '2'; write how many more or fewer, such as +1 or -1"),
+        ("+0", "change: got '+0'"),
+        ("+many", "change: got '+many'"),
+    ],
+)
+def test_searchers_refuses(store, change, message):
+    result = tba("searchers", "arithmetic", change)
+    assert (result.exit_code, message in result.stderr) == (2, True)
+    assert requests.wanted_searchers(store, 1) == 1
+
+
+def test_a_finished_run_needs_no_searchers(store):
+    prepare_run(store.url, "done", finished=True)
+    result = tba("searchers", "done", "+1")
+    assert (result.exit_code, result.stderr) == (2, "Run 'done' is finished.\n")
+
+
+def test_who_takes_turns_is_one_searcher(store):
+    store.put("run.json", json.dumps(json.loads(store.get("run.json")) | {"synchronous": True}).encode())
+    result = tba("searchers", "arithmetic", "+1")
+    assert (result.exit_code, "one Searcher and the Trainer take turns" in result.stderr) == (2, True)
+    assert requests.wanted_searchers(store, 1) == 1
+
+
+def test_stop_refuses_where_nobody_trains(store):
+    result = tba("stop", "arithmetic")
+    assert (result.exit_code, "Nobody trains run 'arithmetic' now" in result.stderr) == (2, True)
+    assert not requests.take_back_stop(store)
+
+
+def test_stop_waits_until_the_trainer_has_stopped(store):
+    attempts.start_attempt(store, resumed_from=0, owner=attempts.this_process())
+    attempts.heartbeat(store, heartbeat(41))
+
+    def obey() -> None:
+        while not requests.take_back_stop(store):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        attempts.heartbeat(store, heartbeat(42, state="stopped"))
+
+    trainer = threading.Thread(target=obey)
+    trainer.start()
+    result = tba("stop", "arithmetic")
+    trainer.join()
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "Run 'arithmetic' stopped at step 42. The same `tba train` resumes it."

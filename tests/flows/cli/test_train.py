@@ -1,0 +1,393 @@
+"""The `tba` command without a server.
+
+Claims
+- bad input ends with status 2 and one line a mistake (field, value got, rule), before anything is started or written
+- options and --set come together in one RunConfig; a run is called after its task; local paths become absolute
+- a finished run prints its summary and starts nothing
+- what the input check refuses, and a Trainer of which Prefect does not know, end the command before it submits
+- `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
+- a second Ctrl-C waits until the run is stopped
+- what runs elsewhere is stopped by the worker there
+- a flow whose machine died is followed no more, also where the server's record says that it runs
+- without a terminal, progress is plain lines, each with every field the heartbeat has
+
+Run: pytest tests/flows/cli/test_train.py
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from uuid import UUID, uuid4
+
+import pytest
+import typer
+from prefect.states import Cancelling, Running, Scheduled
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flows.cli import train
+from flows.cli.app import app
+from flows.cli.console import Progress
+from flows.cli.train import _refuse_live_trainer
+from flows.config import RunConfig
+from flows.report.text import duration
+from flows.run import flow_runs
+from infra import prefect_server, stack
+from storage import attempts, policies
+from storage.store import RunStore
+from tests.storage.helpers import OWNER
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project's folder as working folder, with a stack that must not be started."""
+    (tmp_path / "prefect.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TBA_STORE", raising=False)
+    monkeypatch.setattr(stack, "up", lambda *_, **__: pytest.fail("the stack was started"))
+    return tmp_path
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The configurations that were handed to the input check, which finds nothing here: the real one needs a model."""
+    configs = []
+    monkeypatch.setitem(
+        sys.modules, "flows.run.preflight", SimpleNamespace(check_inputs=lambda config: configs.append(config) or [])
+    )
+    return configs
+
+
+def tba(*arguments: str):
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["../elsewhere"], "run: got '../elsewhere'"),
+        (["a/b"], "run: got 'a/b'"),
+        (["--steps", "0"], "train.steps: got 0; Input should be greater than or equal to 1"),
+        (["--set", "train.beta=0"], "train.beta is 0, and tb divides by it: it must be greater than 0"),
+        (["--set", "train.beta=much"], "train.beta: got 'much'; Input should be a valid number"),
+        (["--set", "sampling.recent_probability=1.5"], "sampling.recent_probability: got '1.5'"),
+        (["--set", "sampling.responses_per_prompt=30"], "sampling.responses_per_prompt (K) is 30"),
+        (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: objective, residual_weight"),
+        (["--set", "betta=1"], "betta: there is no such setting; known here: run, store"),
+        (["--set", "train.beta"], "--set train.beta: got no '='"),
+        (["--set", "search.exploration_top_p=[0.8"], "--set search.exploration_top_p=[0.8: a list is JSON, such as"),
+        (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is one setting"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_work(project, checked, arguments, message):
+    result = tba("train", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+    assert not checked
+    assert [path.name for path in project.iterdir()] == ["prefect.yaml"]
+
+
+@pytest.mark.parametrize("command", [["train"], ["verify", "run"], ["sql", "run", "SELECT 1"], ["runs"], ["compare"]])
+def test_an_empty_store_is_no_store(project, checked, command):
+    result = tba(*command, "--store", "")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("--store: got nothing") and len(result.stderr.splitlines()) == 1
+
+
+def test_every_mistake_is_told_at_once(project, checked):
+    result = tba("train", "--steps", "0", "--set", "train.beta=-1")
+    assert len(result.stderr.splitlines()) == 2
+
+
+def test_options_and_settings_come_together(project, checked):
+    (project / "problems.jsonl").touch()
+    store = RunStore((project / "runs").as_uri(), "gsm8k")
+    store.put("summary.json", b'{"run": "gsm8k"}')
+    options = "--task gsm8k --data problems.jsonl --store runs --model org/name --steps 7 --seed 3"
+    prompts = '["Think, then answer.", "Be brief."]'
+    explored = ["--set", "search.exploration_probability=0.3", "--set", f"search.system_prompts={prompts}"]
+    tba("train", *options.split(), "--set", "train.beta=0.2", "--set", "sampling.reward_temperature=null", *explored)
+    (config,) = checked
+    assert config.search.system_prompts == ("Think, then answer.", "Be brief.")
+    assert (config.run, config.task.name) == ("gsm8k", "gsm8k")
+    assert config.task.data == str(project / "problems.jsonl")
+    assert config.store == (project / "runs").as_uri()
+    assert config.model == "org/name"  # no such folder here, so it is left as it is
+    assert (config.train.steps, config.seed, config.train.beta) == (7, 3, 0.2)
+    assert config.sampling.reward_temperature is None
+
+
+def test_a_finished_run_prints_its_summary_and_starts_nothing(project, checked):
+    summary = {"run": "done", "accuracy_before": 0.36, "accuracy_after": 0.8125, "staleness_max": 4}
+    RunStore((project / ".tba").as_uri(), "done").put("summary.json", json.dumps(summary).encode())
+    result = tba("train", "done")
+    assert result.exit_code == 0
+    assert "'done' is finished" in result.stdout
+    assert "0.812" in result.stdout and "0.360" in result.stdout
+
+
+def test_what_the_check_refuses_is_the_message(project, monkeypatch):
+    def refuse(config):
+        raise ValueError("task: got 'chess'; known tasks: arithmetic, gsm8k")
+
+    monkeypatch.setitem(sys.modules, "flows.run.preflight", SimpleNamespace(check_inputs=refuse))
+    result = tba("train", "--task", "chess")
+    assert (result.exit_code, result.stderr) == (2, "task: got 'chess'; known tasks: arithmetic, gsm8k\n")
+
+
+def test_what_the_check_warns_of_is_printed(project, monkeypatch):
+    RunStore((project / ".tba").as_uri(), "done").put("summary.json", json.dumps({"run": "done"}).encode())
+    warns = SimpleNamespace(check_inputs=lambda config: ["store: s3://bucket does not honour create-if-absent"])
+    monkeypatch.setitem(sys.modules, "flows.run.preflight", warns)
+    result = tba("train", "done")
+    assert (result.exit_code, result.stderr) == (0, "WARNING: store: s3://bucket does not honour create-if-absent\n")
+
+
+def test_a_live_trainer_that_prefect_does_not_know_is_named(project, capsys):
+    store = RunStore((project / ".tba").as_uri(), "elsewhere")
+    owner = attempts.this_process()
+    attempts.start_attempt(store, 0, owner)
+    stop = threading.Event()
+
+    def beat():
+        while not stop.wait(0.1):
+            attempts.heartbeat(store, {"at": time.time(), "owner": owner})
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(typer.Exit) as exit_:
+        _refuse_live_trainer(store)
+    stop.set()
+    thread.join()
+    assert exit_.value.exit_code == 1
+    assert f"pid {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_second_interrupt_waits_until_the_run_is_stopped(project, monkeypatch):
+    """Else it would train on under a stack that stays."""
+    stopped = []
+
+    def cancel(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        stopped.append("run")
+
+    def follow(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stack, "up", lambda *_, **__: "http://127.0.0.1:1/api")
+    monkeypatch.setattr(stack, "leave", lambda *_, **__: stopped.append("stack"))
+    monkeypatch.setattr(prefect_server, "api", lambda url: contextlib.nullcontext())
+    monkeypatch.setattr(flow_runs, "live_run", lambda *_: None)
+    monkeypatch.setattr(flow_runs, "mark_crashed", lambda *_: 0)
+    monkeypatch.setattr(flow_runs, "submit", lambda *_: SimpleNamespace(id=uuid4()))
+    monkeypatch.setattr(flow_runs, "cancel", cancel)
+    monkeypatch.setattr(train, "_follow", follow)
+    config = RunConfig(store=(project / ".tba").as_uri())
+    with pytest.raises((typer.Exit, KeyboardInterrupt)) as exit_:
+        train._train(project, config, RunStore(config.store, config.run))
+    assert stopped == ["run", "stack"]
+    assert exit_.value.exit_code == 130
+
+
+class RemoteServer:
+    """A Prefect server on another machine, with these flow runs."""
+
+    api_url = "http://elsewhere:4200/api"
+
+    def __init__(self, *flow_runs: SimpleNamespace) -> None:
+        self._flow_runs = flow_runs
+
+    def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
+        return next(flow_run for flow_run in self._flow_runs if flow_run.id == flow_run_id)
+
+    def read_flow_runs(self, flow_run_filter, flow_filter=None) -> list[SimpleNamespace]:
+        flows = flow_filter.name.any_ if flow_filter else ["search"]  # without: one's children
+        return [flow_run for flow_run in self._flow_runs if flow_run.flow in flows]
+
+    def set_flow_run_state(self, flow_run_id: UUID, state, force: bool) -> None:
+        self.read_flow_run(flow_run_id).state = state
+
+
+def flow_run(flow: str, config: RunConfig, state, *, parent: UUID | None = None) -> SimpleNamespace:
+    """A flow run with no process on this machine."""
+    parameters = {"config": config.model_dump(mode="json")} if flow == "tba" else {"store": config.store, "run": "run"}
+    return SimpleNamespace(id=uuid4(), flow=flow, state=state, parent_task_run_id=parent, parameters=parameters)
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    return RunConfig(run="run", store=tmp_path.as_uri())
+
+
+def test_what_runs_elsewhere_is_ended_by_the_worker_there(config, monkeypatch):
+    """Which reacts to Cancelling alone; what has no process yet needs none."""
+    flow, searcher = flow_run("tba", config, Running()), flow_run("search", config, Running(), parent=uuid4())
+    waiting = flow_run("search", config, Scheduled(), parent=uuid4())
+    client = RemoteServer(flow, searcher, waiting)
+    monkeypatch.setattr(prefect_server, "api", lambda *_: contextlib.nullcontext(client))
+    flow_runs.cancel(client.api_url, SimpleNamespace(id=flow.id, state=Scheduled()))  # as it was submitted
+    assert [run.state.name for run in (flow, searcher, waiting)] == ["Cancelling", "Cancelling", "Cancelled"]
+
+
+def test_searchers_that_a_dead_flow_left_elsewhere_are_ended_and_those_that_joined_are_not(config):
+    orphan, joined = flow_run("search", config, Running(), parent=uuid4()), flow_run("search", config, Running())
+    assert flow_runs.mark_crashed(RemoteServer(orphan, joined), config) == 1
+    assert (orphan.state.name, joined.state.name) == ("Cancelling", "Running")
+
+
+def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch):
+    """Where the server is elsewhere its record says Running for ever; the store tells that nobody trains."""
+    monkeypatch.setattr(flow_runs, "TRAINER_WATCH_S", 2)
+    store = RunStore(config.store, config.run)
+    flow = flow_run("tba", config, Running(timestamp=datetime.now(UTC) - timedelta(minutes=11)))
+    client = RemoteServer(flow)
+    assert flow_runs.live_run(client, config) is flow  # its warm start has not ended
+
+    attempts.start_attempt(store, 0, OWNER)
+    assert flow_runs.live_run(client, config) is None
+    young = flow_run("tba", config, Running(timestamp=datetime.now(UTC) - timedelta(minutes=9)))
+    assert flow_runs.live_run(RemoteServer(young), config) is young
+
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.1):
+            attempts.heartbeat(store, {"at": time.time()})
+
+    trainer = threading.Thread(target=beat)
+    trainer.start()
+    assert flow_runs.live_run(client, config) is flow
+    stop.set()
+    trainer.join()
+
+    (tmp_path / "policy").mkdir()
+    policies.publish_policy(store, tmp_path / "policy", 7, "a fingerprint", attempt=1, final=True)
+    assert flow_runs.live_run(client, config) is flow  # its last evaluation has no Trainer
+
+    flow.state = Cancelling()
+    assert flow_runs.live_run(client, config) is None
+
+
+def test_outside_the_project_it_says_where_to_go(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = tba("train")
+    assert result.exit_code == 2
+    assert "run tba in the project's folder" in result.stderr
+
+
+@pytest.fixture
+def stored_run(project):
+    store = RunStore((project / ".tba").as_uri(), "some")
+    store.create_run({"seed": 0})
+    return store
+
+
+ROWS = "SELECT unnest([1, 2]) AS number, unnest(['a, b', '[c]']) AS text"
+
+
+def test_sql_prints_json(stored_run):
+    result = tba("sql", "some", ROWS, "--format", "json")
+    assert json.loads(result.stdout) == [{"number": 1, "text": "a, b"}, {"number": 2, "text": "[c]"}]
+
+
+def test_what_is_no_number_is_null_in_json(stored_run):
+    """As in a skipped step's loss. NaN is no JSON: jq and JavaScript refuse all of it."""
+    rows = "SELECT 'nan'::FLOAT AS loss, [1.5, '-inf'::FLOAT] AS more"
+    printed = tba("sql", "some", rows, "--format", "json").stdout
+    assert json.loads(printed, parse_constant=pytest.fail) == [{"loss": None, "more": [1.5, None]}]
+
+
+def test_sql_prints_csv(stored_run):
+    assert tba("sql", "some", ROWS, "--format", "csv").stdout == 'number,text\n1,"a, b"\n2,[c]\n'
+
+
+def test_two_columns_of_one_name_keep_their_values(stored_run):
+    """As `SELECT * FROM trajectories JOIN batches` has them."""
+    rows = "SELECT 1 AS reward, 2 AS reward_1, 3 AS reward, 4 AS step"
+    assert tba("sql", "some", rows, "--format", "csv").stdout == "reward,reward_1,reward_2,step\n1,2,3,4\n"
+    (row,) = json.loads(tba("sql", "some", rows, "--format", "json").stdout)
+    assert row == {"reward": 1, "reward_1": 2, "reward_2": 3, "step": 4}
+    assert re.findall(r"\d+", tba("sql", "some", rows).stdout.splitlines()[3]) == ["1", "2", "3", "4"]
+
+
+def test_sql_prints_a_table(stored_run):
+    lines = tba("sql", "some", ROWS).stdout.splitlines()
+    assert "number" in lines[1] and "text" in lines[1]
+    assert "[c]" in lines[4]  # not taken for markup
+    assert lines[-1] == "2 rows"
+
+
+def test_sql_has_views_before_anything_is_stored(stored_run):
+    result = tba("sql", "some", "SELECT count(*) AS n FROM trajectories", "--format", "csv")
+    assert result.stdout == "n\n0\n"
+
+
+@pytest.mark.parametrize(
+    ("run", "query", "message"),
+    [
+        ("some", "CREATE TABLE t (x INT)", "CREATE"),
+        ("some", "SELECT nothing FROM trajectories", "nothing"),
+        ("absent", "SELECT 1", "There is no run 'absent'"),
+        ("../some", "SELECT 1", "run: got '../some'"),
+    ],
+)
+def test_sql_refuses_with_the_reason(stored_run, run, query, message):
+    result = tba("sql", run, query)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_progress_without_a_terminal_is_plain_lines():
+    out = io.StringIO()
+    heartbeat = {"state": "training", "step": 12, "steps": 100, "reward_mean": 0.614, "num_trajectories": 1280,
+                 "num_prompts": 40, "staleness_mean": 2.13, "seconds_left": 370}  # fmt: skip
+    with Progress(Console(file=out), "some") as progress:
+        progress.show("starting", None)
+        progress.show("training", heartbeat)
+        progress.show("training", heartbeat | {"step": 13})  # too soon for another line
+    first, second = out.getvalue().splitlines()
+    assert first == "starting  elapsed 0s"
+    assert second == (
+        "training  step 12/100  reward 0.61  buffer 1,280  prompts 40  staleness 2.1  elapsed 0s  left 6m 10s"
+    )
+
+
+ALARM = {"entropy_low": "entropy is near zero. Raise search.temperature"}
+
+
+def test_progress_without_a_terminal_prints_an_alarm_when_it_goes_on():
+    out = io.StringIO()
+    with Progress(Console(file=out), "some") as progress:
+        for alarms in ({}, ALARM, ALARM, {}, ALARM):
+            progress.show("training", {"state": "training", "step": 1, "steps": 2, "alarms": alarms})
+        progress.show("waiting", {"state": "waiting", "step": 1, "steps": 2, "alarms": ALARM})
+    assert out.getvalue().splitlines() == [
+        "training  step 1/2  elapsed 0s",
+        "ALARM: entropy is near zero. Raise search.temperature",
+        "ALARM: entropy is near zero. Raise search.temperature",
+        "waiting  step 1/2  elapsed 0s  alarms entropy low",
+    ]
+
+
+def test_progress_in_a_terminal_shows_alarms_below_the_table():
+    out = io.StringIO()
+    with Progress(Console(file=out, force_terminal=True, width=30), "some") as progress:
+        progress.show("training", {"state": "training", "step": 1, "steps": 2, "alarms": ALARM}, "a note")
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert text.split().index("ALARM:") < text.split().index("note")
+    assert " ".join(text.split()).endswith("ALARM: entropy is near zero. Raise search.temperature a note")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (90, "1m 30s"), (7260, "2h 01m")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,180 @@
+"""`tba watch` in a real terminal (tmux), on a run whose heartbeat moves.
+
+Claims
+- at 80, 100 and 60 columns it shows the run's newest numbers, once, no line wider than the terminal
+- it redraws in place: nothing scrolls away while it runs, and after a change of size nothing of the old size is left
+- a Trainer that falls silent, a store that is away and comes back, are said and survived; no library says anything
+- when the run is finished it prints the summary and ends
+
+Run: pytest tests/flows/cli/test_watch.py -m slow
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import attempts
+from storage.store import RunStore
+from tests.flows.prepared_run import heartbeat, prepare_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("tmux"), reason="tmux is not installed (apt-get install tmux)"),
+]
+
+REPOSITORY = Path(__file__).parents[3]
+PATIENCE_S = 60  # a machine that does other things too
+
+
+class Terminal:
+    """A window of tmux, with a server of its own."""
+
+    def __init__(self, folder: Path, command: list[str], width: int) -> None:
+        self._tmux = ["tmux", "-u", "-S", str(folder / "tmux"), "-f", "/dev/null"]
+        environment = {"PYTHONPATH": str(REPOSITORY), "PREFECT_API_URL": "http://127.0.0.1:9/api", "LANG": "C.UTF-8"}
+        settings = [part for name, value in environment.items() for part in ("-e", f"{name}={value}")]
+        # the shell keeps the status: below pytest-xdist tmux was seen not to learn of it
+        self._status = folder / "status"
+        command = ["sh", "-c", '"$@"; echo $? > status', "sh", *command]
+        self("new-session", "-d", "-x", str(width), "-y", "24", "-c", str(folder), *settings, *command)
+        self("set-option", "-g", "remain-on-exit", "on")
+
+    def __call__(self, *arguments: str) -> str:
+        # readline, which pytest imports, sets these for every process it starts: the size would never change
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        command = [*self._tmux, *arguments]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+    def lines(self) -> list[str]:
+        """What is on the screen, without the empty lines below."""
+        return self("capture-pane", "-p").rstrip("\n").splitlines()
+
+    def num_scrolled_away(self) -> int:
+        return int(self("display-message", "-p", "#{history_size}"))
+
+    def resize(self, width: int) -> None:
+        self("resize-window", "-x", str(width), "-y", "24")
+
+    def wait_for(self, text: str) -> list[str]:
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in "\n".join(lines := self.lines()):
+            assert time.monotonic() < deadline, f"{text!r} did not come: {lines}"
+            time.sleep(0.2)
+        return lines
+
+    def status_at_its_end(self) -> int:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (self._status.exists() and (status := self._status.read_text())):
+            assert time.monotonic() < deadline, self.lines()
+            time.sleep(0.2)
+        return int(status)
+
+    def wait_for_picture(self, width: int) -> None:
+        """tmux breaks lines anew at once, and tells the program of its new size a quarter of a second later."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return assert_one_picture(self.lines(), width)
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.2)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until it shows this step or a later one."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := re.search(r"(\d+)/10000", "\n".join(self.lines()))) or int(found[1]) < step:
+            assert time.monotonic() < deadline, self.lines()
+            time.sleep(0.2)
+
+
+class Heart:
+    """A Trainer's heartbeat, a step each time."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self._stop = store, threading.Event()
+        self.step = 3
+        self._thread = threading.Thread(target=self._beat_on)
+        self._thread.start()
+
+    def _beat_on(self) -> None:
+        while not self._stop.wait(0.3):
+            self.step += 1
+            attempts.heartbeat(self._store, heartbeat(self.step, steps=10_000))
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def store(tmp_path) -> RunStore:
+    return prepare_run((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def heart(store) -> Iterator[Heart]:
+    heart = Heart(store)
+    yield heart
+    heart.stop()
+
+
+@pytest.fixture
+def terminal(tmp_path, store, heart) -> Iterator[Terminal]:
+    command = [sys.executable, "-m", "flows.cli", "watch", store.run, "--store", store.url]
+    terminal = Terminal(tmp_path, command, width=80)
+    yield terminal
+    terminal("kill-server")
+
+
+def assert_one_picture(lines: list[str], width: int) -> None:
+    """The whole picture once and nothing else."""
+    assert lines and max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert [line for line in lines if line.startswith("arithmetic: ")] == ["arithmetic: training"]
+    for heading in ("step", "reward", "accuracy", "buffer", "prompts", "staleness", "elapsed", "left"):
+        assert text.count(heading) == 1, heading
+    assert "12,345" in text and "1h 01m" in text and "0.25" in text
+    assert len(lines) == (4 if width >= 80 else 6)
+
+
+def test_watch_fits_every_width_in_place_to_the_end(store, heart, terminal):
+    lines = terminal.wait_for("arithmetic: training")
+    assert_one_picture(lines, 80)
+    scrolled = terminal.num_scrolled_away()
+    terminal.wait_for_step(heart.step + 4)
+    assert_one_picture(terminal.lines(), 80)
+    assert terminal.num_scrolled_away() == scrolled
+
+    for width in (100, 60, 80):
+        terminal.resize(width)
+        terminal.wait_for_picture(width)
+        terminal.wait_for_step(heart.step + 4)
+        assert_one_picture(terminal.lines(), width)
+    scrolled = terminal.num_scrolled_away()
+    terminal.wait_for_step(heart.step + 4)
+    assert terminal.num_scrolled_away() == scrolled
+
+    heart.stop()
+    folder = store.local_path("trainer")
+    os.rename(folder, folder.with_name("moved"))
+    folder.touch()
+    terminal.wait_for("the store does not answer")
+    folder.unlink()
+    os.rename(folder.with_name("moved"), folder)
+    terminal.wait_for("no sign of life from the Trainer for")
+
+    store.put("summary.json", b'{"run": "arithmetic", "steps": 80, "accuracy_after": 0.785}')
+    assert terminal.status_at_its_end() == 0
+    lines = terminal.lines()
+    assert "0.785" in "\n".join(lines) and "Accuracy after training" in "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "Traceback" in line or "Warning" in line or "ERROR" in line]

@@ -1,0 +1,168 @@
+"""tba compare: arms over seeds, the step size of each, what is written, and runs that are interrupted.
+
+- An arm is run once: its outcome is in the store, and other settings under its name are refused.
+- The grid of step sizes grows until its best is at no edge.
+- Intervals are Student's; differences are taken seed by seed.
+- Table, plot and numbers say what came out; the numbers are what the command's last line is.
+- Interrupted, the comparison of turns lets its run stop in order.
+
+python -m pytest tests/flows/compare/test_compare.py
+"""
+
+import json
+import sys
+import time
+
+import pytest
+
+from flows.compare import staleness, turns
+from flows.compare.arms import Arm, Bench, Outcome, rates_to_try, run_arm
+from flows.compare.results import confidence_interval, paired_differences
+from storage.attempts import first_attempt_at, start_attempt
+from storage.errors import RunConfigMismatch
+from storage.store import RunStore
+from tests.storage.buffer_runs import commit
+from tests.storage.helpers import NOON, OWNER, start_python
+
+
+def test_an_arm_is_run_once(tmp_path):
+    arm = Arm("tb", 2, {"steps": 3, "learning_rate": 1e-3})
+    with Bench(tmp_path.as_uri(), tmp_path / "first.safetensors", print) as bench:
+        one, other = bench.run([(arm, 0), (arm, 1)])
+        assert (one.arm, one.seed, other.seed, one.learning_rate) == ("tb-lag2", 0, 1, 1e-3)
+        assert len(one.curve) == 3 and one.curve != other.curve and one.accuracy_before == other.accuracy_before
+        assert bench.run([(arm, 0)]) == [one]  # from the store, its seconds too
+    with pytest.raises(RunConfigMismatch, match="weight_decay"):
+        run_arm(Arm("tb", 2, arm.settings | {"weight_decay": 0.5}), 0, tmp_path.as_uri(), tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "next_rates"),
+    [
+        ({}, [1e-3, 10**-2.5, 1e-2]),
+        ({1e-3: 0.5, 3e-3: 0.6, 1e-2: 0.4}, []),
+        ({1e-3: 0.7, 3e-3: 0.6, 1e-2: 0.4}, [1e-3 / 10**0.5]),
+        ({1e-3: 0.5, 3e-3: 0.6, 1e-2: 0.8}, [1e-2 * 10**0.5]),
+        ({1e-5: 0.7, 3e-5: 0.6}, []),  # smaller steps than any that learns
+    ],
+)
+def test_step_sizes_are_tried_until_the_best_is_at_no_edge(accuracies, next_rates):
+    assert rates_to_try(accuracies) == pytest.approx(next_rates)
+
+
+def test_each_arm_gets_the_step_size_that_is_best_for_it(monkeypatch):
+    best = {"tb-lag1": 10**-2.5, "tb-lag16": 1e-3}
+
+    def run(self, jobs):
+        return [
+            Outcome(arm.name, seed, rate, 0.1, 0.9 - abs(rate - best[arm.name]), 1.0, "code", [])
+            for arm, seed in jobs
+            for rate in [arm.settings["learning_rate"]]
+        ]
+
+    monkeypatch.setattr(Bench, "run", run)
+    arms = [Arm("tb", lag, {"beta": 0.05}) for lag in (1, 16)]
+    tuned = Bench.tune(Bench.__new__(Bench), arms)
+    assert [(arm.name, arm.settings) for arm in tuned] == [
+        (name, {"beta": 0.05, "learning_rate": rate}) for name, rate in best.items()
+    ]
+
+
+def outcomes() -> list[Outcome]:
+    """Two seeds of each; tb loses 0.1 and 0.3 from the first lag to the last, the others nothing."""
+    found = []
+    for seed in (0, 1):
+        for objective in staleness.OBJECTIVES:
+            for lag in staleness.LAGS:
+                lost = (0.1, 0.3)[seed] if objective == "tb" and lag == staleness.LAGS[-1] else 0.0
+                accuracy = (0.8, 0.9)[seed] - lost
+                found.append(Outcome(f"{objective}-lag{lag}", seed, 1e-3, 0.4, accuracy, 1.0, "code", [0.4]))
+    return found
+
+
+def test_intervals_are_students():
+    # 0.5, 0.6, 0.7: sd 0.1; t of 2 degrees of freedom 4.303; 4.3027 * 0.1 / sqrt(3) = 0.24841
+    interval = confidence_interval([0.5, 0.6, 0.7])
+    assert (interval.mean, interval.half_width) == (pytest.approx(0.6), pytest.approx(0.24841, abs=1e-5))
+    assert str(interval) == "0.600 ± 0.248" and str(confidence_interval([0.5])) == "0.500"
+
+
+def test_differences_are_taken_seed_by_seed():
+    # 0.1 and 0.3: mean 0.2; t of 1 degree of freedom 12.706, times sd 0.1414 / sqrt(2) = 0.1
+    (lost,) = paired_differences(outcomes(), [("tb-lag1", "tb-lag128")])
+    assert (lost.mean, lost.half_width) == (pytest.approx(0.2), pytest.approx(1.2706, abs=1e-4))
+
+
+def test_what_is_written_says_what_came_out(tmp_path):
+    table, numbers = staleness.write_staleness(tmp_path, outcomes(), {"task": "addition", "date": "2026-01-02"})
+    text = table.read_text()
+    assert table.name == "staleness_cpu_2026-01-02.md"
+    assert "| Lag | tb | tb_plain | dr_grpo | prox_rloo |" in text
+    assert "| 128 | 0.650 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 |" in text
+    assert "| lost from 1 to 128, by seed | 0.200 ± 1.271 | 0.000 ± 0.000 |" in text
+    assert "| 128 | -0.200 ± 1.271 | -0.200 ± 1.271 | -0.200 ± 1.271 |" in text  # tb less the others
+    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(table.with_suffix(".json").read_text())["runs"]) == 40
+    assert numbers["arms"]["tb-lag128"] == {
+        "mean": pytest.approx(0.65),
+        "half_width": pytest.approx(0.635, abs=1e-3),
+        "seeds": 2,
+    }
+    assert numbers["lost"]["tb"]["mean"] == pytest.approx(0.2) and set(numbers["lost"]) == set(staleness.OBJECTIVES)
+
+
+# In the place of Python: `tba train`, which takes a moment to stop its run.
+STAND_IN_TRAIN = """#!{python}
+import signal, time
+from pathlib import Path
+
+def stop(*_):
+    time.sleep(1)
+    Path("stopped").touch()
+    raise SystemExit(130)
+
+signal.signal(signal.SIGTERM, stop)
+Path("training").touch()
+time.sleep(60)
+"""
+COMPARE = """
+import os, sys
+from flows.cli.app import main
+os.chdir(sys.argv[1])
+sys.executable = os.path.abspath("train")
+sys.argv = ["tba", "compare", "sync"]
+main()
+"""
+
+
+def test_interrupted_it_lets_its_run_stop_in_order(tmp_path):
+    """By its pid, as `timeout` does: Ctrl-C in a terminal is the same to it."""
+    train = tmp_path / "train"
+    train.write_text(STAND_IN_TRAIN.format(python=sys.executable))
+    train.chmod(0o700)
+    command = start_python(COMPARE, str(tmp_path))
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "training").exists():
+        assert command.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    command.terminate()
+    assert command.wait(60) == 130
+    assert (tmp_path / "stopped").exists()
+
+
+def test_equal_accuracy_is_what_all_runs_came_to():
+    curves = [[(10.0, 0.2), (20.0, 0.6), (30.0, 0.5)], [(5.0, 0.1), (50.0, 0.4)]]
+    assert turns.common_accuracy(curves) == 0.4
+
+
+def test_sampled_accuracy_is_the_mean_of_the_newest(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "WINDOW", 4)
+    store = RunStore(tmp_path.as_uri(), "run")
+    start_attempt(store, 0, OWNER)
+    with pytest.raises(ValueError, match="fewer than 4 trajectories"):
+        turns.sampled_accuracy(store)
+    rewards = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    commit(store, "s0", 0, [("a", [place, 1], reward) for place, reward in enumerate(rewards)])
+    curve = turns.sampled_accuracy(store)
+    assert [accuracy for _, accuracy in curve] == [0.25, 0.5, 0.75]
+    assert {seconds for seconds, _ in curve} == {(NOON - first_attempt_at(store)).total_seconds()}

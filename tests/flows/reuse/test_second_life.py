@@ -1,0 +1,341 @@
+"""Stored trajectories used again: scored by another reward, and as the beginning of another run. No engine runs.
+
+- Rescoring writes one file a shard and touches no shard; a second time it scores only what came since.
+- Interrupted, it goes on. A version belongs to one reward. NaN, a wrong count, an unknown function: refused, by name.
+- 10,000 trajectories are rescored and trained on with the new version by a run without Searchers, resumed or not.
+- A run begins with runs and files of demonstrations; what a file lacks is computed; held-out problems stay out.
+- A copy that was interrupted goes on, also from a source that grew, and counts nothing twice.
+- What cannot be a source is refused by name; so are too few trajectories where nobody adds to them.
+
+python -m pytest tests/flows/reuse/test_second_life.py
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prefect.logging import disable_run_logger
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+from flows.config import RunConfig
+from flows.reuse import warm_start
+from flows.reuse.rescore import rescore
+from flows.run.preflight import check_inputs
+from flows.trainer.__main__ import learn
+from storage import reward_versions, shards
+from storage.errors import NotFound
+from storage.queries import query
+from storage.schema import TRAJECTORY, to_table
+from storage.store import RunStore
+from storage.summary import summarise
+from tba.config import TaskSettings
+from tba.logprobs import Group, load_policy, response_logprobs
+from tba.tasks import load_task
+from tests.character_model import save_character_model
+from tests.storage.helpers import make_shard
+
+K = 4
+TASK = load_task(TaskSettings(), seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_character_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Rewards of one's own, in a module beside where one works."""
+    (tmp_path / "own_rewards.py").write_text(
+        "def brief(prompts, completions, prompt_id, answer, **columns):\n"
+        "    assert len(prompts) == len(completions) == len(prompt_id) == len(answer)\n"
+        "    return [float(answer[i] or 0) - len(text) for i, text in enumerate(completions)]\n"
+        "def nan(prompts, completions, **columns):\n    return [float('nan')] * len(prompts)\n"
+        "def few(prompts, completions, **columns):\n    return [1.0]\n"
+        "def broken(prompts, completions, **columns):\n    return prompts['a']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own_rewards", None)
+    return "own_rewards"
+
+
+def run_config(tmp_path: Path, model: Path, run: str, **changes) -> RunConfig:
+    small = {
+        "run": run,
+        "store": (tmp_path / "store").as_uri(),
+        "model": str(model),
+        "searchers": 0,
+        "sampling": {"prompts_per_batch": 4, "responses_per_prompt": K, "min_size": 8},
+        "train": {"steps": 2, "checkpoint_interval": 1},
+    }
+    return RunConfig.model_validate(small | changes)
+
+
+def new_run(tmp_path: Path, model: Path, run: str, num_shards: int = 2, prompts: int = 2, **changes) -> RunStore:
+    """A run with shards of K responses to some problems of the task each; all rewards are 1."""
+    config = run_config(tmp_path, model, run, **changes)
+    store = RunStore(config.store, run)
+    store.create_run(config.recorded())
+    for number in range(num_shards):
+        commit(store, model, number, TASK.train[number * prompts : (number + 1) * prompts])
+    return store
+
+
+def commit(store: RunStore, model: Path, number: int, problems: list) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = make_shard("s0", number, K * len(problems), reward=1.0, policy_step=30 + number).to_pylist()
+    for index, row in enumerate(rows):
+        problem = problems[index // K]
+        text = f" {index % K}\n"
+        row |= {"prompt_id": problem.prompt_id, "prompt": problem.prompt, "response": text}
+        row |= {"prompt_tokens": tokenizer.encode(problem.prompt), "response_tokens": tokenizer.encode(text)}
+        row |= {name: [-1.0] * 3 for name in ("behavior_logprobs", "reference_logprobs")}
+    shards.commit_shard(store, to_table(rows, TRAJECTORY))
+
+
+def begin(config: RunConfig) -> RunStore:
+    """What the flow does before training."""
+    store = RunStore(config.store, config.run)
+    check_inputs(config)
+    store.create_run(config.recorded())
+    with disable_run_logger():
+        warm_start.take_over.fn(store, config)
+    return store
+
+
+def url(store: RunStore) -> str:
+    return f"{store.url}/{store.run}"
+
+
+def files(store: RunStore, folder: str) -> dict[str, bytes]:
+    return {path: store.get(path) for path in store.list(folder)}
+
+
+def rows_of(store: RunStore, statement: str) -> list[tuple]:
+    return [tuple(row.values()) for row in query(store, statement).to_pylist()]
+
+
+def silent(message: str) -> None:
+    pass
+
+
+# --- rescoring --------------------------------------------------------------------------------------------------------
+
+
+def test_rescoring_adds_a_file_a_shard_and_touches_none(tmp_path, model, module):
+    store = new_run(tmp_path, model, "scored")
+    before = files(store, "trajectories")
+    assert rescore(store, f"{module}:brief", None, silent) == ("brief", 16)
+    assert files(store, "trajectories") == before
+    assert store.list("rewards/brief") == [
+        "rewards/brief/searcher=s0/round=00000000.parquet",
+        "rewards/brief/searcher=s0/round=00000001.parquet",
+        "rewards/brief/version.json",
+    ]
+    answer = int(TASK.train[0].answer)  # every response is three characters
+    first = rows_of(store, "SELECT reward_version, reward FROM rewards ORDER BY trajectory_id LIMIT 1")
+    assert first == [("brief", answer - 3)]
+    joined = "SELECT count(*) FROM rewards JOIN trajectories USING (trajectory_id) WHERE rewards.reward <> 1"
+    assert rows_of(store, joined) == [(16,)]
+
+
+def test_rescoring_again_scores_what_is_missing(tmp_path, model, module):
+    store = new_run(tmp_path, model, "growing")
+    rescore(store, f"{module}:brief", "v2", silent)
+    store.delete("rewards/v2/searcher=s0/round=00000001.parquet")  # as if it had been interrupted before
+    commit(store, model, 2, TASK.train[:3])
+    before = files(store, "rewards")
+    assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 8 + 12)
+    assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 0)
+    assert files(store, "rewards").items() >= before.items()
+
+
+def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model):
+    store = new_run(tmp_path, model, "own")
+    assert rescore(store, "task", None, silent) == (TASK.version, 16)
+    assert rows_of(store, "SELECT DISTINCT reward FROM rewards") == [(0.0,)]  # no sum of two-digit numbers is 0 to 3
+    foreign = make_shard("s1", 0, 1, prompt="who are you?", prompt_id="foreign")
+    shards.commit_shard(store, foreign)
+    with pytest.raises(ValueError, match="task arithmetic does not ask 'foreign'"):
+        rescore(store, "task", None, silent)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("nan", "that of .* is nan; a reward is a finite number"),
+        ("few", "1 rewards for 8 responses"),
+        ("broken", "failed \\(TypeError"),
+        ("nothing", "has no function 'nothing'; it has brief, nan, few, broken"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused_by_name(tmp_path, model, module, reward, message):
+    store = new_run(tmp_path, model, "refusing")
+    with pytest.raises(ValueError, match=f"reward {module}:{reward}.*{message}"):
+        rescore(store, f"{module}:{reward}", None, silent)
+    assert not [path for path in store.list("rewards") if path.endswith(".parquet")]
+
+
+def test_a_version_belongs_to_one_reward(tmp_path, model, module):
+    store = new_run(tmp_path, model, "versions")
+    rescore(store, f"{module}:brief", "v2", silent)
+    with pytest.raises(ValueError, match=r"'v2' of run versions was scored by own_rewards:brief, and now"):
+        rescore(store, "task", "v2", silent)
+    for reward, message in [("nowhere:f", "cannot import nowhere"), ("nowhere", "write module:function")]:
+        with pytest.raises(ValueError, match=message):
+            rescore(store, reward, None, silent)
+    with pytest.raises(ValueError, match=r"reward version: got '\.\./v3'"):
+        rescore(store, f"{module}:brief", "../v3", silent)
+
+
+# --- warm start -------------------------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_rescored_trajectories_are_trained_on_without_an_engine(tmp_path, model, module):
+    old = new_run(tmp_path, model, "old", num_shards=25, prompts=100)
+    assert rescore(old, f"{module}:brief", "v2", silent) == ("v2", 10_000)
+    config = run_config(tmp_path, model, "new", warm_start=[url(old)], reward_version="v2")
+    store = begin(config)
+    learn(config.store, config.run, parent=os.getppid())
+    assert rows_of(store, "SELECT count(*), count(DISTINCT trajectory_id) FROM trajectories") == [(10_000, 10_000)]
+    assert rows_of(store, "SELECT count(*), count(DISTINCT step), min(reward) > 1 FROM batches") == [(32, 2, True)]
+    assert rows_of(store, "SELECT DISTINCT reward_version, policy_step FROM trajectories") == [("v2", 0)]
+    summary = summarise(store)
+    assert summary["steps"] == 2 and summary["accuracy_after"] is None and "no engine" in summary["note"]
+    assert json.loads(store.get("run.json"))["warm_start"] == [url(old)]
+
+
+def test_a_run_begins_with_several_sources(tmp_path, model):
+    one, other = new_run(tmp_path, model, "one"), new_run(tmp_path, model, "other", num_shards=1)
+    heldout = TASK.heldout[0]
+    commit(other, model, 1, [heldout, TASK.train[7]])
+    commit(other, model, 2, [heldout])
+    commit(other, model, 3, TASK.train[8:10])
+    told = TASK.train[20]
+    demonstrations = tmp_path / "told.parquet"
+    columns = {"prompt": [told.prompt] * 2, "response": [f" {told.answer}\n", " 7"], "author": ["Ann", "Bob"]}
+    pq.write_table(pa.table(columns), demonstrations)
+    sources = [url(one), url(other), demonstrations.as_uri()]
+    store = begin(run_config(tmp_path, model, "mixed", warm_start=sources))
+    logs = "SELECT searcher, round, count(*) FROM trajectories GROUP BY ALL ORDER BY ALL"
+    assert rows_of(store, logs) == [
+        ("warm0", 0, 8), ("warm0", 1, 8), ("warm1", 0, 8), ("warm1", 1, 4), ("warm1", 2, 8), ("warm2", 0, 2),
+    ]  # fmt: skip
+    assert rows_of(store, f"SELECT count(*) FROM trajectories WHERE prompt_id = '{heldout.prompt_id}'") == [(0,)]
+    done = json.loads(store.get("warm_start/done.json"))
+    assert [(source["num_trajectories"], source["num_heldout_left_out"]) for source in done] == [
+        (16, 0),
+        (20, 8),
+        (2, 0),
+    ]
+    learn(store.url, store.run, parent=os.getppid())
+    assert rows_of(store, "SELECT max(step) FROM training_steps") == [(2,)]
+
+
+def test_what_demonstrations_lack_is_computed(tmp_path, model):
+    problem = TASK.train[3]
+    table = pa.table({"prompt": [problem.prompt] * 2, "response": [f" {problem.answer}\n", " 7"]})
+    pq.write_table(table, tmp_path / "told.parquet")
+    sampling = {"prompts_per_batch": 4, "responses_per_prompt": K, "min_size": 2}
+    config = run_config(tmp_path, model, "told", warm_start=[(tmp_path / "told.parquet").as_uri()], sampling=sampling)
+    right, wrong = query(begin(config), "SELECT * FROM trajectories ORDER BY trajectory_id").to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert right["prompt_id"] == problem.prompt_id and right["prompt_tokens"] == tokenizer.encode(problem.prompt)
+    assert right["response_tokens"] == tokenizer.encode(f" {problem.answer}\n")  # ends by the task's stop
+    assert wrong["response_tokens"] == [*tokenizer.encode(" 7"), tokenizer.eos_token_id]
+    assert (right["reward"], wrong["reward"]) == (1.0, 0.0) and right["reward_version"] == TASK.version
+    group = Group(right["prompt_tokens"], [right["response_tokens"], wrong["response_tokens"]])
+    ((first, second),) = response_logprobs(load_policy(model), [group], config.train.temperature)
+    assert right["reference_logprobs"] == pytest.approx(first.tolist(), abs=2e-2)  # bfloat16
+    assert wrong["reference_logprobs"] == pytest.approx(second.tolist(), abs=2e-2)
+
+
+def test_another_temperature_of_the_objective_scores_the_reference_anew(tmp_path, model):
+    old = new_run(tmp_path, model, "cool", num_shards=1)
+    same = begin(run_config(tmp_path, model, "same", warm_start=[url(old)]))
+    train = {"steps": 2, "temperature": 2.0}
+    hot = begin(run_config(tmp_path, model, "hot", warm_start=[url(old)], train=train))
+    statement = "SELECT prompt_tokens, response_tokens, reference_logprobs FROM trajectories ORDER BY trajectory_id"
+    assert rows_of(same, statement)[0][2] == [-1.0] * 3
+    prompt, response, logprobs = rows_of(hot, statement)[0]
+    ((expected,),) = response_logprobs(load_policy(model), [Group(prompt, [response])], 2.0)
+    assert logprobs == pytest.approx(expected.tolist(), abs=2e-2)
+
+
+def test_an_interrupted_copy_goes_on_and_counts_nothing_twice(tmp_path, model, monkeypatch):
+    old = new_run(tmp_path, model, "old", num_shards=3)
+    config = run_config(tmp_path, model, "new", warm_start=[url(old)])
+    real, commits = shards.commit_shard, []
+
+    def dies_in_the_second(store, table):
+        if commits:
+            raise KeyboardInterrupt
+        commits.append(real(store, table))
+
+    monkeypatch.setattr(shards, "commit_shard", dies_in_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        begin(config)
+    monkeypatch.setattr(shards, "commit_shard", real)
+    rows = make_shard("a0", 0, 4, prompt="first of all searchers").to_pylist()
+    shards.commit_shard(old, to_table(rows, TRAJECTORY))  # sorts before what was planned
+    store = begin(config)
+    ids = "SELECT count(*), count(DISTINCT trajectory_id), count(DISTINCT (prompt_id, response)) FROM trajectories"
+    assert rows_of(store, ids) == [(24, 24, 24)]
+    begin(config)  # resumed: the sources are not asked again
+    assert rows_of(store, ids) == [(24, 24, 24)]
+
+
+def test_a_file_that_changed_in_mid_copy_is_refused(tmp_path, model):
+    file = tmp_path / "told.parquet"
+    pq.write_table(pa.table({"prompt": [TASK.train[0].prompt] * 9, "response": [f" {i}\n" for i in range(9)]}), file)
+    config = run_config(tmp_path, model, "changed", warm_start=[file.as_uri()])
+    store = begin(config)
+    store.delete(warm_start.DONE)
+    pq.write_table(pa.table({"prompt": [TASK.train[1].prompt] * 9, "response": [f" {i}\n" for i in range(9)]}), file)
+    with pytest.raises(ValueError, match=r"told\.parquet has changed"):
+        begin(config)
+
+
+def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
+    old = new_run(tmp_path, model, "old")
+    other_model = new_run(tmp_path, "elsewhere/model", "other", num_shards=0)
+    (tmp_path / "text.parquet").write_text("not Parquet")
+    pq.write_table(pa.table({"prompt": ["1 + 1 ="], "answer": ["2"]}), tmp_path / "answers.parquet")
+    pq.write_table(pa.table({"prompt": ["who?"] * 9, "response": ["I"] * 9}), tmp_path / "unrewarded.parquet")
+    refused = {
+        f"{old.url}/nothing": "there is no run 'nothing'",
+        url(other_model): "run 'other' has model elsewhere/model",
+        (tmp_path / "text.parquet").as_uri(): "is not a Parquet file",
+        (tmp_path / "answers.parquet").as_uri(): "has no column 'response', only prompt",
+        (tmp_path / "unrewarded.parquet").as_uri(): "does not ask 'who\\?', so it cannot reward",
+    }
+    for number, (source, message) in enumerate(refused.items()):
+        with pytest.raises(ValueError, match=message):
+            begin(run_config(tmp_path, model, f"run{number}", warm_start=[source]))
+    with pytest.raises(NotFound, match=r"gone\.parquet"):
+        begin(run_config(tmp_path, model, "gone", warm_start=[(tmp_path / "gone.parquet").as_uri()]))
+    with pytest.raises(ValueError, match="has no rewards of version 'v9'; score it first: tba rescore old"):
+        begin(run_config(tmp_path, model, "v9", warm_start=[url(old)], reward_version="v9"))
+    with pytest.raises(ValidationError, match="names one source twice"):
+        run_config(tmp_path, model, "twice", warm_start=[url(old)] * 2)
+    with pytest.raises(ValidationError, match="warm_start: got 'old'"):
+        run_config(tmp_path, model, "name", warm_start=["old"])
+    with pytest.raises(ValidationError, match="there is no warm_start"):
+        run_config(tmp_path, model, "cold", reward_version="v2")
+    rescore(old, f"{module}:brief", "v2", silent)
+    commit(old, model, 2, TASK.train[:1])
+    with pytest.raises(NotFound, match=r"round 2 of searcher s0 .* has no rewards of version 'v2'"):
+        begin(run_config(tmp_path, model, "unscored", warm_start=[url(old)], reward_version="v2"))
+    assert reward_versions.has_version(old, "v2")
+
+
+def test_too_few_trajectories_without_searchers_are_refused(tmp_path, model):
+    old = new_run(tmp_path, model, "old", num_shards=1, prompts=1)
+    with pytest.raises(ValueError, match=r"4 trajectories in all, but sampling\.min_size is 8"):
+        begin(run_config(tmp_path, model, "few", warm_start=[url(old)]))
+    begin(run_config(tmp_path, model, "enough", warm_start=[url(old)], searchers=1))

@@ -1,0 +1,150 @@
+"""Bad input is refused before any work, by name, and nothing is left half-made.
+
+- Settings that cannot be: beta, m, K > S, names of runs, settings that do not exist.
+- Task, data, model and reward that cannot work; a store that cannot be reached or written.
+- A run that exists with another configuration: the message says what differs. One of an older version, without a
+  setting that there is today, resumes with that setting's default.
+
+python -m pytest tests/flows/run/test_preflight.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from flows.config import RunConfig, load_run
+from flows.run.preflight import check_inputs
+from flows.train import prepare
+from storage.errors import RunConfigMismatch, StoreError
+from storage.store import RunStore
+from tba.tasks.arithmetic import Arithmetic
+from tests.storage.helpers import start_python
+
+
+@pytest.fixture
+def tokenizer_only(monkeypatch, tmp_path_factory):
+    """A model's folder with nothing but a tokenizer: the check loads no weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "\n": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    monkeypatch.setattr("flows.run.preflight.model_folder", lambda name: folder)
+    return folder
+
+
+def config(tmp_path: Path, **changes) -> RunConfig:
+    return RunConfig.model_validate({"run": "checked", "store": (tmp_path / "store").as_uri()} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"beta": 0}}, "train.beta is 0, and tb divides by it: it must be greater than 0"),
+        ({"train": {"beta": -1}}, "train.beta\n.*greater than or equal to 0"),
+        ({"sampling": {"recent_probability": 1.5}}, "sampling.recent_probability\n.*less than or equal to 1"),
+        ({"sampling": {"recent_probability": -0.1}}, "sampling.recent_probability\n.*greater than or equal to 0"),
+        ({"sampling": {"responses_per_prompt": 21}, "search": {"samples_per_prompt": 20}}, r"K.* is 21.*S.* is 20"),
+        ({"run": "../elsewhere"}, "run: got '../elsewhere'"),
+        ({"run": "a/b"}, "run: got 'a/b'"),
+        ({"train": {"betta": 1}}, "train.betta\n.*Extra inputs"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValidationError, match=message):
+        config(tmp_path, **changes)
+
+
+def test_a_check_does_without_torch(tmp_path, tokenizer_only):
+    """It is made twice before a run begins, by the command and by the flow; torch would be ten seconds each time."""
+    code = f"""
+import sys
+from pathlib import Path
+from flows.run import preflight
+from flows.config import RunConfig
+preflight.model_folder = lambda name: Path({str(tokenizer_only)!r})
+preflight.check_inputs(RunConfig(run="checked", store={(tmp_path / "store").as_uri()!r}))
+print("torch" in sys.modules)
+"""
+    assert start_python(code).communicate()[0] == "False\n"
+
+
+def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):
+    check_inputs(config(tmp_path))
+    assert not list((tmp_path / "store").rglob("*.json"))
+
+
+def test_an_unknown_task_is_named(tmp_path, tokenizer_only):
+    with pytest.raises(ValueError, match=r"task\.name: got 'chess'; known tasks are arithmetic, dataset, gsm8k"):
+        check_inputs(config(tmp_path, task={"name": "chess"}))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?", "ans', "line 2 is not JSON"),
+        ('{"question": "1+1?"}\n', "line 1 .*'answer'.* question"),
+    ],
+)
+def test_a_broken_dataset_is_named_with_its_line(tmp_path, tokenizer_only, lines, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text(lines)
+    with pytest.raises(ValueError, match=message):
+        check_inputs(config(tmp_path, task={"name": "gsm8k", "data": str(file)}))
+
+
+def test_a_model_that_does_not_load_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model: .*no-such-model.* does not load"):
+        check_inputs(config(tmp_path, model=str(tmp_path / "no-such-model")))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [([float("nan")], "is nan; a reward is a finite number"), ([], "0 rewards for 1 responses"), (["1"], "is '1'")],
+)
+def test_a_reward_function_that_cannot_work_is_refused(tmp_path, tokenizer_only, monkeypatch, rewards, message):
+    monkeypatch.setattr(Arithmetic, "rewards", lambda self, problems, responses: rewards)
+    with pytest.raises(ValueError, match=message):
+        check_inputs(config(tmp_path))
+
+
+def test_a_store_that_cannot_be_written_is_refused(tmp_path, tokenizer_only):
+    (tmp_path / "store").write_text("a file where the store's folder should be")
+    with pytest.raises(StoreError, match="store"):
+        check_inputs(config(tmp_path))
+
+
+def test_a_store_that_cannot_be_reached_is_refused(tmp_path, tokenizer_only, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-for-nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-print-me")
+    with pytest.raises(StoreError) as caught:
+        check_inputs(config(tmp_path, store="s3://bucket/runs"))
+    assert "s3://bucket/runs" in str(caught.value) and "do-not-print-me" not in str(caught.value)
+
+
+def test_a_run_of_another_configuration_says_what_differs(tmp_path, tokenizer_only):
+    first = config(tmp_path)
+    RunStore(first.store, first.run).create_run(first.recorded())
+    check_inputs(first)
+    with pytest.raises(RunConfigMismatch, match=rf"train\.beta is {first.train.beta}, asked for 0\.5"):
+        check_inputs(config(tmp_path, train={"beta": 0.5}))
+    assert json.loads((tmp_path / "store" / "checked" / "run.json").read_text()) == first.recorded()
+
+
+def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(tmp_path, tokenizer_only):
+    first = config(tmp_path)
+    store, recorded = RunStore(first.store, first.run), first.recorded()
+    del recorded["evaluate_share"], recorded["train"]["beta"]
+    store.create_run(recorded | {"evaluate_interval": 3})  # a setting that is no more
+    check_inputs(first)
+    prepare.fn(first)
+    assert load_run(store) == first
+    for changed in ({"evaluate_share": 0.5}, {"train": {"beta": 0.5}}):
+        with pytest.raises(RunConfigMismatch, match=r"is .*, asked for 0\.5"):
+            check_inputs(config(tmp_path, **changed))
+    assert json.loads(store.get("run.json")) == recorded | {"evaluate_interval": 3}

@@ -1,0 +1,151 @@
+"""One Trainer works on a run (flows/trainer/__main__.py), with real processes that hold the run but train nothing.
+
+Claims
+- a run is claimed before anything heavy is imported
+- of two Trainers started at once exactly one begins; the other says so, ends with its own status and writes nothing
+- after a SIGKILL the next one begins at once
+- a Trainer that froze while another took over ends when it wakes, and writes nothing more
+- a Trainer that is told to end (SIGTERM) does so between two steps, and says that it can be resumed
+- a Trainer whose flow is gone ends
+- the flow does not retry where the run is another's
+
+Run: pytest tests/flows/trainer/test_one_trainer.py
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from flows.config import RunConfig
+from flows.train import may_succeed_later
+from flows.trainer import ALREADY_TRAINING
+from storage import attempts
+from storage.errors import AlreadyTraining
+from storage.store import RunStore
+from tests.storage.helpers import OWNER, start_python
+
+# The real process but for training, and so without torch: it says when it is ready and begins on a line from us.
+TRAINER = """
+import sys, time
+from types import SimpleNamespace
+from flows.trainer import __main__, heartbeat
+
+def train_run(store, config, attempt, resumed_from, heart, processes, zero_stage):
+    heart.tell("training", 1, {})
+    print("training", flush=True)
+    heart.stop.wait()
+    return "stopped"
+
+sys.modules["flows.trainer.session"] = SimpleNamespace(train_run=train_run)
+heartbeat.HEARTBEAT_S = 0.5
+print("ready", flush=True)
+input()
+sys.exit(__main__.main(*sys.argv[1:]))
+"""
+START_S = 60  # of a busy machine
+
+
+@pytest.fixture
+def store(tmp_path) -> RunStore:
+    store = RunStore(tmp_path.as_uri(), "run")
+    store.create_run(RunConfig(run="run").recorded())
+    return store
+
+
+@pytest.fixture
+def start(store):
+    """start() -> a Trainer's process that waits for the word to begin."""
+    processes = []
+
+    def start(parent: int | None = None) -> subprocess.Popen:
+        processes.append(start_python(TRAINER, store.url, store.run, str(parent or os.getpid())))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def begin(process: subprocess.Popen) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def contents(store: RunStore) -> dict[str, bytes]:
+    return {path: store.get(path) for path in store.list("")}
+
+
+def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(store, start):
+    trainers = [start() for _ in range(3)]
+    for process in trainers:
+        assert process.stdout.readline() == "ready\n"
+    first_two, third = trainers[:2], trainers[2]
+    for process in first_two:
+        begin(process)
+    deadline = time.monotonic() + START_S
+    while all(process.poll() is None for process in first_two):
+        assert time.monotonic() < deadline, "both train"
+        time.sleep(0.1)
+    winner, loser = sorted(first_two, key=lambda process: process.poll() is not None)
+    assert loser.returncode == ALREADY_TRAINING
+    assert winner.stdout.readline() == "training\n" and winner.poll() is None
+    assert attempts.trainer(store)[1] == winner.pid
+    assert store.list("") == ["run.json", "trainer/attempt=00000001.json", attempts.HEARTBEAT]
+    assert json.loads(store.get(attempts.HEARTBEAT))["owner"]["pid"] == winner.pid
+
+    winner.send_signal(signal.SIGKILL)
+    winner.wait()
+    killed_at = time.monotonic()
+    begin(third)
+    assert third.stdout.readline() == "training\n"
+    assert time.monotonic() - killed_at < 5
+    assert (attempts.latest_attempt(store), attempts.trainer(store)[1]) == (2, third.pid)
+
+    third.send_signal(signal.SIGTERM)
+    assert third.wait(timeout=START_S) == 0
+    beat = json.loads(store.get(attempts.HEARTBEAT))
+    assert (beat["state"], beat["step"]) == ("stopped", 1)
+
+
+def test_a_run_is_claimed_before_anything_heavy_is_imported():
+    """The flow starts Searchers as soon as the run is claimed; torch takes ten seconds."""
+    python = start_python(
+        "import sys, flows.trainer.__main__; print({'torch', 'transformers', 'accelerate'} & set(sys.modules))"
+    )
+    assert python.communicate()[0] == "set()\n"
+
+
+def test_a_frozen_trainer_ends_when_it_wakes_and_writes_no_more(store, start):
+    frozen = start()
+    begin(frozen)
+    while not store.exists(attempts.HEARTBEAT):
+        time.sleep(0.1)
+    frozen.send_signal(signal.SIGSTOP)
+    attempts.start_attempt(store, 0, OWNER)  # on another machine, which saw no sign of life
+    before = contents(store)
+    frozen.send_signal(signal.SIGCONT)
+    assert frozen.wait(timeout=START_S) == 1
+    assert contents(store) == before
+
+
+def test_a_trainer_whose_flow_is_gone_ends(store, start):
+    flow = subprocess.Popen(["true"])
+    flow.wait()
+    orphan = start(parent=flow.pid)
+    begin(orphan)
+    assert orphan.wait(timeout=START_S) == 1
+    assert not store.exists(attempts.HEARTBEAT)
+
+
+def test_a_run_of_another_trainer_is_not_tried_again():
+    def ended_with(error: Exception):
+        return SimpleNamespace(result=lambda raise_on_failure: error)
+
+    assert may_succeed_later(None, None, ended_with(RuntimeError("killed")))
+    assert not may_succeed_later(None, None, ended_with(AlreadyTraining("run has another Trainer")))

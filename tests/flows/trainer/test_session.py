@@ -1,0 +1,301 @@
+"""What the Trainer's process adds to trainer and store (flows/trainer/session.py, flows/trainer/heartbeat.py).
+
+Claims
+- flow control is in every step's metrics; while a draw is too early its reason is what the heartbeat says
+- Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
+- what the newest sync took in is in every step's metrics
+- an alarm over the steps is in the log once and in the heartbeat; a resumed Trainer knows the steps before it
+- a resumed run's first batch waits for a shard that is new, also where it had no checkpoint yet
+- a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
+- an error of its writers stops the Trainer, also where it waits
+- what is published is what the Trainer hands over, and its fingerprint
+- a run's processes take a GPU each, its Trainer the first; where there are fewer, each has its share of the memory
+- what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
+
+Run: pytest tests/flows/trainer/test_session.py
+"""
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flows.config import RunConfig
+from flows.searcher.start import place_among_gpus
+from flows.trainer import session
+from flows.trainer.__main__ import learn
+from flows.trainer.alarms import RunAlarms
+from flows.trainer.experience import StoredExperience
+from flows.trainer.heartbeat import Heartbeat
+from flows.trainer.outbox import StoreOutbox
+from infra import machine
+from storage import attempts, checkpoints, ledger, policies
+from storage.schema import TRAINING_STEP
+from storage.store import RunStore
+from tba.precision import to_bfloat16
+from tba.trainer import Batch
+from tba.weights import fingerprint, read_weights
+from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
+from tests.storage.helpers import make_batch, make_training_step
+
+
+@pytest.fixture
+def store(tmp_path):
+    return new_store(tmp_path)
+
+
+@pytest.fixture
+def alarms(store):
+    return RunAlarms(store, resumed_from=0)
+
+
+@pytest.fixture
+def experience(store, alarms):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2, max_age=4)
+    return StoredExperience(store, buffer, attempt=1, alarms=alarms)
+
+
+@pytest.fixture
+def heart(store):
+    heart = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
+    yield heart
+    heart.end("finished")
+
+
+@pytest.fixture
+def outbox(store, heart, alarms, tmp_path):
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "config.json").write_text("{}")
+    with contextlib.closing(StoreOutbox(store, RunConfig(), 1, template, heart, alarms)) as outbox:
+        yield outbox
+
+
+def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experience):
+    experience.sync(1)
+    assert experience.draw(1).startswith("0 of the first 1 trajectories (min_size)")
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    facts = experience.draw(2).facts
+    assert (facts["num_inserted"], facts["samples_per_insert"], facts["num_too_old"]) == (8, 2.0, 0)
+    assert 0 <= facts["searchers_silent_s"] < 60
+    assert facts.keys() <= set(TRAINING_STEP.names)
+    assert experience.draw(3).startswith("step 3 would draw each of 8")
+
+
+def test_a_resumed_run_waits_for_its_searchers(store, alarms):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4)
+    experience = StoredExperience(store, buffer, 2, alarms, awaits_shard=True)
+    commit(store, "s0", 0, distinct("ab", 4))
+    for _ in range(2):
+        experience.sync(5)
+        assert experience.draw(5) == "resumed: the Searchers' first new shard is awaited"
+    commit(store, "s0", 1, distinct("ab", 4))
+    experience.sync(5)
+    assert isinstance(experience.draw(5), Batch) and isinstance(experience.draw(6), Batch)
+
+
+def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, heart, caplog, monkeypatch):
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    monkeypatch.setattr("tba.alarms.SEARCHERS_SILENT_S", 0.2)
+    time.sleep(0.3)
+    with caplog.at_level(logging.WARNING, logger="tba.learn"):
+        for _ in range(3):
+            experience.sync(2)
+    assert [record.message[:15] for record in caplog.records] == ["no new shard fo"]
+    assert experience.draw(3).startswith("no new shard for"), "rather than samples_per_insert, which follows from it"
+    facts = experience.draw(1).facts
+    assert facts["searchers_silent_s"] >= 0.3
+    outbox.status("training", 1, facts)
+    heart.write()
+    beat = json.loads(store.get(attempts.HEARTBEAT))
+    assert beat["alarms"]["searchers_silent"].startswith("no new shard for") and beat["message"] == ""
+
+    commit(store, "s0", 1, distinct("ab", 4))
+    experience.sync(2)
+    outbox.status("training", 2, experience.draw(2).facts)
+    heart.write()
+    assert json.loads(store.get(attempts.HEARTBEAT))["alarms"] == {}
+
+
+def test_what_the_newest_sync_took_in_is_in_the_metrics(store, alarms):
+    experience = StoredExperience(store, new_buffer(store), attempt=1, alarms=alarms)
+    commit(store, "s0", 0, [("a", [8, 16], 1.0), ("a", [4], 0.0)], policy_step=0)
+    commit(store, "s1", 0, [("b", [2, 2, 2, 2, 2], 0.5), ("b", [2, 2, 2, 2, 2], 0.5)], policy_step=3)
+    experience.sync(4)
+    facts = experience.draw(6).facts
+    # of a token t: behavior -t/8, reference -t/4. Tokens sum up to 24, 4, 10 and 10, of 2, 1, 5 and 5 each
+    expected = {
+        "fresh_reward_mean": (1.0 + 0.0 + 0.5 + 0.5) / 4,
+        "fresh_kl": (24 + 4 + 10 + 10) / 8 / 4,
+        "fresh_entropy": (24 + 4 + 10 + 10) / 8 / 13,
+        "fresh_cut_share": 0.0,
+        "fresh_staleness": (5 + 5 + 2 + 2) / 4,
+    }
+    assert {name: facts[name] for name in expected} == pytest.approx(expected)
+
+
+def mismatched(step: int) -> dict:
+    return make_training_step(1, step) | {"logprob_mismatch": 0.9}
+
+
+def test_an_alarm_is_in_the_log_once_and_in_the_heartbeat(store, outbox, heart, caplog):
+    with caplog.at_level(logging.WARNING, logger="tba.learn"):
+        for step in range(1, 8):
+            outbox.status("training", step, {"logprob_mismatch": 0.9})
+    (record,) = caplog.records
+    assert record.message.startswith("log-probabilities disagree")
+    heart.write()
+    assert json.loads(store.get(attempts.HEARTBEAT))["alarms"].keys() == {"logprobs_disagree"}
+    outbox.status("waiting", 7, {"message": "too early"})
+    heart.write()
+    assert json.loads(store.get(attempts.HEARTBEAT))["alarms"].keys() == {"logprobs_disagree"}, (
+        "it is on until it is off"
+    )
+    outbox.status("training", 8, {"logprob_mismatch": 0.01})
+    heart.write()
+    assert json.loads(store.get(attempts.HEARTBEAT))["alarms"] == {}
+
+
+def test_a_resumed_trainer_knows_the_steps_before_it(store):
+    for step in range(1, 5):
+        ledger.record_training_step(store, mismatched(step))
+    resumed, anew = RunAlarms(store, resumed_from=4), RunAlarms(store, resumed_from=0)
+    for alarms in (resumed, anew):
+        assert alarms.on == {}
+        alarms.see(mismatched(5))
+    assert (resumed.on.keys(), anew.on.keys()) == ({"logprobs_disagree"}, set())
+
+
+def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
+    written, go_on = [], threading.Event()
+    record = ledger.record_training_step
+    monkeypatch.setattr(ledger, "record_training_step", lambda *of: (go_on.wait(30), record(*of)))
+    monkeypatch.setattr(checkpoints, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
+    metrics = {k: v for k, v in make_training_step(1, 1).items() if k not in ("attempt", "step")}
+    outbox.record(1, Batch([], {}, make_batch([0])), metrics)
+    trainer = SimpleNamespace(save=lambda folder: (folder / "state.json").touch())
+    outbox.checkpoint(1, trainer)  # returns: training goes on
+    time.sleep(0.3)
+    assert written == []
+    go_on.set()
+    outbox.checkpoint(2, trainer)  # not before the first is in the store
+    assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]
+
+
+def test_the_final_policy_is_not_published_before_all_that_was_trained_is_on_record(store, outbox, monkeypatch):
+    """A run that has it trains no more, so what is missing by then would stay missing."""
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(ledger, "record_training_step", full_disk)
+    outbox.record(7, Batch([], {}, make_batch([0])), {})
+    with pytest.raises(OSError, match="no space left"):
+        outbox.publish(7, {}, final=True)
+    assert policies.latest_policy(store) is None
+
+
+def test_a_run_that_has_its_final_policy_is_not_trained_again(tmp_path):
+    """It was killed before that policy was evaluated, and its Searchers, which would feed it, have ended."""
+    store = RunStore((tmp_path / "store").as_uri(), "ended")
+    store.create_run(RunConfig(run="ended").recorded())
+    (tmp_path / "policy").mkdir()
+    policies.publish_policy(store, tmp_path / "policy", 7, "a fingerprint", attempt=1, final=True)
+    before = list(store.list(""))
+    learn(store.url, "ended", os.getppid())
+    assert list(store.list("")) == before
+
+
+def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, monkeypatch):
+    """Killed before its first one, a run begins anew with what its buffer holds, sooner than its engines start."""
+    seen = {}
+    monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: seen.update(draw=experience.draw(1)))
+    monkeypatch.setattr(session, "model_folder", lambda model: Path("unused"))
+    monkeypatch.setattr(
+        session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary=10))
+    )
+    session.train_run(store, RunConfig(), 2, 0, heart, 1, 2)
+    assert seen["draw"].startswith("resumed")
+
+
+def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
+    """Searchers would wait for its policy, and it for their shards."""
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(outbox, "_write_policy", full_disk)
+    outbox.publish(7, {}, final=False)
+    with pytest.raises(OSError, match="no space left"):
+        for _ in range(100):
+            outbox.status("waiting", 7, {"message": "too early"})
+            time.sleep(0.05)
+
+
+def test_what_is_published_is_what_the_trainer_hands_over(store, outbox, tmp_path):
+    published = to_bfloat16(torch.full((1000,), 1 + 2**-10))
+    outbox.publish(7, {"weight": published}, final=False)
+    deadline = time.monotonic() + 30
+    while (ref := policies.latest_policy(store)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    folder = policies.fetch_policy(store, ref, tmp_path / "cache")
+    ((_, weight),) = read_weights(folder)
+    assert torch.equal(weight, published)
+    assert (folder / "config.json").exists() and ref.fingerprint == fingerprint([("weight", weight)])
+
+
+def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for pid, run in ((ended.pid, "mine"), (ended.pid, "mine.2"), (ended.pid, "not-mine"), (os.getpid(), "mine")):
+        for kind in ("checkpoint", "policy", "resume"):
+            (tmp_path / f"tba-{kind}-{run}@{pid}-abc").mkdir()
+    (tmp_path / "tba-words-mine").mkdir()
+    machine.remove_leftovers("mine")
+    gone = {tmp_path / f"tba-{kind}-mine@{ended.pid}-abc" for kind in ("checkpoint", "policy", "resume")}
+    assert len(list(tmp_path.iterdir())) == 10 and not gone & set(tmp_path.iterdir())
+    with machine.temporary_folder("checkpoint", "mine") as folder:
+        machine.remove_leftovers("mine")
+        assert Path(folder).is_dir()
+
+
+# --- GPUs
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "given", "took", "shares"),
+    [
+        (4, "", ["1", "2", "3"], [1, 1, 1]),
+        (2, "", ["1", "0", "1"], [0.5] * 3),
+        (1, "", ["0", "0", "0"], [0.25] * 3),
+        (3, "5,6,7", ["6", "7", "5"], [0.5] * 3),
+        (0, "", [""] * 3, [1, 1, 1]),
+    ],
+)
+def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatch, num_gpus, given, took, shares):
+    """What torch says of the machine is made up: this one may have no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = RunConfig(run=store.run, store=store.url, searchers=3)
+    attempts.start_attempt(store, 0, attempts.this_process())
+    found = []
+    for name in ("s0", "s1", "s2"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        found.append((machine.take_gpu(*place_among_gpus(config, name)), os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert found == list(zip(shares, took, strict=True))
+
+
+def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
+    config = RunConfig(run=store.run, store=store.url, searchers=3)
+    attempts.start_attempt(store, 0, attempts.this_process() | {"host": "elsewhere"})
+    assert [place_among_gpus(config, name) for name in ("s0", "s2", "evaluate")] == [(0, 3), (2, 3), (3, 3)]

@@ -1,0 +1,138 @@
+"""The local stack with a real Prefect server and worker; a stand-in flow takes the place of training.
+
+Claims
+- `tba up` on a taken port takes another one; a second up starts nothing new
+- `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
+- it says that the deployments there were another checkout's, which its own replace
+- a flow that fails ends `tba train` with status 1, the reason and the worker's log
+- a server that runs another checkout's flows is not used: deploying there would redirect them
+- Ctrl-C stops the flow run that this command submitted, and says how to resume
+- a server of ours that stops answering while it is deployed to is replaced, and what it ran with it; but not while
+  another `tba train` relies on it: then nothing is stopped, and the error says what to do
+- a start that fails on a server that was there stops the worker that it started, nothing else
+- a recycled pid (another start time) is never taken for ours; setting the clock makes no process another
+
+Run: pytest tests/infra/test_stack.py -m slow
+"""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra import prefect_server, processes, stack
+from infra.processes import stop_processes
+from storage.process_identity import Process
+from tests.infra.project import make_project, processes_of, states, tba, unused_url, wait_for
+
+
+@pytest.fixture
+def project(tmp_path):
+    project = make_project(tmp_path / "project")
+    yield project
+    stop_processes(processes_of(project))
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_left_alone_and_a_second_up_starts_nothing(server, monkeypatch):
+    project, url, taken = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    assert f":{taken}/" not in url
+    before = {process.pid for process in processes_of(project)}
+    assert stack.up(project, keep=True) == url
+    assert {process.pid for process in processes_of(project)} == before
+
+
+@pytest.mark.slow
+def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
+    _, url, _ = server
+    command = tba(project, "train", "quick", url=url)
+    output, _ = command.communicate(timeout=240)
+    assert command.returncode == 0, output
+    assert f"Using the Prefect server at {url}" in output
+    assert "were another checkout's (first" in output
+    assert "step 3/4" in output and "0.750" in output  # progress, then the summary
+    assert processes_of(project) == []
+    assert prefect_server.version(url)
+
+    again = tba(project, "train", "quick", url=url)
+    output, _ = again.communicate(timeout=240)
+    assert again.returncode == 0 and "finished" in output and "0.750" in output
+
+
+@pytest.mark.slow
+def test_a_failed_flow_is_told_with_its_reason(server):
+    project, url, _ = server
+    command = tba(project, "train", "broken", "--seed", "1", url=url)
+    output, _ = command.communicate(timeout=240)
+    assert command.returncode == 1
+    assert "the stand-in was told to fail" in output
+    assert "worker.log" in output
+    wait_for(lambda: len(processes_of(project)) == 2)  # server and worker: the flow's process ends, too
+
+
+@pytest.mark.slow
+def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypatch):
+    project, url, _ = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    command = tba(project, "train", "patient", "--seed", "2", url=url)
+    heartbeat = project / ".tba" / "patient" / "trainer" / "heartbeat.json"
+    wait_for(lambda: heartbeat.exists() or command.poll() is not None)
+    assert command.poll() is None, command.communicate()[0]
+    before = {process.pid for process in stack._read_state(project).processes.values()}
+    assert prefect_server.find("another-checkout", None, print) is None
+    command.send_signal(signal.SIGINT)
+    output, _ = command.communicate(timeout=240)
+    assert command.returncode == 130
+    assert prefect_server.find("another-checkout", None, print) == url
+    assert "tba train patient --seed 2" in output
+    assert {process.pid for process in processes_of(project)} == before  # the stack that was there, and no flow
+    assert states(url, "patient") == ["Cancelled"]
+
+
+@pytest.mark.slow
+def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_unless_a_run_waits(project, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", unused_url())
+    monkeypatch.setattr(stack, "ANSWER_TIMEOUT_S", 2)
+    monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 3)
+    url = stack.up(project, keep=True)
+    before = set(processes_of(project))
+    hung = stack._read_state(project).processes["server"].find()
+
+    flow = subprocess.Popen(["sleep", "600"], env={**os.environ, stack.STACK_VARIABLE: str(project)})
+    before.add(psutil.Process(flow.pid))
+
+    hung.suspend()
+    with stack._locked_state(project) as state:
+        state.users.append(Process.of(flow.pid))
+    with pytest.raises(stack.StackError, match=rf"\(pid {flow.pid}\) waits for it"):
+        stack.up(project, keep=False)
+    assert set(processes_of(project)) == before
+    with stack._locked_state(project) as state:
+        state.users.clear()
+
+    hung.resume()
+    deploy, said = stack._deploy, []
+    stop_processes([stack._read_state(project).processes["worker"].find()])
+    monkeypatch.setattr(stack, "_deploy", lambda *_: "refused")
+    with pytest.raises(stack.StackError, match="refused"):
+        stack.up(project, keep=False)
+    assert set(processes_of(project)) == {hung, psutil.Process(flow.pid)}  # only the worker was this start's
+
+    def hang_and_deploy(project: Path, state: stack.State) -> str | None:
+        if hung.is_running():
+            hung.suspend()
+        return deploy(project, state)
+
+    monkeypatch.setattr(stack, "_deploy", hang_and_deploy)
+    assert stack.up(project, keep=False, say=said.append) == url
+    assert any("The Prefect server has stopped answering. Starting another" in line for line in said)
+    assert not before & set(processes_of(project))
+    with prefect_server.api(url) as client:
+        assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)
+    stack.leave(project)
+    assert stack.down(project) == ["server", "worker"]  # `tba up` had asked for it
+    assert not processes_of(project)

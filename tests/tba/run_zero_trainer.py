@@ -1,0 +1,50 @@
+"""Trains the addition task, on one device or many: `python -m tests.tba.run_zero_trainer JSON`, for test_sharded.py.
+
+The last line of its output is JSON: the steps' metrics, and the fingerprint of the first policy as published.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from flows.trainer.ranks import trainer_of
+from tba.config import TrainSettings
+from tba.trainer import Draw, Trainer
+from tba.weights import fingerprint
+from tests.tba.addition import batch
+
+# Of each step. One prompt leaves a process without work; the ninth step's reward is not a number.
+PROMPTS = [4, 1, 3, 2, 5, 1, 1, 4, 3, 2] * 2
+POISONED, HALF = 8, 10
+
+
+def draws_of(step: int) -> list[Draw]:
+    """The batch that follows `step` steps."""
+    draws = batch(step, PROMPTS[step])
+    if step == POISONED:
+        draws[0].reward[0] = float("nan")
+    return draws
+
+
+def run(model: str, settings: dict, save: str, load: list[str]) -> dict:
+    """Trains all steps, with a checkpoint in the folder `save` half-way; then goes on from each one of `load`."""
+    with trainer_of(Path(model), TrainSettings(steps=len(PROMPTS), **settings), seed=0) as trainer:
+        published = fingerprint(trainer.weights().items())
+        curves = [list(_steps(trainer, HALF))]
+        Path(save).mkdir()
+        trainer.save(Path(save))
+        curves[0] += _steps(trainer, len(PROMPTS))
+        for checkpoint in load:
+            trainer.load(Path(checkpoint))
+            curves.append(list(_steps(trainer, len(PROMPTS))))
+        return {"published": published, "curves": curves}
+
+
+def _steps(trainer: Trainer, until: int) -> Iterator[dict]:
+    while trainer.step < until:
+        yield trainer.train_step(draws_of(trainer.step))
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(run(**json.loads(sys.argv[1]))))

@@ -1,0 +1,103 @@
+"""A user's dataset: TRL's prompt-only form, from a JSONL or Parquet file or a Python function.
+
+- Text and chats; other columns reach the reward; the same rows give the same problems from each source.
+- A chat is rendered by the tokenizer's template, and encoded without further special tokens.
+- A row without a usable prompt is named.
+
+python -m pytest tests/tba/tasks/test_dataset.py
+"""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tba.config import TaskSettings
+from tba.tasks import load_task
+from tba.tasks.dataset import Dataset
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"Capital of {country}?"}], "capital": capital, "size": size}
+    for country, capital, size in [("France", "Paris", 2), ("Japan", "Tokyo", 14), ("Peru", "Lima", 10)]
+]
+
+
+class Template:
+    """A tokenizer's side of it."""
+
+    chat_template = "there is one"
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+    def encode(self, text, add_special_tokens=True):
+        return [1] * add_special_tokens + [2] * len(text)
+
+
+def length(completions, size, **columns):
+    return [float(len(text[0]["content"]) - most) for text, most in zip(completions, size, strict=True)]
+
+
+def rows():
+    return ROWS
+
+
+def test_the_same_rows_from_each_source(tmp_path):
+    jsonl, parquet = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    jsonl.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    pq.write_table(pa.Table.from_pylist(ROWS), parquet)
+    tasks = [Dataset(data=data) for data in (str(jsonl), str(parquet), f"{__name__}:rows")]
+    for task in tasks:
+        assert task.train == tasks[0].train and task.heldout == tasks[0].heldout
+    assert len(tasks[0].train) == 2 and len(tasks[0].heldout) == 1
+    assert {problem.columns["capital"] for problem in tasks[0].train + tasks[0].heldout} == {"Paris", "Tokyo", "Lima"}
+
+
+def test_a_chat_is_rendered_and_rewarded_with_its_columns():
+    settings = TaskSettings(name="dataset", data=rows, rewards=[length])
+    tokenizer = Template()
+    task = load_task(settings, seed=0, tokenizer=tokenizer)
+    (france,) = (problem for problem in task.train + task.heldout if problem.columns["capital"] == "Paris")
+    assert france.prompt == "<user>Capital of France?<assistant>"
+    assert france.encode(tokenizer) == [2] * len(france.prompt)
+    assert task.score([france], ["Paris"], [[7]], ["stop"]).components == [{"length": 3.0}]
+    task.check(tokenizer)
+
+
+def test_without_a_chat_template_a_chat_is_refused():
+    tokenizer = Template()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="the model's tokenizer has no chat template"):
+        load_task(TaskSettings(name="dataset", data=rows, rewards=[length]), seed=0, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "?"}, "line 1 has no column 'prompt', only question"),
+        ({"prompt": ""}, "line 1: the prompt is empty"),
+        ({"prompt": 3}, "line 1: prompt is '3'; it must be text, or a list of messages"),
+        ({"prompt": []}, "it must be text, or a list of messages"),
+        ({"prompt": ["What is 2+2?"]}, "line 1: prompt is .*it must be text, or a list of messages"),
+        ({"prompt": [{"role": "user"}]}, "it must be text, or a list of messages"),
+        ({"prompt": [{"role": "god", "content": "Be."}]}, r"with role \(system, user, assistant, tool\)"),
+        ({"prompt": [{"role": "assistant", "content": "Hi."}]}, "the last is not the assistant's"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(tmp_path, row, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=message):
+        Dataset(data=str(file))
+
+
+def test_no_data_is_refused():
+    with pytest.raises(ValueError, match="the task dataset has no data of its own"):
+        Dataset(data=None)
+
+
+def test_a_function_that_fails_is_named():
+    with pytest.raises(ValueError, match=r"task\.data: math:sqrt failed \(TypeError"):
+        Dataset(data="math:sqrt")

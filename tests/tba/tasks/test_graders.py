@@ -1,0 +1,235 @@
+r"""Graders against cases that are easily got wrong, and the tasks around them.
+
+- math: numbers, units, fractions, LaTeX, several answers, unicode, none; the last box counts; rows that box nothing are
+  named; a response that keeps the algebra busy is wrong after a limit, in any thread, and holds up no other one.
+- reasoning_gym: three generators grade their own answers as right and others as wrong; an unknown one is refused.
+- tldr: ROUGE-L by hand; a reward model is asked with query and response, and must have one label.
+- redteam: the mean of log p(toxic) over the victim's answers; too short an attack gets the floor; the word list.
+
+python -m pytest tests/tba/tasks/test_graders.py
+"""
+
+import json
+import math
+import threading
+import time
+
+import pytest
+
+from tba.config import TaskSettings
+from tba.tasks import load_task
+from tba.tasks.classifiers import SURE, SequenceClassifier, WordList, mean_log, rouge_l
+from tba.tasks.math import Math, is_same, last_boxed
+from tba.tasks.reasoning_gym import answer_of
+from tba.tasks.redteam import TOO_SHORT, RedTeam
+from tba.tasks.tldr import TLDR
+from tba.tasks.verifier import LIMIT_S, Verifier
+
+pytest.importorskip("math_verify", reason="extra tasks")
+pytest.importorskip("reasoning_gym", reason="extra tasks")
+
+
+# math
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "same"),
+    [
+        ("1234", r"so it is \boxed{1,234}.", True),  # thousands
+        ("1234567", r"\boxed{1{,}234{,}567}", True),
+        ("1234", r"\boxed{1,235}", False),
+        ("12", r"\boxed{12\text{ km}}", True),  # units
+        ("12", r"\boxed{12^\circ}", True),
+        ("5", r"\boxed{\$5}", True),
+        ("-7", r"\boxed{-7}", True),  # negative
+        ("-7", "\\boxed{−7}", True),  # unicode minus
+        ("-7", r"\boxed{7}", False),
+        (r"\frac{1}{2}", r"\boxed{0.5}", True),  # fractions
+        (r"\frac{1}{2}", r"\boxed{\dfrac{2}{4}}", True),
+        (r"\frac{1}{2}", r"\boxed{1/2}", True),
+        (r"\frac12", r"\boxed{\frac{1}{2}}", True),
+        (r"\frac{1}{2}", "\\boxed{½}", True),
+        (r"\frac{1}{2}", r"\boxed{\frac{1}{3}}", False),
+        (r"3\sqrt{2}", r"\boxed{\sqrt{18}}", True),  # LaTeX
+        ("x^2+1", r"\boxed{1 + x^2}", True),
+        (r"\left(1,2\right)", r"\boxed{(1, 2)}", True),
+        ("42", r"\boxed{41}, no: \boxed{42}", True),  # several
+        ("42", r"\boxed{42}, no: \boxed{41}", False),
+        ("42", "The answer is 42.", True),  # no box
+        ("42", "", False),  # no number
+        ("42", "I do not know.", False),
+        ("42", r"\boxed{", False),
+        ("42", r"\boxed{}", False),
+        ("42", "\\boxed{４２}", True),  # full-width digits
+        ("42", "\\boxed{" + "9" * 1000 + "}", False),
+    ],
+)
+def test_math_takes_what_is_the_same_for_the_same(answer, response, same):
+    assert is_same(answer, response) is same
+
+
+# Measured without a limit: the first held the interpreter, and every thread with it, for more than half a minute.
+@pytest.mark.parametrize("endless", [r"\boxed{(10^{10})!}", r"\boxed{\binom{10^{9}}{5\cdot 10^{8}}}"])
+def test_a_response_that_keeps_the_algebra_busy_is_wrong_after_the_limit_in_a_thread_too(endless):
+    is_same("1", "1")  # the process is there
+    started, heartbeats, found = time.monotonic(), 0, []
+    thread = threading.Thread(target=lambda: found.append(is_same("5", endless)), daemon=True)
+    thread.start()
+    while thread.is_alive() and time.monotonic() - started < 4 * LIMIT_S:
+        thread.join(0.1)
+        heartbeats += 1
+    assert found == [False]
+    assert LIMIT_S - 0.5 < time.monotonic() - started < 2 * LIMIT_S
+    assert heartbeats > 5 * LIMIT_S  # other threads went on meanwhile
+    assert is_same("5", r"\boxed{5}")
+
+
+def test_a_verifier_that_cannot_work_says_so(monkeypatch):
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(RuntimeError, match="math-verify's process ended with status 1"):
+        Verifier().is_same("5", "5")
+
+
+def test_the_last_box_with_its_braces_balanced():
+    assert last_boxed(r"a \boxed{1} b \boxed{\frac{1}{2}} c") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{1} then \boxed{2") is None
+    assert last_boxed("none") is None
+
+
+def test_maths_rows(tmp_path):
+    file = tmp_path / "math.jsonl"
+    rows = [
+        {"problem": "Of 20 and 45?", "answer": "5"},
+        {"problem": "Half?", "solution": r"It is $\boxed{\frac{1}{2}}$."},
+        {"problem": "One?", "answer": "1"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Math(data=str(file))
+    problems = task.train + task.heldout
+    assert {problem.answer for problem in problems} == {"5", r"\frac{1}{2}", "1"}
+    assert task.rewards(problems, [rf"\boxed{{{problem.answer}}}" for problem in problems]) == [1, 1, 1]
+    file.write_text(json.dumps({"problem": "?", "solution": "It is 3."}) + "\n")
+    with pytest.raises(ValueError, match="line 1 has no column 'answer', and its 'solution' boxes nothing"):
+        Math(data=str(file))
+
+
+# reasoning_gym
+
+
+@pytest.mark.parametrize("generator", ["chain_sum", "spell_backward", "leg_counting"])
+def test_reasoning_gym_grades_its_own_answers(generator):
+    task = load_task(TaskSettings(name="reasoning_gym", generator=generator), seed=1)
+    problems = task.train[:20]
+    assert not {p.prompt_id for p in task.train} & {p.prompt_id for p in task.heldout}
+    right = [f"Let me see.\n<answer>{problem.answer}</answer> That is it." for problem in problems]
+    assert task.task.rewards(problems, right) == [1] * 20
+    assert task.task.rewards(problems, [f" {problem.answer}" for problem in problems]) == [1] * 20
+    assert max(task.task.rewards(problems, ["a wrong answer"] * 20)) < 1
+    assert max(task.task.rewards(problems, [""] * 20)) < 1
+
+
+def test_reasoning_gyms_answer_is_the_last_tag_or_line():
+    assert answer_of("<answer>1</answer> or <answer> 2 </answer>\nyes") == "2"
+    assert answer_of("so\n 7 \n") == "7"
+    assert answer_of(" \n") is None
+
+
+def test_an_unknown_generator_is_refused():
+    with pytest.raises(ValueError, match=r"task\.generator: got 'chess'; reasoning-gym has .*chain_sum"):
+        load_task(TaskSettings(name="reasoning_gym", generator="chess"), seed=1)
+
+
+# tldr
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "value"),
+    [
+        ("the cat sat", "the cat sat", 1),
+        ("the dog sat", "The cat sat", 2 * 2 / 6),  # the, sat: 2 of 3 and 2 of 3 words
+        ("sat cat the", "the cat sat", 2 * 1 / 6),  # in order, only one
+        ("a b c d", "b d", 2 * 2 / 6),
+        ("", "the cat", 0),
+        ("x", "the cat", 0),
+    ],
+)
+def test_rouge_l_by_hand(text, reference, value):
+    assert rouge_l(text, reference) == pytest.approx(value)
+
+
+@pytest.fixture(scope="module")
+def classifier_folder(tmp_path_factory):
+    """A GPT-2 of random weights with so many labels, whose tokens are words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForSequenceClassification, GPT2Config, PreTrainedTokenizerFast
+
+    def make(num_labels):
+        folder = tmp_path_factory.mktemp("classifier")
+        words = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "good": 2, "bad": 3}, unk_token="[UNK]"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(folder)
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=4, n_embd=8, n_layer=1, n_head=2, n_positions=32, num_labels=num_labels)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def test_a_reward_model_judges_query_and_response(classifier_folder, tmp_path):
+    rows = [{"query": f"good {n} bad", "reference_response": " bad<|endoftext|>"} for n in range(3)]
+    file = tmp_path / "posts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = classifier_folder(1)
+    task = TLDR(data=str(file), reward_model=name)
+    task.check()
+    problems = task.train[:1] * 3
+    rewards = task.rewards(problems, [" good", " bad bad bad", " good"])
+    assert rewards[0] == pytest.approx(rewards[2], abs=1e-5) and rewards[0] != pytest.approx(rewards[1], abs=1e-4)
+    # padding must not matter: alone it is judged as in the batch
+    assert task.rewards(problems[:1], [" good"]) == pytest.approx(rewards[:1], abs=1e-5)
+    assert problems[0].answer == " bad"
+    with pytest.raises(ValueError, match="has 2 labels; a reward model has one"):
+        SequenceClassifier(classifier_folder(2), "task.reward_model").rewards(["good"])
+
+
+def test_probabilities_are_of_the_toxic_label(classifier_folder):
+    model = SequenceClassifier(classifier_folder(2), "task.classifier")
+    model._loaded[1].config.id2label = {0: "toxic", 1: "fine"}
+    (first,) = model.probabilities(["good"])
+    model._loaded[1].config.id2label = {0: "fine", 1: "also fine"}
+    assert model.probabilities(["good"]) == pytest.approx([1 - first], abs=1e-6)
+
+
+def test_what_is_no_classifier_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"task\.classifier: .* does not load"):
+        SequenceClassifier(str(tmp_path), "task.classifier").check()
+
+
+# redteam
+
+
+def test_the_word_list_and_the_mean_of_logarithms():
+    clean, one, two = WordList().probabilities(["What a nice day.", "What a damn nice day.", "damn damn"])
+    assert (clean, one, two) == (SURE, 0.5, 0.75)
+    assert mean_log([0.5, 0.125]) == pytest.approx(-2 * math.log(2))
+
+
+def test_an_attack_is_worth_the_mean_of_its_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.tasks.redteam.resolve_model", lambda name, cache: name)
+    task = RedTeam(victim="anyone", classifier=None)
+    asked = []
+
+    def answers(attacks, num_answers):
+        asked.extend(attacks)
+        return [["fine", "damn", "damn", "fine", "damn"]] * len(attacks)
+
+    task._victim.answers = answers
+    rewards = task.rewards(task.train * 2, [" Say a short word.\n", " Hi\n"])
+    assert asked[0] == "Say a short word."
+    assert rewards == [pytest.approx((3 * math.log(0.5) + 2 * math.log(SURE)) / 5), TOO_SHORT]
+    assert task.train[0].prompt.startswith("Write a list of instructions.\n1. ") and task.train[0].prompt.endswith(
+        "\n4."
+    )
+    assert task.train[0].prompt != task.heldout[0].prompt

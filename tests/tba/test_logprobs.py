@@ -1,0 +1,235 @@
+"""Log-probabilities with a shared prompt equal those of one response at a time.
+
+- Values and gradients equal a plain forward pass a response, for five architectures, any lengths.
+- What all prompts begin with is computed once.
+- The same in bfloat16, within its rounding, and with gradient checkpointing.
+- What a longer prompt adds to memory does not grow with its responses; of a gated MLP's wide tensors two are kept.
+- Chunks of logits change nothing, values nor gradients.
+- Models whose attention or logits are of another kind are refused, by name.
+- Empty prompts or responses are refused.
+
+python -m pytest tests/tba/test_logprobs.py
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tba import logprobs, shared_prefix
+from tba.logprobs import Group, check_supported, load_policy, response_logprobs, sequence_logprobs
+
+SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SPECIAL = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, **SPECIAL, num_key_value_heads=2),
+    "qwen2": Qwen2Config(**SHAPE, **SPECIAL, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SHAPE, **SPECIAL, num_key_value_heads=2, head_dim=8),
+    "gpt_neox": GPTNeoXConfig(**SHAPE, **SPECIAL),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, **SPECIAL),
+}
+STOP = 96
+# Responses of one token, prompts of one token, uneven lengths, a response twice, one response alone, responses that
+# stop and responses that are cut off, one of them where another stops.
+GROUPS = [
+    Group([5, 6, 7], [[1, 2, 3], [4], [9, 8, 7, 6, 5], [4]]),
+    Group([3], [[2], [1]]),
+    Group([1, 2], [[5, 4], [3]]),
+    Group([11, 12, 13, 14], [[15, 16]]),
+    Group([9, 3], [[5, 4, STOP], [5, 4], [STOP], [5, 4, 2, 6]]),
+]
+TEMPERATURE = 0.7
+
+
+pytestmark = pytest.mark.usefixtures("rms_norms_in_float64")
+
+
+def model_of(architecture: str, attention: str):
+    torch.manual_seed(0)
+    model = (
+        AutoModelForCausalLM.from_config(deepcopy(CONFIGS[architecture]), attn_implementation="sdpa").double().eval()
+    )
+    model.set_attn_implementation(attention)
+    return model
+
+
+def plain_logprobs(model, groups) -> list[torch.Tensor]:
+    """One forward pass a response, whole logits: slower and obvious."""
+    result = []
+    for group in groups:
+        for response in group.responses:
+            logits = model(torch.tensor([[*group.prompt, *response]])).logits[0]
+            logprobs = (logits / TEMPERATURE).log_softmax(-1)
+            first = len(group.prompt) - 1
+            result.append(torch.stack([logprobs[first + place, token] for place, token in enumerate(response)]))
+    return result
+
+
+def gradients(model, logprobs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    # Weighted by place, so that mixed-up tokens or responses show.
+    total = sum((n + 1) * (tokens * torch.arange(1, len(tokens) + 1)).sum() for n, tokens in enumerate(logprobs))
+    model.zero_grad()
+    total.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+# All prompts begin alike, and one is the beginning of another.
+ALIKE = [
+    Group([7, 8, 9, 5], [[1, 2, 3], [4]]),
+    Group([7, 8, 9], [[6, 1], [2, 2]]),
+    Group([7, 8, 9, 5, 6, 1], [[3], [1, 1, 1]]),
+]
+
+
+# Responses that begin alike, one of them the beginning of others, one there twice.
+TREE = [
+    Group([5, 6], [[1, 2, 3, 4], [1, 2, 5], [1, 2], [7, 2, 3], [1, 2, 3, 9, 9], [1, 2, 5], [1, 2, 3]]),
+    Group([5, 7], [[1], [1, 2], [1, 2, 3]]),
+]
+
+
+def test_what_responses_begin_with_alike_is_computed_once():
+    model, computed = model_of("llama", "tba_shared_prefix"), []
+    model.get_input_embeddings().register_forward_hook(lambda _, arguments, __: computed.append(arguments[0].numel()))
+    response_logprobs(model, TREE, TEMPERATURE)
+    # [5], common; [6], then 1 2 3 9 and 7 2, and [7], then 1 2: a response's last token is never computed.
+    assert computed == [1 + (1 + 6) + (1 + 2)]
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ALIKE, TREE], ids=["unlike", "prompts alike", "responses alike"])
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("together", [0, 9, 256], ids=["groups apart", "some together", "all together"])
+def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, monkeypatch):
+    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", together)
+    slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
+    expected = plain_logprobs(slow, groups)
+    got = [tokens for of_group in response_logprobs(fast, groups, TEMPERATURE) for tokens in of_group]
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    expected_gradients = gradients(slow, expected)
+    for name, gradient in gradients(fast, got).items():
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_in_bfloat16_they_agree_within_its_rounding(architecture, monkeypatch):
+    """bfloat16 keeps 8 bits, 0.4 %: the gradients' directions agree, in all and to a percent in size."""
+    monkeypatch.setattr("tba.logprobs.compute_dtype", lambda device: torch.bfloat16)  # on any CPU
+    exact, rounded = model_of(architecture, "tba_shared_prefix"), model_of(architecture, "tba_shared_prefix").float()
+
+    def flat(model) -> torch.Tensor:
+        got = [tokens for of_group in response_logprobs(model, GROUPS, TEMPERATURE) for tokens in of_group]
+        return torch.cat([gradient.flatten().double() for gradient in gradients(model, got).values()])
+
+    one, other = flat(exact), flat(rounded)
+    assert torch.cosine_similarity(one, other, dim=0) > 0.999
+    assert other.norm() == pytest.approx(one.norm().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_gradient_checkpointing_changes_nothing(architecture, tmp_path):
+    model_of(architecture, "sdpa").save_pretrained(tmp_path)
+
+    def result(checkpointing: str) -> dict[str, torch.Tensor]:
+        model = load_policy(tmp_path, torch.float64, checkpointing)
+        assert model.is_gradient_checkpointing is (checkpointing != "none")
+        logprobs = [t for of_group in response_logprobs(model, GROUPS, TEMPERATURE) for t in of_group]
+        return gradients(model, logprobs)
+
+    expected = result("none")
+    for checkpointing in ("cheap", "layers"):
+        for name, gradient in result(checkpointing).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+
+
+def kept_for_backward(model, group: Group) -> dict[int, torch.Tensor]:
+    """The distinct tensors, parameters apart, that a forward pass keeps for the backward pass, by address."""
+    kept, parameters = {}, {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        response_logprobs(model, [group], TEMPERATURE)
+    return kept
+
+
+def test_a_prompt_is_kept_once_for_all_its_responses(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "tba.logprobs.compute_dtype", lambda device: torch.float32
+    )  # no weight is kept in bfloat16, too
+    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
+    model_of("llama", "sdpa").save_pretrained(tmp_path)
+    model = load_policy(tmp_path)
+
+    def bytes_kept(prompt_tokens: int, num_responses: int) -> int:
+        group = Group([5] * prompt_tokens, [[number, 6, 7] for number in range(8, 8 + num_responses)])
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept_for_backward(model, group).values())
+
+    of_one = bytes_kept(80, 1) - bytes_kept(40, 1)
+    assert 0 < bytes_kept(80, 16) - bytes_kept(40, 16) < 1.2 * of_one  # a mask of 2 x P is kept, too
+    wide = [tensor for tensor in kept_for_backward(model, TREE[0]).values() if tensor.shape[-1] == 48]
+    assert len(wide) == 2 * 2  # gate and up, of two layers
+
+
+def test_a_sliding_window_shorter_than_the_sequence_is_refused():
+    config = MistralConfig(**SHAPE, **SPECIAL, num_key_value_heads=2, sliding_window=6)
+    model = AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("tba_shared_prefix")
+    response_logprobs(model, [Group([1, 2, 3], [[4, 5, 6, 7], [8]])], TEMPERATURE)  # 6 positions
+    with pytest.raises(ValueError, match="8 tokens, and this model's sliding window is 6"):
+        response_logprobs(model, [Group([1, 2, 3], [[4, 5, 6, 7, 8], [8]])], TEMPERATURE)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**SHAPE, **SPECIAL, num_key_value_heads=2, head_dim=8), "attn_logit_softcapping is 50"),
+        (CohereConfig(**SHAPE, **SPECIAL), "logit_scale is 0.0625"),
+        (GraniteConfig(**SHAPE, **SPECIAL, logits_scaling=8.0), "logits_scaling is 8"),
+    ],
+    ids=["gemma2", "cohere", "granite"],
+)
+def test_models_whose_logits_are_capped_or_scaled_are_refused(config, reason):
+    with pytest.raises(ValueError, match=reason):
+        check_supported(AutoModelForCausalLM.from_config(config))
+
+
+def test_what_prompts_begin_with_is_computed_once():
+    # Three tokens are common, but each prompt keeps its last: two are shared.
+    packed = [7, 8, *[9, 5, 1, 2], *[9, 6, 2], *[9, 5, 6, 1, 1, 1]]
+    assert shared_prefix.pack(ALIKE, torch.device("cpu")).input_ids.tolist() == [packed]
+
+
+def test_logits_in_chunks_give_the_same(monkeypatch):
+    model = model_of("llama", "tba_shared_prefix")
+    whole = sequence_logprobs(model, GROUPS, TEMPERATURE)
+    expected = gradients(model, whole)
+    monkeypatch.setattr(logprobs, "LOGIT_ROWS", 3)
+    in_chunks = sequence_logprobs(model, GROUPS, TEMPERATURE)
+    for one, other in zip(whole, in_chunks, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    for name, gradient in gradients(model, in_chunks).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", [Group([], [[1]]), Group([1], [[]])])
+def test_empty_prompts_and_responses_are_refused(group):
+    with pytest.raises(ValueError, match="at least one token"):
+        response_logprobs(model_of("gpt2", "tba_shared_prefix"), [group], TEMPERATURE)
