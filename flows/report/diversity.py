@@ -154,7 +154,8 @@ def _table(title: str, rows: list[dict], name: Callable[[dict], str]) -> "Table"
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     table.add_column("", overflow="fold")
     for metric in metrics:
-        table.add_column(metric.replace(" ", "\n").replace("-", "-\n"), justify="right", vertical="bottom", no_wrap=True)
+        heading = metric.replace(" ", "\n").replace("-", "-\n")
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     by_place = {(name(row), row["metric"]): shown(row).replace(" ± ", "\n± ") for row in rows}
     for column in columns:
         table.add_row(column, *(by_place.get((column, metric), "") for metric in metrics))
