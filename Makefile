@@ -16,14 +16,20 @@ endif
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer bench-accuracy \
+.PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer bench-accuracy \
 	bench-stability smoke compare-staleness compare-sync crash-matrix clean
+
+help:  ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
 
 test: $(STAMP)  ## The tests, real servers and engines included
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 25
+
+test-unit: $(STAMP)  ## The tests that start no server, engine or process: under two minutes
+	$(BIN)/python -m pytest -n 2 -m "not apart and not slow and not s3"
 
 test-apart: $(STAMP)  ## Tests of minutes each: printed commands, Prefect's page, two Trainer processes, kills, outages
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart
@@ -41,7 +47,7 @@ docs: $(STAMP)  ## What is generated of docs/: the reference of settings
 up: $(STAMP)  ## Prefect server, work pool, deployments, worker, until `make down`
 	$(BIN)/tba up
 
-down: $(STAMP)
+down: $(STAMP)  ## Stops what `make up` started
 	$(BIN)/tba down
 
 bench-buffer: $(STAMP)  ## How the replay buffer scales

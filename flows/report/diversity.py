@@ -145,15 +145,18 @@ def _part(row: dict) -> str:
 
 
 def _table(title: str, rows: list[dict], name: Callable[[dict], str]) -> "Table":
+    """A line a group of `name`. Headings and values break where that keeps the table within 80 columns."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = list(dict.fromkeys(name(row) for row in rows))
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for metric in metrics:
-        table.add_column(metric, justify="right")
-    by_place = {(name(row), row["metric"]): shown(row) for row in rows}
+        heading = metric.replace(" ", "\n").replace("-", "-\n")
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    by_place = {(name(row), row["metric"]): shown(row).replace(" ± ", "\n± ") for row in rows}
     for column in columns:
         table.add_row(column, *(by_place.get((column, metric), "") for metric in metrics))
     return table

@@ -5,6 +5,7 @@ Claims
 - of samples of it, the 95 % intervals contain those exact values about that often
 - groups are spans of policies, Searchers and the run; each takes about its share of the sample
 - a measurement is stored and read back by `tba sql`, the newest where there are several
+- tables for people fit 80 columns, with every heading and value whole
 - prompts with too few responses are refused with the reason
 
 Run: pytest tests/flows/report/test_diversity.py
@@ -12,17 +13,23 @@ Run: pytest tests/flows/report/test_diversity.py
 
 import hashlib
 import json
+import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from flows.report.diversity import measure_diversity
+from flows.report.diversity import measure_diversity, tables
 from storage.queries import query
 from storage.store import RunStore
 from tba import diversity
 from tests.benchmarks.generated_run import generate_run
+
+METRICS = [
+    "distinct-1", "distinct-2", "self-BLEU", "cosine distance", "distinct answers", "success clusters", "entropy",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +116,20 @@ def test_the_command_stores_the_newest_measurement_and_compares_runs(run_store):
 def test_too_few_responses_are_refused(run_store):
     with pytest.raises(ValueError, match="no prompt of run small has 17 responses"):
         measure_diversity(run_store, embedded=0, responses_per_prompt=17)
+
+
+def test_tables_fit_80_columns():
+    row = {"standard_error": 0.0123, "grouping": "policy", "searcher": None, "policy_step": None}
+    rows = [
+        row | {"first_policy_step": first, "last_policy_step": first + 11, "metric": metric, "value": 0.98765}
+        for first in range(0, 120, 12)
+        for metric in METRICS
+    ]
+    rows += [row | {"grouping": grouping, "searcher": "s0"} for grouping in ("searcher", "run") for row in rows[-7:]]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(*tables({"arithmetic": rows}))
+    printed = capture.get()
+    assert "…" not in printed
+    assert all(word in printed for metric in METRICS for word in re.split(" |(?<=-)", metric))
+    assert printed.count("0.988") == 12 * 7 and printed.count("± 0.01") == 12 * 7
