@@ -33,9 +33,8 @@ def want_searchers(store: RunStore, number: int) -> None:
 
 def wanted_searchers(store: RunStore, configured: int) -> int:
     """How many Searchers the run's flow is to keep: what was asked last, else what the run was started with."""
-    with contextlib.suppress(NotFound):
-        return json.loads(store.get(SEARCHERS))["wanted"]
-    return configured
+    asked = store.read_json(SEARCHERS)
+    return asked["wanted"] if asked else configured
 
 
 def ask_to_leave(store: RunStore, searcher: str) -> None:
