@@ -1,7 +1,6 @@
 """tba/train: starts or resumes a run, watches its Trainer and Searchers, and ends it well."""
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -23,9 +22,9 @@ from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
 from flows.trainer import ALREADY_TRAINING
 from storage import attempts, ledger, policies, requests
-from storage.errors import AlreadyTraining, NotFound
+from storage.errors import AlreadyTraining
 from storage.store import RunStore
-from storage.summary import summarise
+from storage.summary import read_summary, summarise
 
 POLL_S = 2.0
 # A step with its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
@@ -42,7 +41,7 @@ def name_after_run() -> str:
 def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes. Returns the run's summary."""
     store = prepare(config)
-    if summary := finished(store):
+    if summary := read_summary(store):
         get_run_logger().info("run %s is finished; choose another name to train again", config.run)
         return summary
     take_over(store, config)
@@ -169,15 +168,6 @@ def await_evaluation(store: RunStore, searchers: Searchers) -> None:
         time.sleep(POLL_S)
 
 
-def finished(store: RunStore) -> dict | None:
-    """The summary of a run that ended well."""
-    with contextlib.suppress(NotFound):
-        return json.loads(store.get("summary.json"))
-    return None
-
-
 def last_words(store: RunStore) -> str:
-    with contextlib.suppress(NotFound):
-        if message := json.loads(store.get("trainer/heartbeat.json")).get("message"):
-            return message
-    return "it was killed, or died before it could say why; the flow run's log has its output"
+    message = (attempts.read_heartbeat(store) or {}).get("message")
+    return message or "it was killed, or died before it could say why; the flow run's log has its output"

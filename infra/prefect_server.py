@@ -6,8 +6,6 @@ import socket
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from infra.processes import find_processes
-
 WORK_POOL = "tba"
 DEPLOYMENT = "tba/train"
 
@@ -37,11 +35,11 @@ def configured_url() -> str | None:
     return os.environ.get("PREFECT_API_URL") or get_current_settings().api.url
 
 
-def find(work_queue: str, ours: str | None, say: Callable[[str], None]) -> str | None:
+def find(ours: str | None, say: Callable[[str], None]) -> str | None:
     """The URL of a server to use: the one PREFECT_API_URL asks for, else ours or the configured one. None: start one.
 
-    work_queue: this checkout's; ours: the URL that its stack uses already. Raises StackError where none may be started
-    instead: PREFECT_API_URL names another machine's, or another than the running stack's."""
+    ours: the URL that this project's stack uses already. Raises StackError where none may be started instead:
+    PREFECT_API_URL names another machine's, or another than the running stack's."""
     asked = "PREFECT_API_URL" in os.environ
     candidates = (configured_url(), ours) if asked else (ours, configured_url())
     for url in dict.fromkeys(filter(None, candidates)):
@@ -50,10 +48,6 @@ def find(work_queue: str, ours: str | None, say: Callable[[str], None]) -> str |
             problem = "nothing answers there"
         elif not is_compatible(found):
             problem = f"it is Prefect {found}, whose API differs from this client's"
-        elif is_loopback(url) and (other := _other_checkout(url, work_queue)):
-            problem = f"it runs flows of another checkout ({other}), which this one's deployments would redirect"
-            if url == ours:
-                raise StackError(f"The server at {url} cannot be used now: {problem}. Wait for it, or stop it.")
         elif ours and url != ours:
             raise StackError(
                 f"This project's stack runs with the server at {ours}, but PREFECT_API_URL is {url}. "
@@ -131,20 +125,3 @@ def is_compatible(server_version: str) -> bool:
     from prefect import __version__
 
     return server_version.split(".")[0] == __version__.split(".")[0]
-
-
-def other_deployer(url: str, work_queue: str) -> str | None:
-    """The work queue of another checkout whose deployments are on this server; ours would replace them."""
-    from prefect.exceptions import ObjectNotFound
-
-    with api(url) as client, contextlib.suppress(ObjectNotFound):
-        queue = client.read_deployment_by_name(DEPLOYMENT).work_queue_name
-        return None if queue in (work_queue, "default", None) else queue
-    return None
-
-
-def _other_checkout(url: str, work_queue: str) -> str | None:
-    """The work queue of another checkout that trains here now. Both deploy by the same names: the last one wins."""
-    with api(url) as client:
-        others = [r for r in unfinished(client, ["tba"]) if r.work_queue_name not in (work_queue, "default", None)]
-    return next((r.work_queue_name for r in others if find_processes("PREFECT__FLOW_RUN_ID", str(r.id))), None)

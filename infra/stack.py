@@ -129,7 +129,7 @@ def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
 
 
 def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None], again: bool = True) -> None:
-    url = prefect_server.find(work_queue(project), state.url if state.processes else None, say)
+    url = prefect_server.find(state.url if state.processes else None, say)
     if url is None:
         if "server" in state.processes:  # alive, yet it does not answer
             _stop_hung(project, state, say)
@@ -143,11 +143,6 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
         command = ["worker", "start", "--pool", prefect_server.WORK_POOL, "--type", "process", "--name", name]
         command += ["--work-queue", work_queue(project), "--work-queue", "default"]
         _start(project, state, "worker", command, keep)
-    if other := prefect_server.other_deployer(state.url, work_queue(project)):
-        say(
-            f"The deployments at {state.url} were another checkout's ({other}); they are this one's from now on. "
-            "What starts a run there by their names (prefect deployment run, the page, a schedule) starts this code."
-        )
     failure = _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
     if failure and again and state.own_server and prefect_server.version(state.url) is None:
         # Prefect 3.7's server can hang for good as an automation is created, if it reads them at that moment (Prefect's

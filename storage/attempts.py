@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from storage.errors import AlreadyExists, AlreadyTraining, NotFound, Superseded
+from storage.errors import AlreadyExists, AlreadyTraining, Superseded
 from storage.process_identity import Process
 from storage.store import RunStore
 
@@ -95,6 +95,11 @@ def heartbeat(store: RunStore, beat: dict) -> None:
     store.put(HEARTBEAT, json.dumps(beat).encode())
 
 
+def read_heartbeat(store: RunStore) -> dict | None:
+    """The newest sign of life; None before the first."""
+    return store.read_json(HEARTBEAT)
+
+
 def run_is_alive(store: RunStore, watch_s: float) -> bool:
     """Whether a Trainer works on the run.
 
@@ -105,23 +110,17 @@ def run_is_alive(store: RunStore, watch_s: float) -> bool:
     if not records:
         return False
     owner = records[-1]["owner"]
-    beats = {_heartbeat_bytes(store)}
+    beats = [read_heartbeat(store)]
     deadline = time.monotonic() + watch_s
     while not _is_gone(owner):
-        beats.add(_heartbeat_bytes(store))
+        if (beat := read_heartbeat(store)) not in beats:
+            beats.append(beat)
         if len(beats) > 2:  # one change may be the last heartbeat of a Trainer that lost its flow
             return True
         if time.monotonic() > deadline:
             return owner["host"] == socket.gethostname()  # the process exists, but is silent: it starts, or hangs
         time.sleep(_POLL_S)
     return False
-
-
-def _heartbeat_bytes(store: RunStore) -> bytes | None:
-    try:
-        return store.get(HEARTBEAT)
-    except NotFound:
-        return None
 
 
 def this_process() -> dict:

@@ -110,10 +110,8 @@ def policy_path(step: int, attempt: int) -> str:
 
 def latest_policy(store: RunStore) -> PolicyRef | None:
     """The newest complete policy; None before the first."""
-    try:
-        return PolicyRef(**json.loads(store.get(LATEST)))
-    except NotFound:
-        return None
+    found = store.read_json(LATEST)
+    return PolicyRef(**found) if found else None
 
 
 def best_policy(store: RunStore) -> BestPolicy | None:
@@ -121,10 +119,8 @@ def best_policy(store: RunStore) -> BestPolicy | None:
 
     A resume may have undone its steps. It was trained and evaluated, so a crash does not remove it.
     """
-    try:
-        return BestPolicy(**json.loads(store.get(BEST)))
-    except NotFound:
-        return None
+    found = store.read_json(BEST)
+    return BestPolicy(**found) if found else None
 
 
 def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
@@ -133,10 +129,7 @@ def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
     If the Searcher is killed, its policy stays held until the next Searcher of that name holds another one.
     """
     store.put(_held_path(searcher), json.dumps(asdict(ref), indent=2).encode())
-    try:
-        is_doomed = ref.path in json.loads(store.get(_PRUNING))
-    except NotFound:  # nothing has been pruned yet
-        is_doomed = False
+    is_doomed = ref.path in (store.read_json(_PRUNING) or [])  # None: nothing has been pruned yet
     return not is_doomed and "pruned" not in json.loads(store.get(f"{ref.path}/{MANIFEST}"))
 
 
@@ -278,7 +271,7 @@ def _evaluated(store: RunStore) -> set[str]:
     """Folders of the policies that Searchers hold, and of the best one; in this order (the module's docstring)."""
     folders = set()
     for path in store.list(_HELD):
-        with suppress(NotFound):  # released since it was listed
-            folders.add(json.loads(store.get(path))["path"])
+        if held := store.read_json(path):  # None: released since it was listed
+            folders.add(held["path"])
     best = best_policy(store)
     return folders | ({best.path} if best else set())

@@ -34,9 +34,8 @@ def want_searchers(store: RunStore, number: int) -> None:
 
 def wanted_searchers(store: RunStore, configured: int) -> int:
     """The number of Searchers to keep running: the newest request, else the configured number."""
-    with contextlib.suppress(NotFound):
-        return json.loads(store.get(SEARCHERS))["wanted"]
-    return configured
+    asked = store.read_json(SEARCHERS)
+    return asked["wanted"] if asked else configured
 
 
 def ask_to_leave(store: RunStore, searcher: str) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from storage import attempts, ledger, policies
-from storage.errors import NotFound
 from storage.store import RunStore, list_runs, transfer_all
+from storage.summary import read_summary
 
 # A Trainer of another machine is alive where its heartbeat changes; it does every two seconds.
 WATCH_S = 8.0
@@ -38,8 +38,8 @@ class RunStatus:
 
 def run_status(store: RunStore) -> RunStatus:
     """Takes up to `WATCH_S` where the run's Trainer is, or was until lately, on another machine."""
-    beat = read(store, attempts.HEARTBEAT) or {}
-    summary = read(store, "summary.json")
+    beat = attempts.read_heartbeat(store) or {}
+    summary = read_summary(store)
     lives = attempts.list_attempts(store)
     evaluated = list(ledger.evaluations(store).values())
     best = policies.best_policy(store)
@@ -80,13 +80,6 @@ def is_alive(store: RunStore, beat: dict) -> bool:
     if "at" not in beat or datetime.now(UTC) - datetime.fromisoformat(beat["at"]) > OLD:
         return False
     return attempts.run_is_alive(store, WATCH_S)
-
-
-def read(store: RunStore, path: str) -> dict | None:
-    try:
-        return json.loads(store.get(path))
-    except NotFound:
-        return None
 
 
 def stage_of(heartbeat: dict) -> str:

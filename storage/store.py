@@ -69,6 +69,13 @@ class RunStore:
         with self._errors("read", path):
             return self._files.get(path)
 
+    def read_json(self, path: str) -> dict | None:
+        """None if nothing is there."""
+        try:
+            return json.loads(self.get(path))
+        except NotFound:
+            return None
+
     def exists(self, path: str) -> bool:
         with self._errors("look up", path):
             return self._files.exists(path)

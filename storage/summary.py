@@ -9,6 +9,17 @@ from storage.store import RunStore
 
 Interval = tuple[datetime, datetime]
 
+_PATH = "summary.json"
+
+
+def read_summary(store: RunStore) -> dict | None:
+    """What a finished run came to; None before its end."""
+    return store.read_json(_PATH)
+
+
+def is_finished(store: RunStore) -> bool:
+    return store.exists(_PATH)
+
 
 def summarise(store: RunStore) -> dict:
     """Writes `summary.json` and returns it. Shares are of time; definitions are beside each key's computation."""
@@ -46,7 +57,7 @@ def summarise(store: RunStore) -> dict:
         "note": None if rounds else "no Searcher took part, so there was no engine to measure accuracy with",
         "finished_at": datetime.now(UTC).isoformat(),
     }
-    store.put("summary.json", json.dumps(summary, indent=1).encode())
+    store.put(_PATH, json.dumps(summary, indent=1).encode())
     return summary
 
 

@@ -40,6 +40,7 @@ from storage.shards import (
 )
 from storage.sql import sql
 from storage.store import RunStore, transfer_all
+from storage.summary import is_finished
 
 # A block is compacted if its shards are at most this large together, because a reader holds a whole file in memory.
 MAX_BLOCK_BYTES = 32 << 20
@@ -53,7 +54,7 @@ def expire(store: RunStore, before: datetime | None, keep: int | None, min_size:
     Whole files only; the newest `min_size` trajectories stay in any case. Returns per searcher the last round of those
     that expire now.
     """
-    finished, steps = store.exists("summary.json"), checkpoints.list_checkpoints(store)
+    finished, steps = is_finished(store), checkpoints.list_checkpoints(store)
     parameters = {"before": before, "keep": keep, "min_size": min_size, "finished": finished}
     parameters["checkpoint"] = steps[0] if steps else None
     with queries.connect(store) as connection:

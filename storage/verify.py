@@ -152,8 +152,7 @@ def _check_shards(store: RunStore, vocab_size: int | None, faults: list[Fault]) 
     for file in files:
         rounds_of[file.searcher].update(file.rounds)
     found.expired = expired_through(store)  # after the listing: a shard is marked long before it is deleted
-    with suppress(NotFound):
-        found.copied = {f"warm{index}" for index in range(len(json.loads(store.get(WARM_START))))}
+    found.copied = {f"warm{index}" for index in range(len(store.read_json(WARM_START) or []))}
     for searcher, rounds in rounds_of.items():
         for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
             path = shard_path(searcher, missing)

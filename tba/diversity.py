@@ -21,9 +21,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 import numpy as np
+
+from tba.intervals import half_width
 
 BLEU_ORDER = 4
 # Smoothing of a precision of zero, in n-grams (Chen and Cherry 2014, method 1): one missing order does not make BLEU 0.
@@ -174,19 +176,8 @@ def estimate(values: Sequence[float], whole: bool) -> Estimate | None:
     if num < 2:
         return Estimate(value, None, None, None, num)
     error = float(known.std(ddof=1)) / math.sqrt(num)
-    reach = _t_quantile(num - 1) * error
+    reach = half_width(known)
     return Estimate(value, error, value - reach, value + reach, num)
-
-
-def _t_quantile(freedom: int) -> float:
-    """Student's 97.5 % quantile: Cornish and Fisher's series, whose error is under 1 % from four degrees on."""
-    z = NormalDist().inv_cdf(0.975)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
 
 
 def encoder_folder() -> Path | None:

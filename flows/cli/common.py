@@ -53,26 +53,6 @@ def existing_run(run: str, store: str | None):
     fail(f"There is no run {run!r} in {url}. Runs there: {', '.join(there) or 'none'}.", status=2)
 
 
-def without_pandas() -> None:
-    """Spares a command that only reads the second in which pyarrow.dataset loads pandas, to recognise its types.
-
-    For the rest of the process pyarrow takes pandas for not installed.
-    """
-    import sys
-
-    class NotInstalled:
-        @staticmethod
-        def find_spec(name: str, *_: object) -> None:
-            if name == "pandas":
-                raise ModuleNotFoundError(name)
-
-    sys.meta_path.insert(0, NotInstalled)
-    try:
-        import pyarrow.dataset  # noqa: F401
-    finally:
-        sys.meta_path.remove(NotInstalled)
-
-
 def fail(message: str, status: int = 1):
     typer.echo(message, err=True)
     raise typer.Exit(status)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.common import AsJson, StoreOption, complete_run, existing_run, fail, without_pandas
+from flows.cli.common import AsJson, StoreOption, complete_run, existing_run, fail
 
 app = typer.Typer()
 
@@ -27,7 +27,6 @@ def diversity(
 
     Stored with the run: tba sql RUN "SELECT * FROM diversity". Example: tba diversity arithmetic digits
     """
-    without_pandas()
     from flows.cli.console import console
     from flows.report import diversity as measures
     from storage.errors import StoreError

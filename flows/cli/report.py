@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, without_pandas
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
 
 app = typer.Typer()
 
@@ -24,7 +24,6 @@ def report(
 
     Example: tba report arithmetic --output arithmetic.html
     """
-    without_pandas()
     from flows.report.render import render, write_report
     from storage.errors import StoreError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, without_pandas
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,7 +39,6 @@ def show(
     from storage.errors import StoreError
 
     run_store = existing_run(run, store)
-    without_pandas()
     from storage.queries import query, show_batch
 
     try:

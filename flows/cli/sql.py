@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, without_pandas
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
 
 if TYPE_CHECKING:
     from storage.store import RunStore
@@ -42,7 +42,6 @@ def sql(
     Example: tba sql arithmetic "SELECT policy_step, avg(reward) FROM trajectories GROUP BY 1 ORDER BY 1"
     """
     run_store = existing_run(run, store)
-    without_pandas()
     form = Format.json if as_json else form
     if query is None and sys.stdin.isatty():
         typer.echo(f"Run {run!r}, read-only. End a query with ';'. SHOW TABLES; lists the views. \\q or Ctrl-D leaves.")

@@ -23,19 +23,19 @@ def stop(run: RunName, store: StoreOption = None) -> None:
     Example: tba stop arithmetic
     """
     from storage import requests
-    from storage.attempts import HEARTBEAT
+    from storage.attempts import read_heartbeat
     from storage.errors import StoreError
-    from storage.status import is_alive, read
+    from storage.status import is_alive
 
     run_store = existing_run(run, store)
     try:
-        beat = read(run_store, HEARTBEAT) or {}
+        beat = read_heartbeat(run_store) or {}
         if not is_alive(run_store, beat):
             fail(f"Nobody trains run {run!r} now, so there is nothing to stop.", status=2)
         requests.ask_to_stop(run_store)
         typer.echo(f"Asked the Trainer of run {run!r} to stop after its step.")
         deadline = time.monotonic() + STOP_PATIENCE_S
-        while (beat := read(run_store, HEARTBEAT) or {}).get("state") not in ("stopped", "finished", "failed"):
+        while (beat := read_heartbeat(run_store) or {}).get("state") not in ("stopped", "finished", "failed"):
             if time.monotonic() > deadline:
                 fail(f"It has not stopped within {STOP_PATIENCE_S:.0f} s. `tba watch {run}` shows what it does.")
             if not is_alive(run_store, beat):
@@ -65,9 +65,10 @@ def searchers(
     Example: tba searchers arithmetic +1
     """
     from storage import requests
-    from storage.attempts import HEARTBEAT
+    from storage.attempts import read_heartbeat
     from storage.errors import StoreError
-    from storage.status import is_alive, read
+    from storage.status import is_alive
+    from storage.summary import is_finished
 
     run_store = existing_run(run, store)
     try:
@@ -86,10 +87,10 @@ def searchers(
         if wanted < (least := min(1, configured)):
             why = "the last one measures the final policy" if least else "there are no fewer"
             fail(f"change: got {change}, but run {run!r} keeps {before}; it keeps at least {least}: {why}", status=2)
-        if run_store.exists("summary.json"):
+        if is_finished(run_store):
             fail(f"Run {run!r} is finished.", status=2)
         requests.want_searchers(run_store, wanted)
-        alive = is_alive(run_store, read(run_store, HEARTBEAT) or {})
+        alive = is_alive(run_store, read_heartbeat(run_store) or {})
     except StoreError as error:
         fail(str(error))
     if as_json:

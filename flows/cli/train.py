@@ -60,9 +60,9 @@ def train(
     }
     config = config_of({key: value for key, value in given.items() if value is not None}, settings or [])
     run_store = _check_inputs(config)
-    from storage.status import read
+    from storage.summary import read_summary
 
-    if (summary := read(run_store, "summary.json")) is not None:
+    if (summary := read_summary(run_store)) is not None:
         typer.echo(f"Run {config.run!r} is finished. To train on, choose another name.")
         _print_summary(summary)
         return
@@ -90,15 +90,15 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     """Bring the stack up, submit or join the run's flow run, show it to its end, leave the stack. Exits on failure."""
     from flows.run import flow_runs
     from infra import prefect_server, stack
-    from storage.attempts import HEARTBEAT
+    from storage.attempts import read_heartbeat
     from storage.errors import StoreError
-    from storage.status import read
+    from storage.summary import read_summary
 
     flow_run = None
     submitted = False
     try:
         url = stack.up(project, keep=False, say=typer.echo)
-        old = read(store, HEARTBEAT)
+        old = read_heartbeat(store)
         with prefect_server.api(url) as client:
             flow_run = flow_runs.live_run(client, config)
             if flow_run:
@@ -126,10 +126,10 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         with _uninterrupted():
             stack.leave(project, say=typer.echo)
     if state.name == "Stopped":
-        beat = read(store, HEARTBEAT) or {}
+        beat = read_heartbeat(store) or {}
         typer.echo(f"Stopped at step {beat.get('step')}, as it was told to. The same command resumes the run.")
         return
-    summary = read(store, "summary.json")
+    summary = read_summary(store)
     if summary is None:
         fail(
             f"The run completed, but {store.url}/{store.run} has no summary.json. Maybe the worker wrote to another "
@@ -142,11 +142,10 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
 def _refuse_live_trainer(store: "RunStore") -> None:
     """A Trainer that no flow run of this server accounts for: another server's, or one that lost its flow."""
     from flows.run.flow_runs import TRAINER_WATCH_S
-    from storage.attempts import HEARTBEAT, run_is_alive
-    from storage.status import read
+    from storage.attempts import read_heartbeat, run_is_alive
 
     if run_is_alive(store, watch_s=TRAINER_WATCH_S):
-        owner = (read(store, HEARTBEAT) or {}).get("owner", {})
+        owner = (read_heartbeat(store) or {}).get("owner", {})
         fail(
             f"Run {store.run!r} has a live Trainer (host {owner.get('host')}, pid {owner.get('pid')}) that this "
             "Prefect server does not know. Follow it where it was started, or stop it; then the same command resumes."
@@ -160,8 +159,7 @@ def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None
     from flows.cli.console import Progress, console
     from flows.run import flow_runs
     from infra import stack
-    from storage.attempts import HEARTBEAT
-    from storage.status import read
+    from storage.attempts import read_heartbeat
 
     heard_at = alive_at = time.monotonic()
     with Progress(console(), store.run) as progress:
@@ -180,7 +178,7 @@ def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None
                 alive_at = time.monotonic()
             elif time.monotonic() - alive_at > PROCESS_SILENCE_S:
                 raise stack.StackError(f"The flow's process is gone.\n{stack.log_tail(project, 'worker')}")
-            heartbeat = read(store, HEARTBEAT)
+            heartbeat = read_heartbeat(store)
             if heartbeat == old:
                 heartbeat = None
             progress.show(_stage(state, heartbeat), heartbeat)

@@ -25,7 +25,7 @@ def watch(run: RunName, store: StoreOption = None) -> None:
     """
     from flows.cli.console import Progress, console, summary_table
     from flows.run.watcher import Watcher
-    from storage.status import read
+    from storage.summary import read_summary
 
     run_store = existing_run(run, store)
     try:
@@ -35,7 +35,7 @@ def watch(run: RunName, store: StoreOption = None) -> None:
                 progress.wait(POLL_S)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    console().print(summary_table(read(run_store, "summary.json")))
+    console().print(summary_table(read_summary(run_store)))
 
 
 def _age_s(store: "RunStore") -> float:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from scipy import stats
-
 from flows.compare.arms import Outcome
 from storage.queries import query
 from storage.store import RunStore
+from tba.intervals import half_width
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,7 @@ class Interval:
 
 def confidence_interval(values: list[float]) -> Interval:
     """Of values by seed."""
-    number = len(values)
-    half_width = float(stats.t.ppf(0.975, number - 1) * stats.sem(values)) if number > 1 else None
-    return Interval(statistics.fmean(values), half_width, number)
+    return Interval(statistics.fmean(values), half_width(values) if len(values) > 1 else None, len(values))
 
 
 def by_arm(outcomes: list[Outcome]) -> dict[str, dict[int, float]]:

@@ -1,7 +1,6 @@
 """tba compare sync: asynchronous beside synchronous training, by `tba train`, as a table, a plot and the numbers."""
 
 import contextlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from flows.compare.results import confidence_interval, results_about, write_numb
 from storage.attempts import first_attempt_at
 from storage.queries import query
 from storage.store import RunStore
+from storage.summary import read_summary
 
 # What a user would run: `make train` as it is, and in turns one Searcher with a whole batch a round. Steps, batches and
 # all of training are the same.
@@ -53,7 +53,7 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
             if status:  # of a finished run it is 0 at once
                 raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
             run_store = RunStore(store, run)
-            summary = json.loads(run_store.get("summary.json"))
+            summary = read_summary(run_store)
             curves.append(sampled_accuracy(run_store))
             rows.append(summary | {"mode": mode, "seed": seed})
             say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")

@@ -2,7 +2,7 @@
 
 from markupsafe import Markup
 
-from flows.report.svg import WIDE, Series, bar_chart, heat_map, line_chart, stacked_chart
+from flows.report.svg import WIDE, Axes, Series, bar_chart, heat_map, line_chart, stacked_chart
 from flows.report.text import number, percent
 
 MAX_SEARCHERS = 8  # that a note names
@@ -70,18 +70,18 @@ def _learning(tables: dict, size: tuple[int, int]) -> str:
         Series("sampled", _points(tables["training"], "sampled_reward"), 1),
         Series("batch", _points(tables["training"], "batch_reward"), 3, faint=True),
     ]
-    return line_chart(series, x_name="policy step", y_name="reward", size=size, from_zero=True)
+    return line_chart(series, Axes("policy step", "reward", size=size, from_zero=True))
 
 
 def _loss(tables: dict) -> str:
     return line_chart(
-        [Series("loss", _points(tables["training"], "loss"), 1)], x_name="policy step", y_name="loss", from_zero=True
+        [Series("loss", _points(tables["training"], "loss"), 1)], Axes("policy step", "loss", from_zero=True)
     )
 
 
 def _gradient(tables: dict) -> str:
     line = Series("norm", _points(tables["training"], "gradient_norm"), 4)
-    return line_chart([line], x_name="policy step", y_name="gradient norm before clipping", from_zero=True)
+    return line_chart([line], Axes("policy step", "gradient norm before clipping", from_zero=True))
 
 
 def _of_training(tables: dict, columns: dict[str, str], y_name: str) -> str:
@@ -92,7 +92,7 @@ def _of_training(tables: dict, columns: dict[str, str], y_name: str) -> str:
         Series(label, _points(tables["training"], name), place)
         for place, (label, name) in enumerate(columns.items(), 1)
     ]
-    return line_chart(lines, x_name="policy step", y_name=y_name, from_zero=True)
+    return line_chart(lines, Axes("policy step", y_name, from_zero=True))
 
 
 def _staleness(tables: dict) -> str:
@@ -104,7 +104,7 @@ def _staleness(tables: dict) -> str:
         label = str(row["first"]) if one else f"{row['first']}–{row['last']}"
         share = row["num_slots"] / whole
         bars.append((label, share, f"{label} policy steps old\n{row['num_slots']:,} slots, {percent(share)}"))
-    return bar_chart(bars, x_name="staleness, policy steps", y_name="share of drawn slots", form=percent)
+    return bar_chart(bars, Axes("staleness, policy steps", "share of drawn slots", form=percent))
 
 
 def _age(tables: dict) -> str:
@@ -113,7 +113,7 @@ def _age(tables: dict) -> str:
         Series("taken in", _points(taken, "age_median"), 4, band=_band(taken, "age_low", "age_high")),
         Series("drawn", _points(drawn, "staleness_median"), 1, band=_band(drawn, "staleness_low", "staleness_high")),
     ]
-    return line_chart(series, x_name="policy step", y_name="age, policy steps", from_zero=True)
+    return line_chart(series, Axes("policy step", "age, policy steps", from_zero=True))
 
 
 def _rewards(tables: dict) -> str:
@@ -132,12 +132,12 @@ def _rewards(tables: dict) -> str:
     ]
     columns = [str(bins[place]["first_step"]) for place in sorted(bins)]
     names = [number(level) for level in levels]
-    return heat_map(cells, columns, names, x_name="sampled by policy step", y_name="reward")
+    return heat_map(cells, columns, names, Axes("sampled by policy step", "reward"))
 
 
 def _shares(tables: dict) -> str:
     columns = [(row["step"], (row["recent_share"], 1 - row["recent_share"])) for row in tables["draws"]]
-    return stacked_chart(columns, ["recent", "replayed"], x_name="policy step", y_name="share of drawn slots")
+    return stacked_chart(columns, ["recent", "replayed"], Axes("policy step", "share of drawn slots", form=percent))
 
 
 def _share_rewards(tables: dict) -> str:
@@ -145,7 +145,7 @@ def _share_rewards(tables: dict) -> str:
         Series("recent", _points(tables["draws"], "recent_reward"), 1),
         Series("replayed", _points(tables["draws"], "replayed_reward"), 2),
     ]
-    return line_chart(series, x_name="policy step", y_name="mean reward of the slots", from_zero=True)
+    return line_chart(series, Axes("policy step", "mean reward of the slots", from_zero=True))
 
 
 def _gap(tables: dict) -> str:
@@ -156,7 +156,7 @@ def _gap(tables: dict) -> str:
         Series("sampled by", behavior, 2),
         Series("difference", _points(tables["draws"], "policy_behavior_gap"), 3),
     ]
-    return line_chart(series, x_name="policy step", y_name="nats a response", from_zero=True)
+    return line_chart(series, Axes("policy step", "nats a response", from_zero=True))
 
 
 def _throughput(tables: dict) -> str:
@@ -166,12 +166,12 @@ def _throughput(tables: dict) -> str:
         Series("sampled", _points(minutes, "sampled_per_s"), 1),
         Series("trained", _points(minutes, "trained_per_s"), 2),
     ]
-    return line_chart(series, x_name="minutes since the start", y_name="response tokens a second", from_zero=True)
+    return line_chart(series, Axes("minutes since the start", "response tokens a second", from_zero=True))
 
 
 def _buffer(tables: dict) -> str:
     line = Series("stored", _points(tables["training"], "num_trajectories"), 1)
-    return line_chart([line], x_name="policy step", y_name="trajectories in the buffer", from_zero=True)
+    return line_chart([line], Axes("policy step", "trajectories in the buffer", from_zero=True))
 
 
 # Heading, what it tells, and the axis.
@@ -199,7 +199,7 @@ def diversity(rows: list[dict]) -> list[dict]:
         band = [
             (x, row["low"], row["high"]) for x, row in zip(middles, by_policy, strict=True) if row["low"] is not None
         ]
-        svg = line_chart([Series("", points, 1, dots=True, band=band)], x_name="sampled by policy step", y_name=axis)
+        svg = line_chart([Series("", points, 1, dots=True, band=band)], Axes("sampled by policy step", axis))
         by_searcher = [
             f"{row['searcher']} {number(row['value'])}" for row in of_metric if row["grouping"] == "searcher"
         ][:MAX_SEARCHERS]

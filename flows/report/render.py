@@ -12,11 +12,12 @@ from importlib.resources import files
 from flows.report import figures
 from flows.report.diversity import measure_diversity
 from flows.report.text import clip, long_duration, number, percent, setting, when
-from storage.errors import NotFound, StoreError
+from storage.errors import StoreError
 from storage.policies import BestPolicy, best_policy, published_policies
 from storage.queries import query
 from storage.report_tables import report_tables
 from storage.store import RunStore
+from storage.summary import read_summary
 from storage.verify import Fault, verify
 from tba.alarms import spans
 
@@ -40,7 +41,7 @@ def render(store: RunStore) -> str:
 
     tables = {name: table.to_pylist() for name, table in report_tables(store).items()}
     best = best_policy(store)
-    config, summary = json.loads(store.get("run.json")), _read(store, "summary.json")
+    config, summary = json.loads(store.get("run.json")), read_summary(store)
     totals = tables["totals"][0]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (number, percent, clip, when, long_duration, setting)}
@@ -60,13 +61,6 @@ def render(store: RunStore) -> str:
         provenance=_provenance(store, tables, config, best),
         faults=_faults(store, totals),
     )
-
-
-def _read(store: RunStore, path: str) -> dict | None:
-    try:
-        return json.loads(store.get(path))
-    except NotFound:
-        return None
 
 
 def _state(config: dict, summary: dict | None, totals: dict) -> dict:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from flows.report.text import number, percent
+from flows.report.text import number
 
 Point = tuple[float, float]
 Band = tuple[float, float, float]  # x, low, high
@@ -35,50 +35,48 @@ class Series:
     faint: bool = False
 
 
-def line_chart(
-    series: Sequence[Series],
-    *,
-    x_name: str,
-    y_name: str,
-    size: tuple[int, int] = SIZE,
-    form: Callable[[float], str] = number,
-    from_zero: bool = False,
-    y_range: tuple[float, float] | None = None,
-) -> str:
-    """Lines over a shared axis, each named where it ends. y_range: at least this much of the axis is shown."""
+@dataclass(frozen=True)
+class Axes:
+    """Their names, the size of the whole, and how values of y are written."""
+
+    x_name: str
+    y_name: str
+    size: tuple[int, int] = SIZE
+    form: Callable[[float], str] = number
+    from_zero: bool = False
+    told: bool = True  # hovering over a line chart tells the values
+
+    @property
+    def label(self) -> str:
+        return f"{self.y_name} by {self.x_name}"
+
+
+def line_chart(series: Sequence[Series], axes: Axes) -> str:
+    """Lines over a shared axis, each named where it ends."""
     series = [line for line in series if any(y is not None for _, y in line.points)]
     values = [y for line in series for _, y in line.points if y is not None]
     values += [edge for line in series for _, *edges in line.band for edge in edges]
     xs = sorted({x for line in series for x, y in line.points if y is not None})
     if not values:
-        return nothing(size)
+        return nothing(axes.size)
     low, high = min(values), max(values)
-    if from_zero:
+    if axes.from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if y_range:
-        low, high = min(low, y_range[0]), max(high, y_range[1])
     names = max(len(line.name) for line in series) * NAME_CHARACTER + 10
-    frame = _Frame(size, (xs[0], xs[-1]), (low, high), form, right=min(names, 0.4 * size[0]))
-    parts = [frame.axes(x_name, y_name)]
+    frame = _Frame(axes, (xs[0], xs[-1]), (low, high), right=min(names, 0.4 * axes.size[0]))
+    parts = [frame.axes()]
     for line in series:
         parts += [frame.band(line), frame.line(line)]
-    parts += [frame.end_names(series), frame.strips(series, xs, x_name)]
-    return _svg(size, parts, f"{y_name} by {x_name}")
+    parts += [frame.end_names(series), frame.strips(series, xs) if axes.told else ""]
+    return _svg(axes.size, parts, axes.label)
 
 
-def bar_chart(
-    bars: Sequence[tuple[str, float, str]],
-    *,
-    x_name: str,
-    y_name: str,
-    size: tuple[int, int] = SIZE,
-    form: Callable[[float], str] = number,
-) -> str:
+def bar_chart(bars: Sequence[tuple[str, float, str]], axes: Axes) -> str:
     """A histogram. bars: label, height, what hovering tells."""
     if not bars:
-        return nothing(size)
-    frame = _Frame(size, (0, len(bars)), (0, max(height for _, height, _ in bars)), form, right=8, x_ticks=False)
-    parts = [frame.axes(x_name, y_name)]
+        return nothing(axes.size)
+    frame = _Frame(axes, (0, len(bars)), (0, max(height for _, height, _ in bars)), right=8, x_ticks=False)
+    parts = [frame.axes()]
     every = math.ceil(len(bars) * max(len(label) + 1 for label, *_ in bars) * CHARACTER / frame.width)
     for place, (label, height, told) in enumerate(bars):
         left, right, top = frame.x(place), frame.x(place + 1), frame.y(height)
@@ -89,23 +87,22 @@ def bar_chart(
         )
         if place % every == 0:
             parts.append(_text((left + right) / 2, frame.bottom + 16, label, "middle"))
-    return _svg(size, parts, f"{y_name} by {x_name}")
+    return _svg(axes.size, parts, axes.label)
 
 
-def stacked_chart(
-    columns: Sequence[tuple[float, Sequence[float]]], names: Sequence[str], *, x_name: str, y_name: str, size=SIZE
-) -> str:
-    """Shares that add up to one, over x. columns: x and the shares, the lowest first."""
+def stacked_chart(columns: Sequence[tuple[float, Sequence[float]]], names: Sequence[str], axes: Axes) -> str:
+    """Shares that add up to one, over x. columns: x and the shares, the lowest first; axes: their form is `percent`."""
     if not columns:
-        return nothing(size)
+        return nothing(axes.size)
     xs = [x for x, _ in columns]
     step = (xs[-1] - xs[0]) / max(len(xs) - 1, 1) or 1
     room = max(map(len, names)) * NAME_CHARACTER + 10
-    frame = _Frame(size, (xs[0] - step / 2, xs[-1] + step / 2), (0, 1), percent, right=room)
-    parts = [frame.axes(x_name, y_name)]
+    frame = _Frame(axes, (xs[0] - step / 2, xs[-1] + step / 2), (0, 1), right=room)
+    parts = [frame.axes()]
     for x, shares in columns:
         left, right, base = frame.x(x - step / 2), frame.x(x + step / 2), 0.0
-        told = "\n".join([f"{x_name} {number(x)}", *(f"{n} {percent(s)}" for n, s in zip(names, shares, strict=True))])
+        of_each = (f"{name} {axes.form(share)}" for name, share in zip(names, shares, strict=True))
+        told = "\n".join([f"{axes.x_name} {number(x)}", *of_each])
         rects = []
         for place, share in enumerate(shares, 1):
             top = frame.y(base + share)
@@ -120,24 +117,18 @@ def stacked_chart(
         middle = frame.y(base + share / 2)
         parts.append(_text(frame.right + 6, middle + 4, name, "start", f"name text-{place}"))
         base += share
-    return _svg(size, parts, f"{y_name} by {x_name}")
+    return _svg(axes.size, parts, axes.label)
 
 
 def heat_map(
-    cells: Sequence[tuple[int, int, float, str]],
-    columns: Sequence[str],
-    rows: Sequence[str],
-    *,
-    x_name: str,
-    y_name: str,
-    size: tuple[int, int] = SIZE,
+    cells: Sequence[tuple[int, int, float, str]], columns: Sequence[str], rows: Sequence[str], axes: Axes
 ) -> str:
     """A grid. cells: column, row (0 is the lowest), strength in 0..1, what hovering tells."""
     if not cells:
-        return nothing(size)
+        return nothing(axes.size)
     left = max(len(row) for row in rows) * CHARACTER + 10
-    frame = _Frame(size, (0, len(columns)), (0, len(rows)), number, right=8, x_ticks=False, left=left, grid=False)
-    parts = [_text(2, 13, y_name, "start", "axis"), _text(frame.right, size[1] - 4, x_name, "end", "axis")]
+    frame = _Frame(axes, (0, len(columns)), (0, len(rows)), right=8, left=left)
+    parts = [frame.names()]
     for column, row, strength, told in cells:
         x, top = frame.x(column), frame.y(row + 1)
         parts.append(
@@ -150,7 +141,7 @@ def heat_map(
     every = math.ceil(len(columns) * max(len(label) + 2 for label in columns) * CHARACTER / frame.width)
     for column in range(0, len(columns), every):
         parts.append(_text(frame.x(column + 0.5), frame.bottom + 16, columns[column], "middle"))
-    return _svg(size, parts, f"{y_name} by {x_name}")
+    return _svg(axes.size, parts, axes.label)
 
 
 def nothing(size: tuple[int, int] = SIZE) -> str:
@@ -177,19 +168,20 @@ def tick_step(low: float, high: float, about: int) -> float:
 class _Frame:
     """The place of data in a picture, and the axes around it."""
 
-    def __init__(self, size, x_range, y_range, form, *, right, x_ticks=True, left=None, grid=True):
-        self._size, self._form = size, form
+    def __init__(self, axes: Axes, x_range: Point, y_range: Point, *, right: float, x_ticks=True, left=None) -> None:
+        """left: room for labels that the rows have, instead of ticks: a grid of cells."""
+        self._axes, size = axes, axes.size
         (self._x_low, self._x_high), (low, high) = x_range, y_range
         if low == high:  # a flat line is drawn in the middle
             low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
         about = 4 if size[1] < 300 else 5
         step = tick_step(low, high, about)  # the axis begins and ends at a tick
-        if grid:
+        if left is None:
             low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
         self._y_low, self._y_high = low, high
         self._y_ticks = ticks(self._y_low, self._y_high, about)
         self._x_ticks = x_ticks
-        labels = max((len(form(tick)) for tick in self._y_ticks), default=1)
+        labels = max((len(axes.form(tick)) for tick in self._y_ticks), default=1)
         self.left = left or labels * CHARACTER + 12
         self.right, self.top, self.bottom = size[0] - right, 26.0, size[1] - 36.0
         self.width = self.right - self.left
@@ -202,19 +194,23 @@ class _Frame:
     def y(self, value: float) -> float:
         return self.bottom - (value - self._y_low) / (self._y_high - self._y_low) * (self.bottom - self.top)
 
-    def axes(self, x_name: str, y_name: str) -> str:
+    def axes(self) -> str:
         parts = []
         for tick in self._y_ticks:
             y = self.y(tick)
             parts.append(f'<path class="grid" d="M{self.left:.1f} {y:.1f}H{self.right:.1f}"/>')
-            parts.append(_text(self.left - 6, y + 4, self._form(tick), "end"))
+            parts.append(_text(self.left - 6, y + 4, self._axes.form(tick), "end"))
         if self._x_ticks:
             for tick in ticks(self._x_low, self._x_high, max(3, round(self.width / 90))):
                 parts.append(_text(self.x(tick), self.bottom + 16, number(tick), "middle"))
         parts.append(f'<path class="base" d="M{self.left:.1f} {self.bottom:.1f}H{self.right:.1f}"/>')
-        parts.append(_text(2, 13, y_name, "start", "axis"))
-        parts.append(_text(self.right, self._size[1] - 4, x_name, "end", "axis"))
-        return "".join(parts)
+        return "".join([*parts, self.names()])
+
+    def names(self) -> str:
+        below = self._axes.size[1] - 4
+        return _text(2, 13, self._axes.y_name, "start", "axis") + _text(
+            self.right, below, self._axes.x_name, "end", "axis"
+        )
 
     def line(self, line: Series) -> str:
         places = [(self.x(x), self.y(y)) for x, y in line.points if y is not None]
@@ -248,19 +244,19 @@ class _Frame:
             for height, (_, line) in zip(heights, ends, strict=True)
         )
 
-    def strips(self, series: Sequence[Series], xs: list[float], x_name: str) -> str:
+    def strips(self, series: Sequence[Series], xs: list[float]) -> str:
         """Over the whole height, one strip an x that tells every line's value there."""
         known = [(line.name, dict(line.points)) for line in series]
         edges = [(a + b) / 2 for a, b in pairwise(xs)]
         edges = [self._x_low, *edges, self._x_high]
         parts = []
         for x, (left, right) in zip(xs, pairwise(edges), strict=True):
-            told = [f"{name} {self._form(ys[x])}" for name, ys in known if ys.get(x) is not None]
+            told = [f"{name} {self._axes.form(ys[x])}" for name, ys in known if ys.get(x) is not None]
             start, end = self.x(left), self.x(right)
+            title = "\n".join([f"{self._axes.x_name} {number(x)}", *told])
             parts.append(
                 f'<rect class="strip" x="{start:.1f}" y="{self.top:.0f}" width="{max(end - start, 1):.1f}" '
-                f'height="{self.bottom - self.top:.0f}"><title>{escape(chr(10).join([f"{x_name} {number(x)}", *told]))}'
-                "</title></rect>"
+                f'height="{self.bottom - self.top:.0f}"><title>{escape(title)}</title></rect>'
             )
         return "".join(parts)
 

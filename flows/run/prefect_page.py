@@ -10,7 +10,6 @@ The flow that watches a run calls `update` every few seconds. Everything is read
 to what is new: neither Trainer nor Searchers know of it or wait for it.
 """
 
-import json
 import time
 
 import httpx
@@ -21,7 +20,7 @@ from flows.config import RunConfig
 from flows.run.prefect_page_artifacts import Artifacts
 from flows.run.prefect_page_lineage import PublishedPolicies, run_resource
 from storage import attempts
-from storage.errors import NotFound, StoreError
+from storage.errors import StoreError
 from storage.store import RunStore
 
 UPDATE_S = 10.0
@@ -57,7 +56,7 @@ class Page:
     def _update(self) -> None:
         self._artifacts.read_steps()
         self._policies.show()
-        beat = self._heartbeat()
+        beat = attempts.read_heartbeat(self._store) or {}
         self._artifacts.show_progress(beat)
         self._tell_if_starved(beat)
         self._tell_alarms(beat)
@@ -67,12 +66,6 @@ class Page:
         """The run's last words."""
         self.update(now=True)
         emit_event("tba.run.finished", resource=run_resource(self._store), payload=summary)
-
-    def _heartbeat(self) -> dict:
-        try:
-            return json.loads(self._store.get(attempts.HEARTBEAT))
-        except NotFound:
-            return {}
 
     def _tell_if_starved(self, beat: dict) -> None:
         if beat.get("state") != "waiting" or beat["step"] == 0:

@@ -14,7 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from flows.config import RunConfig
-from flows.report.curves import curves, image_url
+from flows.report.image import curves_url
 from flows.report.text import duration
 from storage.store import RunStore, transfer_all
 
@@ -72,7 +72,7 @@ class Artifacts:
             ("staleness-curve", "Staleness by step", {"staleness_mean": "mean", "staleness_max": "largest"}),
         ):
             lines = {label: [row[name] for row in self._steps] for name, label in names.items()}
-            image = image_url(curves(title, [row["step"] for row in self._steps], lines))
+            image = curves_url(title, [row["step"] for row in self._steps], lines)
             self._show(key, artifacts.create_image_artifact, "image_url", image, title)
 
     def _show(self, key: str, create, argument: str, data, description: str, **more) -> None:

@@ -3,7 +3,6 @@
 Shards, which depend on the policy that sampled them, are shown by the Searchers (flows/search.py).
 """
 
-import json
 import re
 
 import pyarrow as pa
@@ -13,7 +12,6 @@ from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
 from storage import attempts, ledger, policies, shards
-from storage.errors import NotFound
 from storage.store import RunStore
 
 RELATED_SHOWN = 90  # Prefect refuses an event that names more than 100 others
@@ -43,9 +41,8 @@ class PublishedPolicies:
     def _show_policy(self, attempt: int, steps: range, step: int, final: bool = False) -> bool:
         """`steps`: those that were trained since the policy before. False: there is no policy of this `step`."""
         path = policies.policy_path(step, attempt)
-        try:
-            manifest = json.loads(self._store.get(f"{path}/{policies.MANIFEST}"))
-        except NotFound:
+        manifest = self._store.read_json(f"{path}/{policies.MANIFEST}")
+        if manifest is None:
             return False
         trained_on = self._shards_of(attempt, steps)
         payload = {

@@ -1,18 +1,22 @@
 """What somebody who follows a run from outside sees of it: its store, and the Prefect server if one answers."""
 
+import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.report.text import duration
-from storage.attempts import HEARTBEAT
+from storage.attempts import read_heartbeat
 from storage.errors import StoreError
-from storage.status import read, stage_of
+from storage.status import stage_of
 from storage.store import RunStore
+from storage.summary import is_finished
+
+if TYPE_CHECKING:
+    from flows.config import RunConfig
 
 QUIET_S = 15.0  # several heartbeats: a longer silence is worth a word
 SERVER_POLL_S = 5.0
@@ -48,7 +52,7 @@ class Watcher:
 
     def look(self) -> Seen:
         try:
-            beat, over = read(self._store, HEARTBEAT), self._store.exists("summary.json")
+            beat, over = read_heartbeat(self._store), is_finished(self._store)
         except StoreError as error:
             return Seen(f"the store does not answer: {error}", self._beat, self._server.words, False)
         if beat != self._beat:
@@ -72,57 +76,43 @@ class Watcher:
 
 
 class ServerView:
-    """What the Prefect server says of a run's flow runs, asked by a process of its own: nobody waits for its answer or
-    its imports, and what its libraries have to say is not heard."""
+    """What the Prefect server says of a run's flow runs, asked by a thread: nobody waits for its answer."""
 
     def __init__(self, store: RunStore) -> None:
         self.words = ""
-        self._asking = subprocess.Popen(
-            [sys.executable, "-m", "flows.run.watcher", store.url, store.run],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            process_group=0,  # Ctrl-C is ours
-        )
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        for line in self._asking.stdout:
-            self.words = line.strip()
+        self._closing = threading.Event()
+        threading.Thread(target=self._ask_on, args=(store,), daemon=True).start()
 
     def close(self) -> None:
-        self._asking.kill()
-        self._asking.wait()
+        self._closing.set()
 
+    def _ask_on(self, store: RunStore) -> None:
+        os.environ.setdefault("DO_NOT_TRACK", "1")  # or Prefect prints what it collects, into the live table
+        with contextlib.suppress(Exception):  # whatever it is: the store tells enough
+            from flows.config import load_run
+            from infra import prefect_server, stack
 
-def ask_on(store: RunStore) -> None:
-    """Prints what the server says, a line each time, until nobody reads it. Prints nothing before it has answered."""
-    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
+            config = load_run(store)
+            url = os.environ.get("PREFECT_API_URL") or stack.running_url(Path.cwd()) or prefect_server.configured_url()
+            while url and not self._closing.is_set():
+                self.words = self._ask(url, config)
+                self._closing.wait(SERVER_POLL_S)
 
-    from flows.config import load_run
-    from flows.run import flow_runs
-    from infra import prefect_server, stack
+    def _ask(self, url: str, config: "RunConfig") -> str:
+        """Nothing before the server has answered once."""
+        from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
-    url = os.environ.get("PREFECT_API_URL") or stack.running_url(Path.cwd()) or prefect_server.configured_url()
-    config = load_run(store)
-    answered = False
-    while url:
+        from flows.run import flow_runs
+        from infra import prefect_server
+
         try:
             with prefect_server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
-                words = _words(flow_runs.unfinished(client, config))
-            answered = True
-        except Exception:  # whatever it is: the server is not there, and the store tells enough
-            words = "Prefect: no answer from the server" if answered else ""
-        print(words, flush=True)
-        time.sleep(SERVER_POLL_S)
+                return _words(flow_runs.unfinished(client, config))
+        except Exception:  # the server is not there
+            return "Prefect: no answer from the server" if self.words else ""
 
 
 def _words(flow_runs: list) -> str:
     """flow_runs: those of the run that have not ended, the flow's own first."""
     names = [f"{Path(flow_run.name).name} {flow_run.state_name.lower()}" for flow_run in flow_runs]
     return f"Prefect: {', '.join(names)}" if names else "Prefect: no flow of this run is alive"
-
-
-if __name__ == "__main__":
-    ask_on(RunStore(*sys.argv[1:]))

@@ -1,12 +1,12 @@
 """The policies that a Searcher serves: the newest one is fetched and loaded, as long as somebody trains the run."""
 
-import contextlib
 import time
 
 from prefect import get_run_logger
 
 from infra.machine import policy_cache
 from storage import policies
+from storage.attempts import read_heartbeat
 from storage.errors import NotFound
 from storage.store import RunStore
 
@@ -22,10 +22,9 @@ class TrainerPulse:
         self._store, self._last, self._seen = store, None, time.monotonic()
 
     def is_silent(self) -> bool:
-        with contextlib.suppress(NotFound):
-            beat = self._store.get("trainer/heartbeat.json")
-            if beat != self._last:
-                self._last, self._seen = beat, time.monotonic()
+        beat = read_heartbeat(self._store)
+        if beat != self._last:
+            self._last, self._seen = beat, time.monotonic()
         return time.monotonic() - self._seen > TRAINER_SILENT_S
 
 

@@ -327,6 +327,7 @@ class Shelf:
     """A store in memory, whose every request waits until it is its thread's turn."""
 
     url, run = "memory:", "run"
+    read_json = RunStore.read_json
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files

@@ -33,7 +33,7 @@ from tests.flows.prepared_run import heartbeat, prepare_run
 from tests.storage.helpers import make_batch
 
 REPOSITORY = Path(__file__).parents[3]
-HEAVY = ("torch", "prefect", "transformers", "great_expectations", "vllm", "pandas", "s3fs")
+HEAVY = ("torch", "prefect", "transformers", "great_expectations", "vllm", "s3fs")
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def test_watch_fits_every_width_in_place_to_the_end(store, heart, terminal):
 
     store.put("summary.json", b'{"run": "arithmetic", "steps": 80, "accuracy_after": 0.785}')
     assert terminal.status_at_its_end() == 0
-    lines = terminal.lines()
-    assert "0.785" in "\n".join(lines) and "Accuracy after training" in "\n".join(lines)
+    lines = terminal.wait_for("0.785")
+    assert "Accuracy after training" in "\n".join(lines)
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if "Traceback" in line or "Warning" in line or "ERROR" in line]

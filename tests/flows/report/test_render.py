@@ -200,9 +200,9 @@ def test_numbers_are_short():
 
 def test_charts_escape_names_and_leave_out_what_is_not_there():
     line = svg.Series("<b>", [(1, None), (2, 3.0)])
-    chart = svg.line_chart([line], x_name="<x>", y_name="y")
+    chart = svg.line_chart([line], svg.Axes("<x>", "y"))
     assert "<b>" not in chart and "&lt;b&gt;" in chart and "<x>" not in chart
-    assert "nothing yet" in svg.line_chart([svg.Series("a", [(1, None)])], x_name="x", y_name="y")
+    assert "nothing yet" in svg.line_chart([svg.Series("a", [(1, None)])], svg.Axes("x", "y"))
 
 
 @pytest.mark.slow

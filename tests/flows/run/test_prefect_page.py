@@ -21,7 +21,6 @@ from types import SimpleNamespace
 import pytest
 
 from flows.config import RunConfig
-from flows.report.curves import POINTS_SHOWN, curves, image_url
 from flows.run import prefect_page
 from infra import prefect_server, stack
 from storage import attempts, policies
@@ -298,17 +297,6 @@ def test_each_alarm_that_goes_on_is_an_event_and_a_warning(tmp_path, monkeypatch
     assert sorted(event for event, _ in told[1:]) == ["tba.alarm.a", "tba.alarm.b"]
     assert told[0][1] == {"run": "some", "store": tmp_path.as_uri(), "step": 1, "alarm": "a", "message": "first"}
     assert len(warned) == 3 and warned[0] == "first"
-
-
-def test_a_curve_has_few_points_whatever_the_length_and_keeps_both_ends():
-    steps = list(range(1, 10_001))
-    svg = curves("Reward", steps, {"trained on": [step / 10_000 for step in steps], "sampled": [None] * 10_000})
-    points = svg.split("points='")[1].split("'")[0].split()
-    assert len(points) == POINTS_SHOWN
-    first, last = points[0].split(","), points[-1].split(",")
-    assert int(first[1]) > int(last[1]), "it rises, and an SVG's y falls"
-    assert len(image_url(svg)) < 3000
-    assert curves("One step", [7], {"trained on": [0.5]}).count("<polyline") == 1
 
 
 def test_a_rounds_shard_is_an_asset_that_comes_from_its_policy(tmp_path):

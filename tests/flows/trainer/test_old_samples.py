@@ -7,7 +7,7 @@ Claims
 The policy is a Llama of 20,000 parameters that adds two numbers, the last digit first. Supervised training on wrong
 and right answers brings it to three fifths right (tba/testbed.py has the sums and the shares).
 
-Run: pytest tests/flows/test_old_samples.py
+Run: pytest tests/flows/trainer/test_old_samples.py
 """
 
 import contextlib
@@ -21,12 +21,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flows import training
 from flows.config import RunConfig
-from flows.heartbeat import Heartbeat
+from flows.trainer.alarms import RunAlarms
+from flows.trainer.experience import StoredExperience
+from flows.trainer.heartbeat import Heartbeat
+from flows.trainer.outbox import StoreOutbox
 from storage.buffer import ReplayBuffer
-from storage.inspect import query
 from storage.policies import PolicyRef, fetch_policy, latest_policy
+from storage.queries import query
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.shards import commit_shard
 from tba import testbed
@@ -122,7 +124,7 @@ def _greedy_accuracy(model, tokenizer, num_sums: int = 512) -> float:
     return ((found == tokens[:, testbed.P :]) | ~counts).all(1).float().mean().item()
 
 
-class SlowDelivery(training.StoreOutbox):
+class SlowDelivery(StoreOutbox):
     """Behind each policy one search round follows, by the newest policy that is at least `lag` steps old."""
 
     def __init__(self, *arguments, searcher: Searcher, lag: int, folder: Path) -> None:
@@ -178,11 +180,11 @@ def trained(first_policy: Path, folder: Path, lag: int, residual_weight: str) ->
         "s0", RewardedTask(Sums()), tokenizer, engine, first_policy, config.search,
         max_response_tokens=testbed.T, temperature=1.0, seed=0, code_version="test",
     )  # fmt: skip
-    heart, alarms = Heartbeat(store, config, 1, os.getppid()), training.RunAlarms(store, resumed_from=0)
+    heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms(store, resumed_from=0)
     delivery = SlowDelivery(
         store, config, 1, first_policy, heart, alarms, searcher=searcher, lag=lag, folder=folder / "policies"
     )
-    experience = training.StoredExperience(store, ReplayBuffer(store, config.sampling, 0), 1, alarms)
+    experience = StoredExperience(store, ReplayBuffer(store, config.sampling, 0), 1, alarms)
     with contextlib.closing(delivery) as outbox:
         train(Trainer(first_policy, config.train), experience, outbox, poll_s=0.01)
     heart.end("finished")

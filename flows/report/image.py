@@ -1,0 +1,37 @@
+"""A line chart as an image that is its own URL, for Prefect's page: whoever shows it fetches it from nowhere."""
+
+from urllib.parse import quote
+
+from flows.report.svg import Axes, Series, line_chart
+
+POINTS_SHOWN = 64  # in a curve: the page prints an image's whole URL
+SIZE = (520, 200)
+PLAIN = " '<>=/:;,.-()"  # what browsers take as it is in a URL that holds an SVG
+COLOURS = ("#2563eb", "#d97706")  # told apart by most eyes, on white
+STYLE = (
+    "svg{background:#fff;font:11px sans-serif}text{fill:#444}.grid{stroke:#ddd}.base{stroke:#999}"
+    ".line{fill:none;stroke-width:1.5}"
+) + "".join(
+    f".stroke-{place}{{stroke:{colour}}}.fill-{place},.text-{place}{{fill:{colour}}}"
+    for place, colour in enumerate(COLOURS, 1)
+)
+
+
+def curves_url(title: str, steps: list[int], lines: dict[str, list[float | None]]) -> str:
+    """One line a label over `steps`, of few points."""
+    chosen = _spread(range(len(steps)))
+    series = [
+        Series(label, [(steps[place], values[place]) for place in chosen], colour)
+        for colour, (label, values) in enumerate(lines.items(), 1)
+    ]
+    chart = line_chart(series, Axes("step", title, SIZE, from_zero=True, told=False))
+    opened = f"<svg xmlns='http://www.w3.org/2000/svg' width='{SIZE[0]}' height='{SIZE[1]}'"
+    image = chart.replace('"', "'").replace("<svg", opened, 1).replace("'>", f"'><style>{STYLE}</style>", 1)
+    return f"data:image/svg+xml,{quote(image, safe=PLAIN)}"
+
+
+def _spread(indices: range) -> list[int]:
+    """At most `POINTS_SHOWN` of them, evenly, first and last among them."""
+    if len(indices) <= POINTS_SHOWN:
+        return list(indices)
+    return sorted({round(k * (len(indices) - 1) / (POINTS_SHOWN - 1)) for k in range(POINTS_SHOWN)})
