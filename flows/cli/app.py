@@ -14,7 +14,6 @@ from flows.cli import (
     doctor,
     evaluate,
     export,
-    profile,
     report,
     rescore,
     runs,
@@ -47,7 +46,6 @@ for part in (
     diversity,
     evaluate,
     compare,
-    profile,
     doctor,
 ):
     app.add_typer(part.app)

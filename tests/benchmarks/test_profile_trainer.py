@@ -1,6 +1,6 @@
 """A profiled step leaves a trace and a table.
 
-python -m pytest tests/tba/test_profile.py
+python -m pytest tests/benchmarks/test_profile_trainer.py
 """
 
 import json
@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tba.config import TrainSettings
-from tba.profile import profile_step, random_draws
 from tba.trainer import Trainer
+from tests.benchmarks.profile_trainer import profile_step, random_draws
 
 
 def test_a_profiled_step_leaves_a_trace_and_a_table(tmp_path):

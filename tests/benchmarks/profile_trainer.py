@@ -1,12 +1,20 @@
-"""Time and memory of a training step by operation: a torch profiler trace and a table."""
+"""Time and memory of a training step by operation: a torch profiler trace and a table, of random tokens.
+
+python -m tests.benchmarks.profile_trainer --prompts 8 --responses 16       # --help lists the options
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch.profiler import profile
 
+from tba.config import TrainSettings
 from tba.logprobs import Group
+from tba.models import model_folder
+from tba.precision import default_device
 from tba.trainer import Draw, Trainer
 
 WARM_UP_STEPS = 2  # the first allocates the optimizer's state, the second runs with warm caches
@@ -48,3 +56,24 @@ def random_draws(vocabulary: int, prompts: int, responses: int, prompt_tokens: i
         )
         for _ in range(prompts)
     ]
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = (
+        "smollm2-135m-instruct"
+    ),
+    prompts: Annotated[int, typer.Option(min=1, help="B: prompts in the batch.")] = 4,
+    responses: Annotated[int, typer.Option(min=2, help="K: responses to a prompt.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    response_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    folder: Annotated[Path, typer.Option(help="Folder for trace.json and table.txt.")] = Path(".tba/.local/profile"),
+) -> None:
+    """Profile one training step."""
+    trainer = Trainer(model_folder(model), TrainSettings(), default_device())
+    draws = random_draws(trainer.vocabulary, prompts, responses, prompt_tokens, response_tokens)
+    print(profile_step(trainer, draws, folder))
+    print(f"Trace: {folder / 'trace.json'} (open in ui.perfetto.dev). Table: {folder / 'table.txt'}.")
+
+
+if __name__ == "__main__":
+    typer.run(main)
