@@ -13,6 +13,9 @@ EXTRA := cpu
 TORCH := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend=cpu)
 endif
 
+# Tests run on two cores side by side, on small tensors: more threads a process only wait for each other.
+test test-unit test-apart test-crash: export OMP_NUM_THREADS := 1
+
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
