@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
+from tba.batch import Draw
 from tba.logprobs import Group
-from tba.trainer import Draw, Trainer
+from tba.trainer import Trainer
 
 WARM_UP_STEPS = 2  # the first allocates the optimizer's state, the second finds everything warm
 ROWS = 40  # of the table; what comes behind is noise

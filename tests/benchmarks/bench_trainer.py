@@ -72,9 +72,10 @@ def step_ours(folder: Path, shape: Shape) -> list[float]:
 def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
     from transformers import AutoConfig
 
+    from tba.batch import Draw
     from tba.config import TrainSettings
     from tba.logprobs import Group
-    from tba.trainer import Draw, Trainer
+    from tba.trainer import Trainer
 
     config = AutoConfig.from_pretrained(folder)
     settings = TrainSettings(
@@ -100,7 +101,8 @@ def publish_ours(folder: Path, shape: Shape) -> dict:
     from flows.trainer.heartbeat import Heartbeat
     from flows.trainer.outbox import StoreOutbox
     from storage.store import RunStore
-    from tba.trainer import Batch, train
+    from tba.batch import Batch
+    from tba.trainer import train
 
     steps = []
 

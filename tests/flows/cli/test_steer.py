@@ -227,7 +227,7 @@ def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
         assert heart.stop.wait(10)
         given = store, RunConfig(), 1, Path(), heart, RunAlarms(store, resumed_from=0)
         with contextlib.closing(StoreOutbox(*given)) as outbox, pytest.raises(Stopped):
-            outbox.status("training", 4)
+            outbox.status("training", 4, {})
         assert not requests.take_back_stop(store)
     finally:
         heart.end("stopped")
