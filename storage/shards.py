@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.errors import NotFound, StoreError, TornShard
-from storage.schema import TRAJECTORY
+from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore, transfer_all
 
 # The folder's name must read as text to whoever infers types from it: DuckDB turns searcher=7 into a number, and
@@ -57,7 +57,7 @@ def trajectory_id(searcher: str, round_number: int, index: int) -> str:
 
 
 def round_of(trajectory_id: str) -> tuple[str, int]:
-    """Searcher and round of a trajectory: the shard that it is in."""
+    """Searcher and round of a trajectory: the shard that it is in. ValueError: that is no trajectory's id."""
     searcher, number, _ = trajectory_id.rsplit("-", 2)
     return searcher, int(number)
 
@@ -125,6 +125,15 @@ def _origin(table: pa.Table) -> tuple[str, int]:
     if len(origins) != 1:
         raise ValueError(f"a shard holds the trajectories of one searcher and round, got {sorted(origins, key=str)}")
     return origins.pop()
+
+
+def shard_of(trajectories: list[dict]) -> pa.Table:
+    """A round's trajectories, in order, as its shard: each gets its id and the schema's version."""
+    rows = [
+        row | {"trajectory_id": trajectory_id(row["searcher"], row["round"], index), "schema_version": SCHEMA_VERSION}
+        for index, row in enumerate(trajectories)
+    ]
+    return to_table(rows, TRAJECTORY)
 
 
 def commit_shard(store: RunStore, table: pa.Table) -> str:

@@ -293,13 +293,13 @@ def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatc
     config = RunConfig(run=store.run, store=store.url, searchers=3)
     attempts.start_attempt(store, 0, attempts.this_process())
     found = []
-    for name in ("s0", "s1", "s2"):
+    for place in range(3):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        found.append((machine.take_gpu(*place_among_gpus(config, name)), os.environ["CUDA_VISIBLE_DEVICES"]))
+        found.append((machine.take_gpu(*place_among_gpus(config, place)), os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == list(zip(shares, took, strict=True))
 
 
 def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
     config = RunConfig(run=store.run, store=store.url, searchers=3)
     attempts.start_attempt(store, 0, attempts.this_process() | {"host": "elsewhere"})
-    assert [place_among_gpus(config, name) for name in ("s0", "s2", "evaluate")] == [(0, 3), (2, 3), (3, 3)]
+    assert [place_among_gpus(config, place) for place in (0, 2, None)] == [(0, 3), (2, 3), (3, 3)]
