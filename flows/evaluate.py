@@ -61,7 +61,7 @@ def measure_policy(
     return figures
 
 
-measure_policy_task = task(measure_policy, cache_policy=NO_CACHE, persist_result=False)
+measure_policy_task = task(cache_policy=NO_CACHE, persist_result=False)(measure_policy)
 
 
 def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples: int) -> dict:

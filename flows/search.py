@@ -1,4 +1,7 @@
-"""search/searcher: one Searcher. Start more at any time, on any machine that sees the store: they join by run name."""
+"""search/searcher: one Searcher. Start more at any time, on any machine that sees the store: they join by run name.
+
+Before: tba/searcher.py samples and scores a round; after: storage/shards.py stores it.
+"""
 
 import contextlib
 import time
@@ -112,8 +115,8 @@ def evaluate(store: RunStore, searcher: "Searcher", name: str, num_problems: int
 
 
 evaluate_task = task(
-    evaluate, task_run_name="evaluate policy step {policy.step}", cache_policy=NO_CACHE, persist_result=False
-)
+    task_run_name="evaluate policy step {policy.step}", cache_policy=NO_CACHE, persist_result=False
+)(evaluate)  # fmt: skip
 
 
 def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:

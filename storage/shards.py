@@ -1,5 +1,7 @@
 """Shards: trajectories on their way from Searchers to the replay buffer.
 
+Before: flows/search.py validates a round; after: storage/buffer.py takes its shard in.
+
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
     quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; the .json beside it says why
     trajectories/compacted/<id>-00000000-00000031.parquet   a block of those rounds in one file: from when it is there

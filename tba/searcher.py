@@ -1,5 +1,7 @@
 """The Searcher: samples responses with a slightly old policy and scores them.
 
+Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.py commits the round.
+
     produces      one shard of trajectories a round
     consumes      prompts of the task, and the newest policy when a round begins
     waits for     nothing: an old policy is good enough, Trajectory Balance learns from any
@@ -155,9 +157,10 @@ class Searcher:
         )
         texts = [self.text(response) for response in flat]
         scores = self._score(problems, texts, flat)
+        columns = zip(pairs, texts, references, scores.rewards, scores.components, strict=True)
         return [
-            Answer(*pair, *scored)
-            for pair, *scored in zip(pairs, texts, references, scores.rewards, scores.components, strict=True)
+            Answer(asked, response, text, reference, reward, components)
+            for (asked, response), text, reference, reward, components in columns
         ]
 
     def _distinct(self, number: int, answers: list[Answer]) -> list[Answer]:

@@ -1,5 +1,7 @@
 """The Trainer: steps the policy with the Trajectory Balance loss on batches drawn from the replay buffer.
 
+Before: flows/trainer/experience.py draws a batch; after: flows/trainer/outbox.py records it and sends the policy out.
+
     produces      a policy every k steps
     consumes      batches: B prompts, K responses to each, sampled by any policy
     waits for     the buffer's first `min_size` trajectories; afterwards only where the run bounds rate or age of draws

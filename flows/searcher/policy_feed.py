@@ -1,4 +1,7 @@
-"""The policies that a Searcher serves: the newest one is fetched and loaded, as long as somebody trains the run."""
+"""The policies that a Searcher serves: the newest one is fetched and loaded, as long as somebody trains the run.
+
+Before: storage/policies.py publishes a policy; after: tba/searcher.py serves it.
+"""
 
 import contextlib
 import time
@@ -23,7 +26,8 @@ class TrainerPulse:
     """Whether somebody trains the run: its heartbeat changes. Needs no common clock."""
 
     def __init__(self, store: RunStore) -> None:
-        self._store, self._last, self._seen = store, None, time.monotonic()
+        self._store, self._seen = store, time.monotonic()
+        self._last: bytes | None = None
 
     def is_silent(self) -> bool:
         with contextlib.suppress(NotFound):

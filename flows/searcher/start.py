@@ -60,7 +60,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
     )
 
 
-start_searcher_task = task(start_searcher, task_run_name="start", cache_policy=NO_CACHE, persist_result=False)
+start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)(start_searcher)
 
 
 def place_among_gpus(config: RunConfig, place: int | None) -> tuple[int, int]:

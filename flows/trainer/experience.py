@@ -1,4 +1,7 @@
-"""What the Trainer learns from: the replay buffer's rows, made into draws."""
+"""What the Trainer learns from: the replay buffer's rows, made into draws.
+
+Before: storage/buffer.py draws a batch's rows; after: tba/trainer.py trains on them.
+"""
 
 import time
 

@@ -1,4 +1,7 @@
-"""What the Trainer sends out: its records, policies and checkpoints, on their way to the store while it trains on."""
+"""What the Trainer sends out: its records, policies and checkpoints, on their way to the store while it trains on.
+
+Before: tba/trainer.py hands records and policies over; after: storage/policies.py publishes a policy.
+"""
 
 import shutil
 import tempfile
