@@ -1,5 +1,7 @@
 """Published policies: from the Trainer to whoever samples from them or evaluates them.
 
+Before: flows/trainer/outbox.py writes a policy's files; after: flows/searcher/policy_feed.py fetches the newest.
+
 policies/step=00000040/          Hugging Face format; policy.json, written last, says which files make it whole
 policies/step=00000044-a0002/    published by the run's second Trainer: what the first published is not touched
 policies/step=00000010/          pruned: only policy.json is left, so that every trajectory's fingerprint stays known
