@@ -98,6 +98,7 @@ def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
 def publish_ours(folder: Path, shape: Shape) -> dict:
     """Our loop with its real outbox, on a local folder: a policy every second step."""
     from flows.config import RunConfig
+    from flows.trainer.alarms import RunAlarms
     from flows.trainer.heartbeat import Heartbeat
     from flows.trainer.outbox import StoreOutbox
     from storage.store import RunStore
@@ -123,7 +124,7 @@ def publish_ours(folder: Path, shape: Shape) -> dict:
     trainer, draws = our_trainer(folder, shape, PUBLISHING_STEPS)
     store = RunStore(Path(tempfile.mkdtemp()).as_uri(), "bench")
     heart = Heartbeat(store, RunConfig(), 1, os.getppid())
-    outbox = Outbox(store, RunConfig(), 1, folder, heart)
+    outbox = Outbox(store, RunConfig(), 1, folder, heart, RunAlarms(store, resumed_from=0))
     train(trainer, Experience(), outbox)
     outbox.close()
     heart.end("finished")

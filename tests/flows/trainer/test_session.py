@@ -67,6 +67,8 @@ def experience(store, alarms):
 @pytest.fixture
 def heart(store):
     heart = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
+    while not store.exists(attempts.HEARTBEAT):  # the first beat of its thread; later it would replace a test's own
+        time.sleep(0.01)
     yield heart
     heart.end("finished")
 
