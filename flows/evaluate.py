@@ -12,17 +12,21 @@ import json
 import statistics
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig, load_run
-from flows.searcher.start import start_searcher
+from flows.searcher.start import start_searcher_task
 from infra.machine import policy_cache
 from storage import policies
 from storage.store import RunStore
 from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, win_rate
 from tba.tasks.tldr import judge
+
+if TYPE_CHECKING:  # importing it takes torch's seconds
+    from tba.searcher import Searcher
 
 
 @flow(name="evaluate")
@@ -35,13 +39,12 @@ def evaluate_policy(
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
-    searcher = start_searcher(config, "evaluate", 0)
-    return measure_policy(run_store, config, searcher, num_problems or config.task.num_heldout, samples, newest)
+    searcher = start_searcher_task(config, "evaluate", 0)
+    return measure_policy_task(run_store, config, searcher, num_problems or config.task.num_heldout, samples, newest)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
 def measure_policy(
-    store: RunStore, config: RunConfig, searcher, num_problems: int, samples: int, newest: bool = False
+    store: RunStore, config: RunConfig, searcher: "Searcher", num_problems: int, samples: int, newest: bool = False
 ) -> dict:
     """The figures of the best policy, of the newest where `newest` or none was evaluated; also written to the store.
 
@@ -58,7 +61,10 @@ def measure_policy(
     return figures
 
 
-def measure(searcher, config: RunConfig, num_problems: int, samples: int) -> dict:
+measure_policy_task = task(cache_policy=NO_CACHE, persist_result=False)(measure_policy)
+
+
+def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples: int) -> dict:
     """The figures of the policy that the Searcher serves."""
     problems = searcher.task.heldout[:num_problems]
     responses = [only for (only,) in searcher.answers(problems)]
@@ -78,7 +84,7 @@ def measure(searcher, config: RunConfig, num_problems: int, samples: int) -> dic
     return figures | (measure_samples(searcher, problems, samples, config.train.temperature) if samples else {})
 
 
-def measure_samples(searcher, problems: list, samples: int, temperature: float) -> dict:
+def measure_samples(searcher: "Searcher", problems: list, samples: int, temperature: float) -> dict:
     """pass@k for k = 1, 2, 4, … up to the samples; a response is right where its reward is 1 or more."""
     answers = searcher.answers(problems, samples, temperature)
     flat = [(problem, answer) for problem, of in zip(problems, answers, strict=True) for answer in of]
@@ -88,7 +94,7 @@ def measure_samples(searcher, problems: list, samples: int, temperature: float) 
     return {f"pass@{k}": statistics.fmean(pass_at_k(samples, count, k) for count in right) for k in ks}
 
 
-def measure_attacks(searcher, samples: int) -> dict:
+def measure_attacks(searcher: "Searcher", samples: int) -> dict:
     """Of attacks sampled at temperature 1 from the prompt that is trained on."""
     from tba import diversity
 

@@ -1,9 +1,14 @@
-"""search/searcher: one Searcher. Start more at any time, on any machine that sees the store: they join by run name."""
+"""search/searcher: one Searcher. Start more at any time, on any machine that sees the store: they join by run name.
+
+Before: tba/searcher.py samples and scores a round; after: storage/shards.py stores it.
+"""
 
 import contextlib
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import pyarrow as pa
 from prefect import flow, get_run_logger, task
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
@@ -11,41 +16,44 @@ from prefect.cache_policies import NO_CACHE
 from flows.config import load_run
 from flows.run.prefect_page_lineage import asset_key
 from flows.searcher.policy_feed import TrainerPulse, deliver, next_policy
-from flows.searcher.start import start_searcher
+from flows.searcher.start import start_searcher_task
 from storage import ledger, policies, quality, requests, shards
 from storage.errors import AlreadyExists
-from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore
+
+if TYPE_CHECKING:  # importing it takes torch's seconds
+    from tba.searcher import Searcher, ServedPolicy
 
 # A reward or an engine that spoils this many rounds running will spoil the next one too.
 MAX_SPOILED_ROUNDS = 3
 
 
 @flow(name="search")
-def search(store: str, run: str, name: str = "s0", evaluates: bool = False) -> int:
+def search(store: str, run: str, name: str = "s0", evaluates: bool = False, place: int | None = None) -> int:
     """Searches until the run's final policy is published, or it is to leave. Returns the number of rounds committed.
 
     `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures
-    policies on held-out problems: the first, the final one, and others as `evaluate_share` allows.
+    policies on held-out problems: the first, the final one, and others as `evaluate_share` allows. `place`: its number
+    among the run's Searchers, from 0, which chooses its GPU; None: behind all Searchers that the run starts itself.
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
     first = number = shards.next_round(run_store, name)
-    searcher = start_searcher(config, name, first)
-    pulse, budget, served = TrainerPulse(run_store), EvaluationBudget(config.evaluate_share), None
-    while policy := next_policy(run_store, pulse, after=served if config.synchronous else None):
+    searcher = start_searcher_task(config, name, first, place)
+    pulse, budget, newest = TrainerPulse(run_store), EvaluationBudget(config.evaluate_share), None
+    while policy := next_policy(run_store, pulse, after=newest if config.synchronous else None):
         if requests.is_to_leave(run_store, name):
             get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
             break
-        if policy != served:
-            if not deliver(run_store, searcher, policy):
+        if policy != newest:
+            if not (served := deliver(run_store, searcher, policy)):
                 continue
-            served = policy
+            newest = policy
             if evaluates and (policy.step == 0 or policy.final or budget.allows()):
-                budget.spend(evaluate(run_store, searcher, name, config.task.num_heldout, policy))
+                budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
         if policy.final:
             break
-        as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number)
+        as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number, served)
         number += 1
     return number - first
 
@@ -67,15 +75,14 @@ def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef
     )
 
 
-def search_round(store: RunStore, searcher, number: int) -> None:
+def search_round(store: RunStore, searcher: "Searcher", number: int, served: "ServedPolicy") -> None:
     """Samples, scores, validates and commits one shard. A retry repeats the round: its shard's name is the same.
 
     Raises: RuntimeError: no shard passed validation in `MAX_SPOILED_ROUNDS` tries.
     """
     for _ in range(MAX_SPOILED_ROUNDS):
-        found = searcher.round(number)
-        rows = [trajectory | {"schema_version": SCHEMA_VERSION} for trajectory in found.trajectories]
-        table = to_table(rows, TRAJECTORY)
+        found = searcher.round(number, served)
+        table = shards.shard_of(found.trajectories)
         reasons = quality.validate_shard(table, searcher.vocabulary_size)
         if not reasons:
             commit(store, table, found.metrics)
@@ -85,8 +92,7 @@ def search_round(store: RunStore, searcher, number: int) -> None:
     raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see {kept}")
 
 
-@task(task_run_name="evaluate policy step {policy.step}", cache_policy=NO_CACHE, persist_result=False)
-def evaluate(store: RunStore, searcher, name: str, num_problems: int, policy: policies.PolicyRef) -> float:
+def evaluate(store: RunStore, searcher: "Searcher", name: str, num_problems: int, policy: policies.PolicyRef) -> float:
     """Greedy accuracy on held-out problems, once for a policy step that counts; the best policy stays in the store.
 
     best.json comes before the ledger's entry: an evaluation on record has been compared, whoever is killed in between.
@@ -95,7 +101,7 @@ def evaluate(store: RunStore, searcher, name: str, num_problems: int, policy: po
     if policy.step in ledger.evaluations(store):
         return 0.0
     is_held = policies.hold_policy(store, policy, name)
-    result = searcher.evaluate(num_problems) | {"attempt": policy.attempt}
+    result = searcher.evaluate(num_problems) | {"attempt": policy.attempt, "policy_step": policy.step}
     accuracy, num_problems = result["accuracy"], result["num_problems"]
     is_best = is_held and policies.keep_if_best(store, policy, accuracy, num_problems)
     with contextlib.suppress(AlreadyExists):
@@ -108,7 +114,12 @@ def evaluate(store: RunStore, searcher, name: str, num_problems: int, policy: po
     return result["seconds"]
 
 
-def commit(store: RunStore, table, metrics: dict) -> None:
+evaluate_task = task(
+    task_run_name="evaluate policy step {policy.step}", cache_policy=NO_CACHE, persist_result=False
+)(evaluate)  # fmt: skip
+
+
+def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
     try:
         shards.commit_shard(store, table)
     except AlreadyExists:

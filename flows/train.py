@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows.config import RunConfig, read_recorded
-from flows.reuse.warm_start import take_over
+from flows.reuse.warm_start import take_over_task
 from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
 from flows.trainer import ALREADY_TRAINING
@@ -40,11 +40,11 @@ def name_after_run() -> str:
 @flow(name="tba", flow_run_name=name_after_run)
 def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes. Returns the run's summary."""
-    store = prepare(config)
+    store = prepare_task(config)
     if summary := read_summary(store):
         get_run_logger().info("run %s is finished; choose another name to train again", config.run)
         return summary
-    take_over(store, config)
+    take_over_task(store, config)
     searchers, page, began, over = Searchers(config), Page(store, config), threading.Event(), threading.Event()
     training, silent = train_policy.submit(config, began, over), False
     try:
@@ -66,7 +66,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         if not policies.latest_policy(store).final:
             return Completed(name="Stopped", message="The Trainer was told to stop. The same command resumes the run.")
         if config.searchers:  # without one there is no engine to evaluate with
-            await_evaluation(store, searchers)
+            await_evaluation_task(store, searchers)
     finally:  # also where the flow run is cancelled: Prefect terminates this process
         over.set()
         try:
@@ -89,7 +89,6 @@ def end_if_suspended() -> None:
         raise Pause(state=state)
 
 
-@task(task_run_name="prepare", cache_policy=NO_CACHE, persist_result=False)
 def prepare(config: RunConfig) -> RunStore:
     """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
     from flows.run.preflight import check_inputs
@@ -100,6 +99,9 @@ def prepare(config: RunConfig) -> RunStore:
     store.create_run(config.recorded(), read_recorded)
     requests.take_back_stop(store)  # it was for an earlier life
     return store
+
+
+prepare_task = task(task_run_name="prepare", cache_policy=NO_CACHE, persist_result=False)(prepare)
 
 
 def may_succeed_later(_task, _run, state) -> bool:
@@ -152,7 +154,6 @@ def end(process: subprocess.Popen) -> int:
         return process.wait()
 
 
-@task(task_run_name="await evaluation", cache_policy=NO_CACHE, persist_result=False)
 def await_evaluation(store: RunStore, searchers: Searchers) -> None:
     """Waits for the final policy's accuracy, which a Searcher measures because it has an engine.
 
@@ -166,6 +167,11 @@ def await_evaluation(store: RunStore, searchers: Searchers) -> None:
         with contextlib.suppress(httpx.HTTPError):  # evaluation goes on while the Prefect server is away
             searchers.keep_up()
         time.sleep(POLL_S)
+
+
+await_evaluation_task = task(
+    task_run_name="await evaluation", cache_policy=NO_CACHE, persist_result=False
+)(await_evaluation)  # fmt: skip
 
 
 def last_words(store: RunStore) -> str:

@@ -1,5 +1,7 @@
 """The replay buffer: shards in, batches out.
 
+Before: storage/shards.py reads new shards; after: flows/trainer/experience.py makes draws of a batch's rows.
+
     shards in the store ──sync──► index (DuckDB: metadata) + word file (tokens, log-probabilities) ──draw──► batch
 
 The shards are the truth. Index and word file are a cache of them in one process; they end with it and can be rebuilt.

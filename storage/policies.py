@@ -1,5 +1,7 @@
 """Published policies: from the Trainer to Searchers and evaluations.
 
+Before: flows/trainer/outbox.py writes a policy's files; after: flows/searcher/policy_feed.py fetches the newest.
+
 policies/step=00000040/          Hugging Face format; policy.json, written last, lists the files of the whole policy
 policies/step=00000044-a0002/    published by the run's second attempt; the first attempt's policies do not change
 policies/step=00000010/          pruned: only policy.json is left, so that every trajectory's fingerprint stays known

@@ -1,5 +1,7 @@
 """Shards: trajectories on their way from Searchers to the replay buffer.
 
+Before: flows/search.py validates a round; after: storage/buffer.py takes its shard in.
+
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
     quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; the .json beside it says why
     trajectories/compacted/<id>-00000000-00000031.parquet   a block of rounds in one file. Once the file exists, it
@@ -24,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.errors import NotFound, StoreError, TornShard
-from storage.schema import TRAJECTORY
+from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore, transfer_all
 
 # Readers infer a type from the folder's name, and it must be text: DuckDB turns searcher=7 into a number, and
@@ -57,7 +59,7 @@ def trajectory_id(searcher: str, round_number: int, index: int) -> str:
 
 
 def round_of(trajectory_id: str) -> tuple[str, int]:
-    """Searcher and round of a trajectory, which name its shard."""
+    """Searcher and round of a trajectory, which name its shard. ValueError: it is not an id of a trajectory."""
     searcher, number, _ = trajectory_id.rsplit("-", 2)
     return searcher, int(number)
 
@@ -125,6 +127,15 @@ def _origin(table: pa.Table) -> tuple[str, int]:
     if len(origins) != 1:
         raise ValueError(f"a shard holds the trajectories of one searcher and round, got {sorted(origins, key=str)}")
     return origins.pop()
+
+
+def shard_of(trajectories: list[dict]) -> pa.Table:
+    """A round's trajectories, in order, as its shard: each gets its id and the schema's version."""
+    rows = [
+        row | {"trajectory_id": trajectory_id(row["searcher"], row["round"], index), "schema_version": SCHEMA_VERSION}
+        for index, row in enumerate(trajectories)
+    ]
+    return to_table(rows, TRAJECTORY)
 
 
 def commit_shard(store: RunStore, table: pa.Table) -> str:

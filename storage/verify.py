@@ -34,6 +34,7 @@ from storage.shards import (
     origins_of,
     read_each,
     read_file,
+    round_of,
     shard_path,
 )
 from storage.store import RunStore, transfer_all
@@ -260,8 +261,11 @@ def _unknown_trained(batches: pa.Table, shards: _Shards) -> Iterator[Fault]:
 
 
 def _is_expired(name: str, shards: _Shards) -> bool:
-    searcher, number, _ = name.rsplit("-", 2) if name.count("-") >= 2 else (name, "", "")
-    return number.isdecimal() and int(number) <= shards.expired.get(searcher, -1)
+    try:
+        searcher, number = round_of(name)
+    except ValueError:  # a damaged entry
+        return False
+    return number <= shards.expired.get(searcher, -1)
 
 
 def _effective_steps(resumes: list[dict], rows: pa.Table) -> set[int]:

@@ -15,13 +15,14 @@ has the objective, the loss is TRL's (its Dr. GRPO divides by the length limit, 
 B prompts, K responses to a prompt, T tokens of the longest response. `is_token` is False behind a response's end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tba.batch import Draw
 
 CLIP = 0.2  # importance ratios count between 1 - CLIP and 1 + CLIP, as in TRL and PPO
 
@@ -37,16 +38,7 @@ class Terms:
     reward: Tensor  # [B, K]
 
 
-class Drawn(Protocol):
-    """One prompt's part of a batch (tba.trainer.Draw)."""
-
-    slot: list[int]
-    reward: list[float]
-    behavior_logprobs: list[list[float]]
-    reference_logprobs: list[list[float]]
-
-
-def terms_of(draws: list[Drawn], policy_logprobs: list[Tensor]) -> Terms:
+def terms_of(draws: Sequence[Draw], policy_logprobs: list[Tensor]) -> Terms:
     """policy_logprobs: of each prompt's distinct responses, one after the other: [tokens of all]."""
     device = policy_logprobs[0].device
     policy = []

@@ -1,5 +1,7 @@
 """The Searcher: samples responses with a slightly old policy and scores them.
 
+Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.py commits the round.
+
     produces      one shard of trajectories a round
     consumes      prompts of the task, and the newest policy when a round begins
     waits for     nothing: Trajectory Balance learns from the responses of any policy
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling
 from tba.near_duplicates import NearDuplicates
@@ -24,8 +28,60 @@ from tba.tasks.base import Problem, stop_tokens
 
 
 @dataclass(frozen=True)
+class Identity:
+    """Who a Searcher is. Its prompts follow from name and seed; its trajectories say name and code version."""
+
+    name: str
+    seed: int
+    code_version: str
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a Searcher computes with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    reference: ReferencePolicy
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """The policy that the engine serves; `Searcher.load` makes it."""
+
+    step: int
+    fingerprint: str  # of the weights that the engine took in
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem of a round, and how its responses are drawn."""
+
+    problem: Problem
+    prompt_tokens: list[int]  # as trained on: without the system prompt
+    sampling: Sampling
+    system_prompt: str  # that the responses are drawn behind; "": none
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response to a question, with what it is worth."""
+
+    question: Question
+    response: Response
+    text: str
+    reference_logprobs: list[float]
+    reward: float
+    components: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Round:
-    """The result of a round: one dictionary a trajectory, and one with the round's metrics."""
+    """The result of a round.
+
+    trajectories: storage's TRAJECTORY columns without `trajectory_id` and `schema_version`, which are the shard's.
+    metrics: storage's SEARCH_ROUND columns.
+    """
 
     trajectories: list[dict]
     metrics: dict
@@ -36,110 +92,112 @@ class Searcher:
 
     def __init__(
         self,
-        name: str,
+        identity: Identity,
         task: RewardedTask,
-        tokenizer,
-        engine: Engine,
-        reference: str | Path,
+        models: Models,
         settings: SearchSettings,
         *,
         max_response_tokens: int,
         temperature: float,
-        seed: int,
-        code_version: str,
     ) -> None:
         """`temperature`: the objective's T; the reference's logits are divided by it."""
-        self._name, self.task, self._tokenizer, self._engine = name, task, tokenizer, engine
-        self._settings, self._temperature, self._seed = settings, temperature, seed
-        self._max_response_tokens, self._code_version = max_response_tokens, code_version
-        self._reference = ReferencePolicy(reference)
-        self._stop_tokens = stop_tokens(task, tokenizer)
-        self.vocabulary_size = self._reference.vocabulary_size  # loads it
+        self._identity, self.task, self._settings = identity, task, settings
+        self._tokenizer, self._engine, self._reference = models.tokenizer, models.engine, models.reference
+        self._max_response_tokens, self._temperature = max_response_tokens, temperature
+        self._stop_tokens = stop_tokens(task, models.tokenizer)
+        self.vocabulary_size = models.reference.vocabulary_size  # loads it
         distance = settings.near_duplicate_distance
         self._near_duplicates = NearDuplicates(distance) if distance else None
-        self._policy_step = self._fingerprint = None
 
-    def load(self, folder: Path, policy_step: int) -> str:
-        """Serves the policy in `folder` from the next round on; returns the loaded weights' fingerprint."""
-        self._fingerprint = self._engine.load(folder)
-        self._policy_step = policy_step
-        return self._fingerprint
+    def load(self, folder: Path, policy_step: int) -> ServedPolicy:
+        """Serves the policy in `folder` from the next round on."""
+        return ServedPolicy(policy_step, self._engine.load(folder))
 
-    def round(self, number: int) -> Round:
-        """One round: sample, reward, score under the reference policy.
+    def round(self, number: int, policy: ServedPolicy) -> Round:
+        """One round of the policy that was loaded last: sample, reward, score under the reference policy.
 
         Raises: ValueError: the reward function returned something that is not a finite number.
         """
         started = datetime.now(UTC)
-        order = random.Random(f"{self._seed}/{self._name}/{number}")
-        problems = order.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
-        prompts = [problem.encode(self._tokenizer) for problem in problems]
+        questions = self._questions(number)
+        asked = [question.problem.encode(self._tokenizer, question.system_prompt) for question in questions]
         sampling_started = datetime.now(UTC)
-        samplings, systems = zip(*(self._explored(order) for _ in problems), strict=True)
-        asked = [problem.encode(self._tokenizer, system) for problem, system in zip(problems, systems, strict=True)]
-        responses = self._engine.sample(asked, samplings)
+        responses = self._engine.sample(asked, [question.sampling for question in questions])
         sampling_ended = datetime.now(UTC)
-        flat = [
-            (problem, prompt, sampling, system, response)
-            for problem, prompt, sampling, system, of_prompt in zip(
-                problems, prompts, samplings, systems, responses, strict=True
-            )
-            for response in of_prompt
-        ]
-        answers = [response for *_, response in flat]
-        prompts, tokens = [prompt for _, prompt, *_ in flat], [response.tokens for response in answers]
-        references = self._reference.logprobs(prompts, tokens, self._temperature)
-        texts = [self.text(response) for response in answers]
-        scores = self._score([problem for problem, *_ in flat], texts, answers)
-        rows = list(zip(flat, references, texts, scores.rewards, scores.components, strict=True))
-        if self._near_duplicates:
-            keeps = self._near_duplicates.keep(
-                number, [problem.prompt_id for problem, *_ in flat], texts, scores.rewards
-            )
-            kept = [row for row, is_kept in zip(rows, keeps, strict=True) if is_kept]
-            rows = kept or rows[:1]  # a round is not empty
-        trajectories = [
-            self._trajectory(number, index, *parts, reference, text, reward, components)
-            for index, (parts, reference, text, reward, components) in enumerate(rows)
-        ]
-        metrics = {
-            "searcher": self._name,
-            "round": number,
-            "policy_step": self._policy_step,
-            "started_at": started,
-            "sampling_started_at": sampling_started,
-            "sampling_ended_at": sampling_ended,
-            "ended_at": datetime.now(UTC),
-            "num_trajectories": len(trajectories),
-            "num_response_tokens": sum(len(trajectory["response_tokens"]) for trajectory in trajectories),
-            "reward_mean": sum(scores.rewards) / len(scores.rewards),
-        }
-        return Round(trajectories, metrics)
+        answers = self._answers(questions, responses)
+        kept = self._distinct(number, answers)
+        return Round(
+            [self._trajectory(number, policy, answer) for answer in kept],
+            {
+                "searcher": self._identity.name,
+                "round": number,
+                "policy_step": policy.step,
+                "started_at": started,
+                "sampling_started_at": sampling_started,
+                "sampling_ended_at": sampling_ended,
+                "ended_at": datetime.now(UTC),
+                "num_trajectories": len(kept),
+                "num_response_tokens": sum(len(answer.response.tokens) for answer in kept),
+                "reward_mean": sum(answer.reward for answer in answers) / len(answers),
+            },
+        )
 
-    def _explored(self, rng: random.Random) -> tuple[Sampling, str]:
+    def _questions(self, number: int) -> list[Question]:
+        """The questions of a round: the same whenever it is tried again."""
+        chance = random.Random(f"{self._identity.seed}/{self._identity.name}/{number}")
+        problems = chance.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
+        return [Question(problem, problem.encode(self._tokenizer), *self._explored(chance)) for problem in problems]
+
+    def _answers(self, questions: list[Question], responses: list[list[Response]]) -> list[Answer]:
+        """responses: to each question."""
+        pairs = [(asked, response) for asked, of in zip(questions, responses, strict=True) for response in of]
+        problems, flat = [asked.problem for asked, _ in pairs], [response for _, response in pairs]
+        references = self._reference.logprobs(
+            [asked.prompt_tokens for asked, _ in pairs], [response.tokens for response in flat], self._temperature
+        )
+        texts = [self.text(response) for response in flat]
+        scores = self._score(problems, texts, flat)
+        columns = zip(pairs, texts, references, scores.rewards, scores.components, strict=True)
+        return [
+            Answer(asked, response, text, reference, reward, components)
+            for (asked, response), text, reference, reward, components in columns
+        ]
+
+    def _distinct(self, number: int, answers: list[Answer]) -> list[Answer]:
+        """Without near-duplicates, where those are dropped; one at least: a round is not empty."""
+        if not self._near_duplicates:
+            return answers
+        prompt_ids = [answer.question.problem.prompt_id for answer in answers]
+        texts, rewards = [answer.text for answer in answers], [answer.reward for answer in answers]
+        keeps = self._near_duplicates.keep(number, prompt_ids, texts, rewards)
+        return [answer for answer, is_kept in zip(answers, keeps, strict=True) if is_kept] or answers[:1]
+
+    def _explored(self, chance: random.Random) -> tuple[Sampling, str]:
         """Sampling settings and system prompt for the responses to a prompt: configured, or explored.
 
         TBA's code explores each with probability 0.3.
         """
         settings = self._settings
         temperature, top_p = settings.temperature, settings.top_p
-        if rng.random() < settings.exploration_probability:
-            temperature = rng.uniform(*settings.exploration_temperature)
-        if rng.random() < settings.exploration_probability:
-            top_p = rng.uniform(*settings.exploration_top_p)
-        explores = settings.system_prompts and rng.random() < settings.exploration_probability
-        system = rng.choice(settings.system_prompts) if explores else ""
+        if chance.random() < settings.exploration_probability:
+            temperature = chance.uniform(*settings.exploration_temperature)
+        if chance.random() < settings.exploration_probability:
+            top_p = chance.uniform(*settings.exploration_top_p)
+        explores = settings.system_prompts and chance.random() < settings.exploration_probability
+        system = chance.choice(settings.system_prompts) if explores else ""
         number, limit = settings.samples_per_prompt, self._max_response_tokens
         return Sampling(number, temperature, top_p, limit, self._stop_tokens), system
 
     def evaluate(self, num_problems: int) -> dict:
-        """Greedy accuracy (mean reward) of the served policy on held-out problems."""
+        """Greedy accuracy (mean reward) on held-out problems of the policy that was loaded last.
+
+        Returns storage's EVALUATION columns without those that name the policy.
+        """
         began = time.monotonic()
         problems = self.task.heldout[:num_problems]
         responses = [only for (only,) in self.answers(problems)]
         rewards = self.rewards(problems, responses)
         return {
-            "policy_step": self._policy_step,
             "split": "heldout",
             "num_problems": len(problems),
             "accuracy": sum(rewards) / len(rewards),
@@ -149,7 +207,7 @@ class Searcher:
         }
 
     def answers(self, problems: list[Problem], num_samples: int = 1, temperature: float = 0.0) -> list[list[Response]]:
-        """`num_samples` responses to each problem; greedy at temperature 0."""
+        """`num_samples` responses of the policy that was loaded last to each problem; greedy at temperature 0."""
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         sampling = Sampling(num_samples, temperature, 1.0, self._max_response_tokens, self._stop_tokens)
         return self._engine.sample(prompts, sampling)
@@ -163,41 +221,28 @@ class Searcher:
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         return self._reference.logprobs(prompts, [response.tokens for response in responses], 1.0)
 
-    def _trajectory(
-        self,
-        number: int,
-        index: int,
-        problem: Problem,
-        prompt: list[int],
-        sampling: Sampling,
-        system: str,
-        response: Response,
-        reference: list[float],
-        text: str,
-        reward: float,
-        components: dict[str, float],
-    ) -> dict:
+    def _trajectory(self, number: int, policy: ServedPolicy, answer: Answer) -> dict:
+        question, response = answer.question, answer.response
         return {
-            "trajectory_id": f"{self._name}-{number:08d}-{index:05d}",
-            "prompt_id": problem.prompt_id,
-            "prompt": problem.prompt,
-            "response": text,
-            "prompt_tokens": prompt,
+            "prompt_id": question.problem.prompt_id,
+            "prompt": question.problem.prompt,
+            "response": answer.text,
+            "prompt_tokens": question.prompt_tokens,
             "response_tokens": response.tokens,
             "behavior_logprobs": response.logprobs,
-            "reference_logprobs": reference,
-            "reward": reward,
-            "rewards": components,
+            "reference_logprobs": answer.reference_logprobs,
+            "reward": answer.reward,
+            "rewards": answer.components,
             "finish_reason": response.finish_reason,
-            "policy_step": self._policy_step,
-            "policy_fingerprint": self._fingerprint,
-            "searcher": self._name,
+            "policy_step": policy.step,
+            "policy_fingerprint": policy.fingerprint,
+            "searcher": self._identity.name,
             "round": number,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "system_prompt": system,
+            "temperature": question.sampling.temperature,
+            "top_p": question.sampling.top_p,
+            "system_prompt": question.system_prompt,
             "reward_version": self.task.version,
-            "code_version": self._code_version,
+            "code_version": self._identity.code_version,
             "created_at": datetime.now(UTC),
         }
 

@@ -1,22 +1,23 @@
 """The Trainer: steps the policy with the Trajectory Balance loss on batches drawn from the replay buffer.
 
+Before: flows/trainer/experience.py draws a batch; after: flows/trainer/outbox.py records it and sends the policy out.
+
     produces      a policy every k steps
     consumes      batches: B prompts, K responses to each, sampled by any policy
     waits for     the buffer's first `min_size` trajectories; later only if the run limits rate or age of draws
     unblocks      the Searchers' next policy; they never wait for it
 
-Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones among them.
+Dimensions as in tba/batch.py.
 """
 
 import copy
 import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,11 +25,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba import baselines, lora, schedule
+from tba.batch import Batch, Draw, Metrics, Record_co, passes
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.objective import log_partition, residual, taper, trajectory_balance_loss
 from tba.precision import to_bfloat16
-from tba.shared_prefix import in_passes
 
 # A bad batch is skipped and counted. If so many in a row are bad, the run is lost, and to continue would hide it.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -36,49 +37,37 @@ MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any meaningful ratio, and its s
 NOTHING = [Group([0], [[0]])]  # what an empty pass scores
 CHECKPOINT = "trainer.safetensors"
 
-
-@dataclass(frozen=True)
-class Draw:
-    """One prompt of a batch and the K responses drawn for it, of which U are distinct."""
-
-    group: Group  # the prompt and the U distinct responses
-    slot: list[int]  # [K] which of the distinct responses each slot holds
-    reward: list[float]  # [K]
-    behavior_logprobs: list[list[float]]  # [U][tokens] by the distribution that the response was drawn from
-    reference_logprobs: list[list[float]]  # [U][tokens] by the reference policy
-    is_fresh: list[bool]  # [U] whether the newest policy of the batch sampled it
+Record = TypeVar("Record")
+Record_contra = TypeVar("Record_contra", contravariant=True)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The batch of one step, with its record for the ledger and its metrics."""
-
-    draws: list[Draw]
-    facts: dict  # of the buffer's draw, for the metrics: staleness, share of recent ones, …
-    record: object  # the buffer's own row for each slot, handed back to the ledger as it is
+class TooEarly(Exception):
+    """The replay buffer has no batch for this step yet; the message says why."""
 
 
-class Experience(Protocol):
+class Experience(Protocol[Record_co]):
     """The replay buffer's interface to the Trainer."""
 
     def sync(self, step: int) -> None:
         """Takes in the shards committed since the last sync; `step` is the first that can draw them."""
 
-    def draw(self, step: int) -> Batch | str:
-        """The batch for a step; the reason (text) while it is too early."""
+    def draw(self, step: int) -> Batch[Record_co]:
+        """The batch for a step. Raises: TooEarly."""
 
 
 class Stopped(Exception):
     """Training was asked to end after this step; the run can be resumed."""
 
 
-class Outbox(Protocol):
+class Outbox(Protocol[Record_contra]):
     """Receives the Trainer's results. They are durable when `close` returns."""
 
-    def status(self, state: str, step: int, metrics: dict | None = None) -> None:
-        """Between steps. Raises: Stopped: training is to end."""
+    def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
+        """Between steps. Raises: Stopped."""
 
-    def record(self, step: int, batch: Batch, metrics: dict) -> None: ...
+    def record(self, step: int, batch: Batch[Record_contra], metrics: Mapping[str, float | datetime | None]) -> None:
+        """The step's batch, and its row of the training ledger."""
+
     def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None: ...
     def checkpoint(self, step: int, trainer: "Trainer") -> None: ...
 
@@ -111,7 +100,7 @@ class Trainer:
         """How many tokens the model knows."""
         return self._policy.config.get_text_config().vocab_size
 
-    def train_step(self, draws: Sequence[Draw]) -> dict:
+    def train_step(self, draws: Sequence[Draw]) -> Metrics:
         """One policy step. Returns its metrics.
 
         Raises: RuntimeError: the gradient was not finite `MAX_SKIPPED_IN_A_ROW` times running.
@@ -146,7 +135,9 @@ class Trainer:
             }
         )
 
-    def _gradient(self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)) -> dict:
+    def _gradient(
+        self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)
+    ) -> dict[str, float]:
         """Adds the gradient of these draws' part of the loss, a mean over `num_draws`; returns metrics, their part.
 
         One prompt whose responses exceed `micro_batch_tokens` is split. The mean over all K responses couples the
@@ -155,7 +146,7 @@ class Trainer:
 
         `at_least`: passes without and with gradient; empty ones make up for those that the draws do not need.
         """
-        whole, split = _passes(draws, self.settings.micro_batch_tokens)
+        whole, split = passes(draws, self.settings.micro_batch_tokens)
         totals: dict[str, float] = {}
 
         def loss_of(draws: Sequence[Draw], distinct: list[Tensor], parts: Sequence[Group]) -> Tensor:
@@ -195,7 +186,7 @@ class Trainer:
 
     def _loss(
         self, draws: Sequence[Draw], distinct: list[Tensor], reference_logprob: Tensor, beta: float
-    ) -> tuple[Tensor, dict]:
+    ) -> tuple[Tensor, dict[str, float]]:
         if self.settings.objective in baselines.LOSSES:
             return self._baseline_loss(draws, distinct, beta)
         device = distinct[0].device
@@ -221,7 +212,9 @@ class Trainer:
             }
         return loss, metrics
 
-    def _baseline_loss(self, draws: Sequence[Draw], distinct: list[Tensor], beta: float) -> tuple[Tensor, dict]:
+    def _baseline_loss(
+        self, draws: Sequence[Draw], distinct: list[Tensor], beta: float
+    ) -> tuple[Tensor, dict[str, float]]:
         terms = baselines.terms_of(draws, distinct)
         loss = baselines.LOSSES[self.settings.objective](terms, beta)
         policy = terms.policy.detach()
@@ -323,7 +316,7 @@ def _ratio_metrics(draws: Sequence[Draw], log_ratio: Tensor) -> dict[str, float]
     }
 
 
-def _off_policy(totals: dict[str, float]) -> dict[str, float | None]:
+def _off_policy(totals: dict[str, float]) -> Metrics:
     """Distance of the batch from the policy: `effective_sample_size` and `logprob_mismatch` of the whole batch.
 
     The first is (mean ratio)^2 / mean ratio^2, the share of the batch that counts under importance weights (Kish).
@@ -336,7 +329,7 @@ def _off_policy(totals: dict[str, float]) -> dict[str, float | None]:
     }
 
 
-def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float = 0.2) -> None:
+def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float = 0.2) -> None:
     """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done.
 
     If it is asked to stop, it saves and publishes the policy, and the next `train` resumes from it. The last step has
@@ -353,7 +346,7 @@ def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: floa
             outbox.publish(trainer.step, trainer.weights(), final=final)
 
 
-def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float) -> None:
+def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float) -> None:
     settings = trainer.settings
 
     def publish(final: bool) -> float:
@@ -368,15 +361,17 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
     while trainer.step < settings.steps:
         step = trainer.step + 1
         wait_started = time.monotonic()
-        while isinstance(batch := experience.draw(step), str):
-            outbox.status("waiting", trainer.step, {"message": batch})
-            time.sleep(poll_s)
-            experience.sync(step)
+        batch = _await_batch(experience, outbox, step, poll_s)
         wait_s, started_at = time.monotonic() - wait_started, datetime.now(UTC)
         metrics = trainer.train_step(batch.draws)
-        times = {"wait_s": wait_s, "publish_stall_s": stall_s, "started_at": started_at, "ended_at": datetime.now(UTC)}
+        times: dict[str, float | datetime] = {
+            "wait_s": wait_s,
+            "publish_stall_s": stall_s,
+            "started_at": started_at,
+            "ended_at": datetime.now(UTC),
+        }
         stall_s = 0.0
-        outbox.record(step, batch, metrics | batch.facts | times)
+        outbox.record(step, batch, {**metrics, **batch.facts, **times})
         outbox.status("training", step, metrics | batch.facts)
         last = step == settings.steps
         if not last and step % settings.checkpoint_interval == 0:
@@ -386,13 +381,12 @@ def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: flo
             experience.sync(step + 1)
 
 
-def _passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:
-    """Micro-batches of whole prompts, and prompts too large for one pass, split into parts."""
-    whole, split = [], []
-    for micro_batch in in_passes(draws, lambda draw: draw.group.num_tokens, max_tokens):
-        parts = micro_batch[0].group.split(max_tokens)
-        if len(micro_batch) == 1 and len(parts) > 1:
-            split.append((micro_batch[0], parts))
-        else:
-            whole.append(micro_batch)
-    return whole, split
+def _await_batch(experience: Experience[Record], outbox: Outbox[Record], step: int, poll_s: float) -> Batch[Record]:
+    """The batch for a step, as soon as it can be drawn."""
+    while True:
+        try:
+            return experience.draw(step)
+        except TooEarly as reason:
+            outbox.status("waiting", step - 1, {"message": str(reason)})
+        time.sleep(poll_s)
+        experience.sync(step)

@@ -21,10 +21,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tba import lora
+from tba.batch import Draw, Metrics, passes
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
-from tba.trainer import CHECKPOINT, Draw, Trainer, _passes
+from tba.trainer import CHECKPOINT, Trainer
 
 # While the first process waits for experience, the others wait for it. A process that dies is noticed at once.
 PATIENCE = timedelta(days=7)
@@ -86,10 +87,12 @@ class ShardedTrainer(Trainer):
         _from_first("close")
 
     @_everywhere
-    def train_step(self, draws: Sequence[Draw]) -> dict:
+    def train_step(self, draws: Sequence[Draw]) -> Metrics:
         return super().train_step(draws)
 
-    def _gradient(self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)) -> dict:
+    def _gradient(
+        self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)
+    ) -> dict[str, float]:
         hands = deal(draws, self._num_processes)
         needed = [_num_passes(hand, self.settings.micro_batch_tokens) for hand in hands]
         at_least = tuple(map(max, zip(*needed, strict=True)))
@@ -242,6 +245,6 @@ def deal(draws: Sequence[Draw], num_hands: int) -> list[list[Draw]]:
 
 def _num_passes(draws: Sequence[Draw], max_tokens: int) -> tuple[int, int]:
     """Passes without and with gradient that these draws need."""
-    whole, split = _passes(draws, max_tokens)
+    whole, split = passes(draws, max_tokens)
     parts = sum(len(parts) for _, parts in split)
     return parts, len(whole) + parts

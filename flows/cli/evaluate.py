@@ -39,9 +39,9 @@ def evaluate(
     try:
         config = load_run(run_store)
         with disable_run_logger():
-            searcher = start_searcher.fn(config, "evaluate", 0)
+            searcher = start_searcher(config, "evaluate", 0)
             problems = problems or config.task.num_heldout
-            figures = measure_policy.fn(run_store, config, searcher, problems, samples, newest)
+            figures = measure_policy(run_store, config, searcher, problems, samples, newest)
     except (StoreError, ValueError) as error:
         fail(str(error), status=2)
     if as_json:

@@ -36,7 +36,6 @@ def check_sources(store: RunStore, config: RunConfig) -> None:
             open_source(url, config)
 
 
-@task(name="warm-start", task_run_name="warm start", cache_policy=NO_CACHE, persist_result=False)
 def take_over(store: RunStore, config: RunConfig) -> None:
     """Copies every source's trajectories into the run, once.
 
@@ -59,6 +58,11 @@ def take_over(store: RunStore, config: RunConfig) -> None:
         )
     store.put(DONE, json.dumps(taken, indent=1).encode())
     get_run_logger().info("the buffer begins with %d trajectories: %s", num_trajectories, taken)
+
+
+take_over_task = task(
+    name="warm-start", task_run_name="warm start", cache_policy=NO_CACHE, persist_result=False
+)(take_over)  # fmt: skip
 
 
 def make_plan(store: RunStore, sources: list) -> list[list]:

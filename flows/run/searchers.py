@@ -24,7 +24,7 @@ class Searchers:
         self._config = config
         self._store, self._wanted = RunStore(config.store, config.run), config.searchers
         self._falls: dict[str, tuple[int, int]] = {}  # by name: the round that it fell at, and how often
-        self._runs: dict[str, FlowRun] = {}  # the first one evaluates
+        self._runs: dict[str, FlowRun] = {}  # in the order of their places
         self._leaving: list[FlowRun] = []
         self._num_names = 0  # no name is used twice: who leaves may not be gone yet
 
@@ -36,7 +36,8 @@ class Searchers:
         with contextlib.suppress(StoreError):  # a store that is away has no new wishes
             self._wanted = requests.wanted_searchers(self._store, self._config.searchers)
         while len(self._runs) < self._wanted:
-            self._runs[f"s{self._num_names}"] = self._start(f"s{self._num_names}")
+            name = f"s{self._num_names}"
+            self._runs[name] = self._start(name, place=len(self._runs))
             self._num_names += 1
         while len(self._runs) > self._wanted:
             newest = list(self._runs)[-1]
@@ -66,11 +67,12 @@ class Searchers:
             raise RuntimeError(
                 f"searcher {name} fell {falls} times at its round {at}; its flow run's log in Prefect says why"
             )
-        self._runs[name] = self._start(name)
+        self._runs[name] = self._start(name, place=list(self._runs).index(name))
         self._falls[name] = at, falls
         get_run_logger().warning("searcher %s fell and is started again", name)
 
-    def _start(self, name: str) -> FlowRun:
+    def _start(self, name: str, place: int) -> FlowRun:
+        """`place`: its number among those that run, by which it chooses a GPU; the first one evaluates."""
         config = self._config
         requests.welcome(self._store, name)
         return run_deployment(
@@ -79,7 +81,8 @@ class Searchers:
                 "store": config.store,
                 "run": config.run,
                 "name": name,
-                "evaluates": name == next(iter(self._runs), name),
+                "evaluates": place == 0,
+                "place": place,
             },
             flow_run_name=f"{config.run}/{name}",
             tags=[f"run:{config.run}"],

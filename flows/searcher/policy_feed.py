@@ -1,6 +1,10 @@
-"""The policies that a Searcher serves: the newest one is fetched and loaded, as long as somebody trains the run."""
+"""The policies that a Searcher serves: the newest one is fetched and loaded, as long as somebody trains the run.
+
+Before: storage/policies.py publishes a policy; after: tba/searcher.py serves it.
+"""
 
 import time
+from typing import TYPE_CHECKING
 
 from prefect import get_run_logger
 
@@ -9,6 +13,9 @@ from storage import policies
 from storage.attempts import read_heartbeat
 from storage.errors import NotFound
 from storage.store import RunStore
+
+if TYPE_CHECKING:  # importing it takes torch's seconds
+    from tba.searcher import Searcher, ServedPolicy
 
 # A Searcher whose run nobody trains ends by itself, this long after the Trainer's last sign of life.
 TRAINER_SILENT_S = 180
@@ -19,7 +26,8 @@ class TrainerPulse:
     """Whether somebody trains the run: its heartbeat changes. Needs no common clock."""
 
     def __init__(self, store: RunStore) -> None:
-        self._store, self._last, self._seen = store, None, time.monotonic()
+        self._store, self._seen = store, time.monotonic()
+        self._last: bytes | None = None
 
     def is_silent(self) -> bool:
         beat = read_heartbeat(self._store)
@@ -43,19 +51,19 @@ def next_policy(
     return None
 
 
-def deliver(store: RunStore, searcher, policy: policies.PolicyRef) -> bool:
-    """Has the engine serve the policy. False: it was replaced by a newer one and deleted before it was fetched.
+def deliver(store: RunStore, searcher: "Searcher", policy: policies.PolicyRef) -> "ServedPolicy | None":
+    """Has the engine serve the policy. None: it was replaced by a newer one and deleted before it was fetched.
 
     Raises: RuntimeError: the engine took in other weights than were published.
     """
     try:
         folder = policies.fetch_policy(store, policy, policy_cache(store.run))
-        fingerprint = searcher.load(folder, policy.step)
+        served = searcher.load(folder, policy.step)
     except (NotFound, FileNotFoundError):
-        return False
-    if fingerprint != policy.fingerprint:
+        return None
+    if served.fingerprint != policy.fingerprint:
         raise RuntimeError(
-            f"searcher: the engine serves weights {fingerprint}, but policy step {policy.step} was published as "
+            f"searcher: the engine serves weights {served.fingerprint}, but policy step {policy.step} was published as "
             f"{policy.fingerprint}: {policy.path} is damaged or was changed after it was published"
         )
-    return True
+    return served

@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-import re
 import socket
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -14,18 +14,24 @@ from storage import attempts, quality
 from storage.store import RunStore
 from tba.models import model_folder
 
+if TYPE_CHECKING:  # importing it takes torch's seconds
+    from tba.searcher import Searcher
 
-@task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)
-def start_searcher(config: RunConfig, name: str, next_round: int):
-    """Loads engine and reference policy (seconds to minutes)."""
+
+def start_searcher(config: RunConfig, name: str, next_round: int, place: int | None = None) -> "Searcher":
+    """Loads engine and reference policy (seconds to minutes).
+
+    `place`: the Searcher's number among those that the run starts, from 0; None: behind them.
+    """
     threads = cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    gpu_share = take_gpu(*place_among_gpus(config, name))
+    gpu_share = take_gpu(*place_among_gpus(config, place))
     from transformers import AutoTokenizer
 
     from tba.engine import make_engine
-    from tba.searcher import Searcher
+    from tba.reference_policy import ReferencePolicy
+    from tba.searcher import Identity, Models, Searcher
     from tba.tasks import load_task
 
     folder = model_folder(config.model)
@@ -45,22 +51,23 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
         gpu_share=gpu_share,
     )
     return Searcher(
-        name,
+        Identity(name, config.seed, code_version()),
         task_,
-        tokenizer,
-        engine,
-        folder,
+        Models(tokenizer, engine, ReferencePolicy(folder)),
         config.search,
         max_response_tokens=max_response_tokens,
         temperature=config.train.temperature,
-        seed=config.seed,
-        code_version=code_version(),
     )
 
 
-def place_among_gpus(config: RunConfig, name: str) -> tuple[int, int]:
-    """Which of the run's processes a Searcher is, and of how many: its Trainer's are the first where that is here."""
+start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)(start_searcher)
+
+
+def place_among_gpus(config: RunConfig, place: int | None) -> tuple[int, int]:
+    """Which of the run's processes a Searcher is, and of how many: its Trainer's are the first where that is here.
+
+    `place`: as for `start_searcher`.
+    """
     owner = attempts.trainer(RunStore(config.store, config.run))
     trainers = config.train.processes if owner and owner[0] == socket.gethostname() else 0
-    number = re.search(r"\d+$", name)
-    return trainers + (int(number[0]) if number else config.searchers), trainers + max(config.searchers, 1)
+    return trainers + (config.searchers if place is None else place), trainers + max(config.searchers, 1)

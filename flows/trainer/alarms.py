@@ -1,6 +1,7 @@
 """The alarms of a run that trains: one that goes on is a warning in the Trainer's log."""
 
 import logging
+from collections.abc import Mapping
 
 from storage.queries import query
 from storage.store import RunStore
@@ -23,7 +24,7 @@ class RunAlarms:
         """By name the messages of those that are on."""
         return self._alarms.on
 
-    def see(self, row: dict) -> None:
+    def see(self, row: Mapping) -> None:
         self._warn(self.on, self._alarms.see(row))
 
     def see_silence(self, silent_s: float) -> None:

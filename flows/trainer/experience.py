@@ -1,17 +1,21 @@
-"""What the Trainer learns from: the replay buffer's rows, made into draws."""
+"""What the Trainer learns from: the replay buffer's rows, made into draws.
+
+Before: storage/buffer.py draws a batch's rows; after: tba/trainer.py trains on them.
+"""
 
 import time
-from collections.abc import Collection
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from flows.trainer.alarms import RunAlarms
 from storage import attempts, ledger
 from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.fresh import FRESH_COLUMNS, Fresh
 from storage.store import RunStore
+from tba.batch import Batch, Draw, Metrics
 from tba.logprobs import Group
-from tba.trainer import Batch, Draw
+from tba.trainer import TooEarly
 
 
 class StoredExperience:
@@ -39,13 +43,14 @@ class StoredExperience:
         self._caught_up = True
         self._alarms.see_silence(self._silent_s())
 
-    def draw(self, step: int) -> Batch | str:
+    def draw(self, step: int) -> Batch[pa.Table]:
         if self._awaits_shard:
-            return self._why_silent() or "resumed: the Searchers' first new shard is awaited"
+            raise TooEarly(self._why_silent() or "resumed: the Searchers' first new shard is awaited")
         try:
-            return self._batch(self.buffer.draw(step), step)
+            rows = self.buffer.draw(step)
         except NotEnoughExperience as reason:
-            return self._why_silent() or str(reason)
+            raise TooEarly(self._why_silent() or str(reason)) from reason
+        return Batch(make_draws(rows), self._facts(rows, step), rows)
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._arrived_at
@@ -54,14 +59,11 @@ class StoredExperience:
         self._alarms.see_silence(self._silent_s())
         return self._alarms.on.get("searchers_silent")
 
-    def _batch(self, rows: pa.Table, step: int) -> Batch:
-        by_prompt: dict[int, list[dict]] = {}
-        for row in rows.to_pylist():
-            by_prompt.setdefault(row["prompt_index"], []).append(row)
+    def _facts(self, rows: pa.Table, step: int) -> Metrics:
         staleness = ledger.staleness(rows, step).to_pylist()
         recent = [reward for reward, is_recent in zip(*columns(rows, "reward", "recent"), strict=True) if is_recent]
         fresh = self._fresh.facts(step) if self._fresh else dict.fromkeys(FRESH_COLUMNS)
-        facts = fresh | {
+        return fresh | {
             "staleness_mean": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
             "reward_recent_mean": sum(recent) / len(recent) if recent else None,
@@ -72,17 +74,19 @@ class StoredExperience:
             "num_too_old": self.buffer.num_too_old(step),
             "searchers_silent_s": self._silent_s(),
         }
-        return Batch(make_draws(by_prompt.values()), facts, rows)
 
 
 def columns(rows: pa.Table, *names: str) -> list[list]:
     return [rows[name].to_pylist() for name in names]
 
 
-def make_draws(prompts: Collection[list[dict]]) -> list[Draw]:
-    """Each prompt's rows as a draw. A trajectory that fills several slots is computed once."""
-    newest = max(row["policy_step"] for rows in prompts for row in rows)
-    return [_make_draw(rows, newest) for rows in prompts]
+def make_draws(rows: pa.Table) -> list[Draw]:
+    """Each prompt's rows of a batch as a draw. A trajectory that fills several slots is computed once."""
+    by_prompt: dict[int, list[dict]] = {}
+    for row in rows.to_pylist():
+        by_prompt.setdefault(row["prompt_index"], []).append(row)
+    newest = pc.max(rows["policy_step"]).as_py()
+    return [_make_draw(of_prompt, newest) for of_prompt in by_prompt.values()]
 
 
 def _make_draw(rows: list[dict], newest_policy: int) -> Draw:

@@ -1,11 +1,17 @@
-"""What the Trainer sends out: its records, policies and checkpoints, on their way to the store while it trains on."""
+"""What the Trainer sends out: its records, policies and checkpoints, on their way to the store while it trains on.
+
+Before: tba/trainer.py hands records and policies over; after: storage/policies.py publishes a policy.
+"""
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
+from torch import Tensor
 
 from flows.config import RunConfig
 from flows.trainer.alarms import RunAlarms
@@ -14,7 +20,8 @@ from flows.trainer.trackers import Trackers
 from infra.machine import policy_cache, temporary_folder
 from storage import attempts, checkpoints, ledger, policies
 from storage.store import RunStore
-from tba.trainer import Batch, Stopped, Trainer
+from tba.batch import Batch
+from tba.trainer import Stopped, Trainer
 from tba.weights import fingerprint, write_weights
 
 # Older ones are deleted: a checkpoint is 3 x the float32 weights, and only the newest whole one is resumed from.
@@ -48,18 +55,18 @@ class StoreOutbox:
         self._newest_policy = self._newest_checkpoint = self._writer.submit(lambda: None)
         self._trackers = Trackers(store, config, attempt)
 
-    def status(self, state: str, step: int, metrics: dict | None = None) -> None:
+    def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
         self._raise_what_failed()  # or a Trainer that waits for experience would wait on for a policy that nobody got
         if state == "training":
-            self._alarms.see(metrics or {})
-        self._heart.tell(state, step, {"message": "", "alarms": self._alarms.on} | (metrics or {}))
+            self._alarms.see(metrics)
+        self._heart.tell(state, step, {"message": "", "alarms": self._alarms.on, **metrics})
         if self._heart.stop.is_set():
             raise Stopped
 
-    def record(self, step: int, batch: Batch, metrics: dict) -> None:
+    def record(self, step: int, batch: Batch[pa.Table], metrics: Mapping[str, float | datetime | None]) -> None:
         self._later(self._writer, self._write_record, step, batch.record, metrics)
 
-    def publish(self, step: int, weights: dict, final: bool) -> None:
+    def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
         if final:
             wait(self._pending)  # a run that has its final policy trains no more: what it trained must be on record
         self._newest_policy.result()
@@ -96,9 +103,9 @@ class StoreOutbox:
         attempts.check_not_superseded(self._store, self._attempt)
         write(*arguments)
 
-    def _write_record(self, step: int, rows: pa.Table, metrics: dict) -> None:
+    def _write_record(self, step: int, rows: pa.Table, metrics: Mapping[str, float | datetime | None]) -> None:
         ledger.record_batch(self._store, self._attempt, step, rows)
-        ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step} | metrics)
+        ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step, **metrics})
         self._trackers.log(step, metrics, rows)
 
     def _write_checkpoint(self, step: int, folder: tempfile.TemporaryDirectory, before: list[Future]) -> None:
@@ -108,7 +115,7 @@ class StoreOutbox:
             checkpoints.save_checkpoint(self._store, step, Path(folder.name))
         checkpoints.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
 
-    def _write_policy(self, step: int, weights: dict, final: bool) -> None:
+    def _write_policy(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
         with temporary_folder("policy", self._store.run) as folder:
             for file in self._template.iterdir():
                 if file.is_file() and file.suffix != ".safetensors":

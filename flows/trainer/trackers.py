@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def check_trackers(names: tuple[str, ...]) -> None:
             )
 
 
-def metrics(row: dict, batch: pa.Table) -> dict[str, float]:
+def metrics(row: Mapping, batch: pa.Table) -> dict[str, float]:
     """What a step's row of the training ledger and the slots of its batch come to, by the trackers' names."""
     measured = {
         NAMES.get(name, name): float(value)
@@ -88,7 +89,7 @@ class Trackers:
         self._store, self._config, self._attempt = store, config, attempt
         self._open: dict[str, object] | None = None
 
-    def log(self, step: int, row: dict, batch: pa.Table) -> None:
+    def log(self, step: int, row: Mapping, batch: pa.Table) -> None:
         if self._open is None:
             self._open = {}
             for name in self._config.trackers:

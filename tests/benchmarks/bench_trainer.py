@@ -72,9 +72,10 @@ def step_ours(folder: Path, shape: Shape) -> list[float]:
 def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
     from transformers import AutoConfig
 
+    from tba.batch import Draw
     from tba.config import TrainSettings
     from tba.logprobs import Group
-    from tba.trainer import Draw, Trainer
+    from tba.trainer import Trainer
 
     config = AutoConfig.from_pretrained(folder)
     settings = TrainSettings(
@@ -97,10 +98,12 @@ def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
 def publish_ours(folder: Path, shape: Shape) -> dict:
     """Our loop with its real outbox, on a local folder: a policy every second step."""
     from flows.config import RunConfig
+    from flows.trainer.alarms import RunAlarms
     from flows.trainer.heartbeat import Heartbeat
     from flows.trainer.outbox import StoreOutbox
     from storage.store import RunStore
-    from tba.trainer import Batch, train
+    from tba.batch import Batch
+    from tba.trainer import train
 
     steps = []
 
@@ -121,7 +124,7 @@ def publish_ours(folder: Path, shape: Shape) -> dict:
     trainer, draws = our_trainer(folder, shape, PUBLISHING_STEPS)
     store = RunStore(Path(tempfile.mkdtemp()).as_uri(), "bench")
     heart = Heartbeat(store, RunConfig(), 1, os.getppid())
-    outbox = Outbox(store, RunConfig(), 1, folder, heart)
+    outbox = Outbox(store, RunConfig(), 1, folder, heart, RunAlarms(store, resumed_from=0))
     train(trainer, Experience(), outbox)
     outbox.close()
     heart.end("finished")

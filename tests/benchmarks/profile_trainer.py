@@ -11,11 +11,12 @@ import torch
 import typer
 from torch.profiler import profile
 
+from tba.batch import Draw
 from tba.config import TrainSettings
 from tba.logprobs import Group
 from tba.models import model_folder
 from tba.precision import default_device
-from tba.trainer import Draw, Trainer
+from tba.trainer import Trainer
 
 WARM_UP_STEPS = 2  # the first allocates the optimizer's state, the second runs with warm caches
 ROWS = 40  # of the table; further rows are noise

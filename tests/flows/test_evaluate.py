@@ -33,6 +33,7 @@ from storage import attempts, ledger, policies
 from storage.store import RunStore
 from storage.summary import summarise
 from tba.engine import Response
+from tba.searcher import ServedPolicy
 from tba.tasks.base import Problem
 from tests.storage.helpers import NOON, OWNER, make_search_round, make_training_step
 
@@ -126,13 +127,13 @@ def publish(store: RunStore, folder, step: int, attempt: int = 1, final: bool = 
 def test_the_best_policy_is_evaluated_and_its_figures_stay(tmp_path):
     store, told = RunStore(tmp_path.as_uri(), "told"), Told()
     with pytest.raises(ValueError, match="run told has published no policy yet"):
-        evaluate.measure_policy.fn(store, config(tmp_path), told, 2, 0)
+        evaluate.measure_policy(store, config(tmp_path), told, 2, 0)
     refs = [publish(store, tmp_path / "policy", 12), publish(store, tmp_path / "policy", 14, attempt=2)]
-    figures = evaluate.measure_policy.fn(store, config(tmp_path), told, 2, 0)
+    figures = evaluate.measure_policy(store, config(tmp_path), told, 2, 0)
     assert told.loaded == figures["policy_step"] == 14  # nothing was measured yet
     assert policies.hold_policy(store, refs[0], "s0") and policies.keep_if_best(store, refs[0], 0.75, 256)
     for newest, (step, name) in ((False, (12, "step=00000012")), (True, (14, "step=00000014-a0002"))):
-        figures = evaluate.measure_policy.fn(store, config(tmp_path), told, 2, 0, newest)
+        figures = evaluate.measure_policy(store, config(tmp_path), told, 2, 0, newest)
         assert told.loaded == figures["policy_step"] == step
         assert figures["policy"] == f"policies/{name}"
         assert json.loads(store.get(f"evaluations/{name}.json")) == figures
@@ -164,11 +165,10 @@ class Measured:
 
     def load(self, folder, step):
         self.step = step
-        return f"{step:032d}"
+        return ServedPolicy(step, f"{step:032d}")
 
     def evaluate(self, num_problems):
         return {
-            "policy_step": self.step,
             "split": "heldout",
             "num_problems": num_problems,
             "accuracy": self._accuracies.get(self.step, 0.5),
@@ -198,9 +198,9 @@ def test_training_evaluates_as_its_share_allows_and_keeps_the_best(tmp_path, mon
         publish(store, tmp_path / "policy", policies.latest_policy(store).step + 1, final=now[0] >= 90)
 
     searcher = Searcher({0: 0.25, 4: 0.75})
-    monkeypatch.setattr(search, "start_searcher", lambda *_: searcher)
+    monkeypatch.setattr(search, "start_searcher_task", lambda *_: searcher)
     monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: round_)
-    monkeypatch.setattr(search, "evaluate", search.evaluate.fn)
+    monkeypatch.setattr(search, "evaluate_task", search.evaluate)
     monkeypatch.setattr(search, "EvaluationBudget", lambda share: EvaluationBudget(share, clock=lambda: now[0]))
     publish(store, tmp_path / "policy", 0)
     with disable_run_logger():
@@ -254,12 +254,12 @@ def test_whenever_the_searcher_is_killed_a_recorded_accuracy_has_its_policy(tmp_
     with disable_run_logger():
         first = publish(store, folder, 0)
         searcher.load(None, 0)
-        search.evaluate.fn(store, searcher, "s0", 8, first)
+        search.evaluate(store, searcher, "s0", 8, first)
         better = publish(store, folder, 1)
         searcher.load(None, 1)
         searcher.evaluate, dying.num_writes = slow, num_writes
         with suppress(Killed):
-            search.evaluate.fn(dying, searcher, "s0", 8, better)
+            search.evaluate(dying, searcher, "s0", 8, better)
         searcher.evaluate = measure
         for step in (5, 6, 7):
             publish(store, folder, step)
@@ -269,7 +269,7 @@ def test_whenever_the_searcher_is_killed_a_recorded_accuracy_has_its_policy(tmp_
             assert (best.step, best.accuracy) == (1, 0.75)
         assert (best.step == 1) == (num_writes >= 2)  # held, then the pointer, then the record, then released
         searcher.load(None, 7)
-        search.evaluate.fn(store, searcher, "s0", 8, policies.latest_policy(store))  # the next one of its name
+        search.evaluate(store, searcher, "s0", 8, policies.latest_policy(store))  # the next one of its name
     assert store.list("policies/held") == []
     assert policies.best_policy(store).step == (1 if num_writes >= 2 else 7)
 

@@ -61,13 +61,12 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded())
     with disable_run_logger():
-        searcher = start_searcher.fn(config, "s0", 0)
-        searcher.load(model, 0)
-        search_round(store, searcher, 0)
+        searcher = start_searcher(config, "s0", 0)
+        search_round(store, searcher, 0, searcher.load(model, 0))
         learn(config.store, config.run, os.getppid())
         policy = latest_policy(store)
         deliver(store, searcher, policy)
-        evaluate.fn(store, searcher, "s0", 2, policy)
+        evaluate(store, searcher, "s0", 2, policy)
     rows = query(store, "SELECT prompt, rewards, reward FROM trajectories").to_pylist()
     assert len(rows) == 18 * 4
     for row in rows:

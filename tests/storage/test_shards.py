@@ -8,6 +8,7 @@
 - a quarantined shard is kept with its reasons, and does not use up its round
 - files named otherwise are in nobody's way
 - searcher ids are checked: no tool may take the folder's name for a number or a date
+- a round's trajectories get their ids as they become a shard; an id tells searcher and round
 - plain DuckDB reads all shards with one glob, searcher stays text
 """
 
@@ -28,6 +29,8 @@ from storage.shards import (
     parquet_bytes,
     quarantine_shard,
     read_shards,
+    round_of,
+    shard_of,
     shard_path,
     trajectory_id,
 )
@@ -198,6 +201,18 @@ def test_a_searcher_id_that_could_read_as_something_else_is_refused(searcher):
 
 def test_ids_tell_searcher_round_and_index():
     assert trajectory_id("s0", 42, 7) == "s0-00000042-00007"
+    assert round_of(trajectory_id("a-1", 42, 7)) == ("a-1", 42)
+
+
+@pytest.mark.parametrize("name", ["", "s0", "s0-00000042", "s0-first-00000"])
+def test_what_is_no_id_has_no_round(name):
+    with pytest.raises(ValueError):
+        round_of(name)
+
+
+def test_a_round_becomes_a_shard_with_ids_in_its_order():
+    whole = make_shard("s0", 3)
+    assert shard_of(whole.drop_columns(["trajectory_id", "schema_version"]).to_pylist()).equals(whole)
 
 
 @pytest.mark.parametrize("searchers", [["s0", "s1"], ["e1"], ["true"], ["a-1", "null"]])

@@ -4,10 +4,10 @@ import functools
 import random
 from pathlib import Path
 
+from tba.batch import Draw
 from tba.logprobs import Group
 from tba.tasks.arithmetic import Arithmetic
 from tba.tasks.base import Problem
-from tba.trainer import Draw
 
 CHARACTERS = "0123456789+= \n"
 END = len(CHARACTERS)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.trainer.ranks import trainer_of
+from tba.batch import Draw
 from tba.config import TrainSettings
-from tba.trainer import Draw, Trainer
+from tba.trainer import Trainer
 from tba.weights import fingerprint
 from tests.tba.addition import batch
 

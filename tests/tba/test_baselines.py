@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba import baselines
 from tba.baselines import LOSSES, Terms
+from tba.batch import Draw
 from tba.config import TrainSettings
 from tba.logprobs import Group
 from tba.objective import trajectory_balance_loss
-from tba.trainer import Draw, Trainer
+from tba.trainer import Trainer
 
 B, K, T = 3, 4, 5
 LENGTHS = torch.tensor([[1, 5, 2, 3], [5, 5, 4, 1], [2, 3, 3, 2]])

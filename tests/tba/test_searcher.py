@@ -1,6 +1,6 @@
 """The Searcher: a round's trajectories are complete, right and repeatable in their prompts.
 
-- Rows have what the schema asks for; ids follow from (searcher, round, place); rewards are the task's.
+- Rows have what a shard asks for; their ids follow from (searcher, round, place); rewards are the task's.
 - Reference log-probabilities are the reference policy's own, one a token.
 - They are scored in passes of so many tokens at most, and are the same however that divides prompts and responses.
 - A round's prompts depend on (seed, searcher, round) alone: a retried round asks the same.
@@ -18,15 +18,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
+from storage.shards import shard_of
 from tba.config import SearchSettings
 from tba.engine import Response, Sampling
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
-from tba.searcher import Searcher
+from tba.searcher import Identity, Models, Searcher, ServedPolicy
 from tba.tasks.base import Problem, stop_tokens
 
+SERVED = ServedPolicy(8, "fingerprint")
 WORDS = ["[UNK]", "</s>", "one", "two", "three", "four", "five"]
 
 
@@ -79,27 +80,22 @@ def reference(tmp_path_factory):
 
 
 def make_searcher(tokenizer, reference, task=None, name="s0", engine=None, **settings) -> Searcher:
-    searcher = Searcher(
-        name,
+    return Searcher(
+        Identity(name, seed=1, code_version="test"),
         RewardedTask(task or Counting()),
-        tokenizer,
-        engine or Parrot(),
-        reference,
+        Models(tokenizer, engine or Parrot(), ReferencePolicy(reference)),
         SearchSettings(**{"samples_per_prompt": 3, "prompts_per_round": 2} | settings),
         max_response_tokens=4,
         temperature=0.5,
-        seed=1,
-        code_version="test",
     )
-    searcher.load(reference, policy_step=8)
-    return searcher
 
 
 def test_a_round_is_whole_and_right(tokenizer, reference):
-    found = make_searcher(tokenizer, reference).round(5)
+    searcher = make_searcher(tokenizer, reference)
+    found = searcher.round(5, searcher.load(reference, policy_step=8))
     rows = found.trajectories
-    to_table([row | {"schema_version": SCHEMA_VERSION} for row in rows], TRAJECTORY)  # raises where it does not fit
-    assert [row["trajectory_id"] for row in rows] == [f"s0-00000005-{index:05d}" for index in range(6)]
+    shard = shard_of(rows)  # raises where it does not fit
+    assert shard["trajectory_id"].to_pylist() == [f"s0-00000005-{index:05d}" for index in range(6)]
     assert [row["reward"] for row in rows] == [1.0, 0.0, 0.0] * 2
     assert {row["policy_step"] for row in rows} == {8} and {row["policy_fingerprint"] for row in rows} == {
         "fingerprint"
@@ -135,7 +131,9 @@ def test_the_reference_scores_a_bounded_pass_at_a_time(reference, monkeypatch, p
 
 def test_a_retried_round_asks_the_same_and_others_do_not(tokenizer, reference):
     def prompts(name: str, number: int) -> list[str]:
-        return [row["prompt"] for row in make_searcher(tokenizer, reference, name=name).round(number).trajectories]
+        return [
+            row["prompt"] for row in make_searcher(tokenizer, reference, name=name).round(number, SERVED).trajectories
+        ]
 
     assert prompts("s0", 7) == prompts("s0", 7)
     assert len({tuple(prompts(name, number)) for name in ("s0", "s1") for number in range(8)}) > 3
@@ -149,7 +147,7 @@ def test_exploration_is_drawn_by_prompt_and_recorded_by_row(tokenizer, reference
     )  # fmt: skip
     asked, recorded = [], []
     for number in range(25):
-        rows = searcher.round(number).trajectories
+        rows = searcher.round(number, SERVED).trajectories
         asked += [(sampling.temperature, sampling.top_p) for sampling in engine.asked for _ in range(3)]
         recorded += [(row["temperature"], row["top_p"]) for row in rows]
     assert asked == recorded
@@ -160,7 +158,8 @@ def test_exploration_is_drawn_by_prompt_and_recorded_by_row(tokenizer, reference
         drawn = [value for value in values if value != usual]
         assert 30 < len(drawn) < 70 and len(set(drawn)) == len(drawn)  # 100 at one half: 4 standard deviations are 20
         assert all(low <= value <= high for value in drawn)
-    assert searcher.round(3).trajectories[0]["temperature"] == recorded[3 * 12][0]  # a retried round draws the same
+    retried = searcher.round(3, SERVED).trajectories  # draws the same
+    assert retried[0]["temperature"] == recorded[3 * 12][0]
     searcher.evaluate(2)
     assert {sampling.temperature for sampling in engine.asked} == {0.0}
 
@@ -179,13 +178,13 @@ def test_system_prompts_are_sampled_behind_and_not_trained_behind(tokenizer, ref
     )
     drawn = []
     for number in range(25):
-        rows = searcher.round(number).trajectories
+        rows = searcher.round(number, SERVED).trajectories
         for heard, row in zip(engine.heard, rows[::3], strict=True):
             system = tokenizer.encode(row["system_prompt"]) if row["system_prompt"] else []
             assert heard == system + row["prompt_tokens"] == system + tokenizer.encode(row["prompt"])
             drawn.append(row["system_prompt"])
     assert set(drawn) == {"", "five", "four"} and 30 < drawn.count("") < 70
-    assert {row["system_prompt"] for row in plain.round(0).trajectories} == {""}
+    assert {row["system_prompt"] for row in plain.round(0, SERVED).trajectories} == {""}
     policy = load_policy(reference)
     for row in rows:
         ((expected,),) = response_logprobs(policy, [Group(row["prompt_tokens"], [row["response_tokens"]])], 0.5)
@@ -219,7 +218,7 @@ def test_a_range_that_is_none_is_refused():
 
 def test_evaluation_is_greedy_and_means_the_reward(tokenizer, reference):
     result = make_searcher(tokenizer, reference).evaluate(3)
-    assert result["accuracy"] == 1.0 and result["num_problems"] == 3 and result["policy_step"] == 8
+    assert result["accuracy"] == 1.0 and result["num_problems"] == 3
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,7 @@ def test_a_reward_that_is_no_number_stops_the_round(tokenizer, reference, reward
     task = Counting()
     task.rewards = lambda problems, responses: rewards
     with pytest.raises(ValueError, match=message):
-        make_searcher(tokenizer, reference, task).round(0)
+        make_searcher(tokenizer, reference, task).round(0, SERVED)
 
 
 def test_a_stop_string_of_several_tokens_is_refused(tokenizer):

@@ -22,10 +22,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tba.batch import Batch, Draw
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
-from tba.trainer import MAX_SKIPPED_IN_A_ROW, Batch, Draw, Stopped, Trainer, train
+from tba.trainer import MAX_SKIPPED_IN_A_ROW, Stopped, TooEarly, Trainer, train
 from tba.weights import fingerprint, read_weights, write_weights
 
 
@@ -316,10 +317,10 @@ class Recorder:
     def draw(self, step):
         if self.draws_refused:
             self.draws_refused -= 1
-            return "too early"
+            raise TooEarly("too early")
         return Batch(DRAWS, {"staleness_mean": 0.0}, f"rows of step {step}")
 
-    def status(self, state, step, metrics=None):
+    def status(self, state, step, metrics):
         if state == "waiting":
             assert metrics == {"message": "too early"}
             self.calls.append(("waiting", step))
@@ -354,7 +355,7 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
 @pytest.mark.parametrize(("steps", "last"), [(5, [("checkpoint", 3), ("publish", 3)]), (3, [("final", 3)])])
 def test_a_run_that_is_told_to_stop_saves_and_publishes_the_step_that_it_is_at(model_folder, steps, last):
     class ToldInStep3(Recorder):
-        def status(self, state, step, metrics=None):
+        def status(self, state, step, metrics):
             super().status(state, step, metrics)
             if step == 3:
                 raise Stopped
@@ -367,7 +368,7 @@ def test_a_run_that_is_told_to_stop_saves_and_publishes_the_step_that_it_is_at(m
 
 def test_a_run_that_is_told_to_stop_before_it_trained_saves_nothing(model_folder):
     class ToldAtOnce(Recorder):
-        def status(self, state, step, metrics=None):
+        def status(self, state, step, metrics):
             raise Stopped
 
     recorder = ToldAtOnce()

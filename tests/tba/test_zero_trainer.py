@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tba.batch import Draw
 from tba.logprobs import Group
 from tba.precision import compute_dtype
-from tba.trainer import Draw
 from tba.zero_trainer import deal
 from tests.tba.addition import tiny_llama
 from tests.tba.run_zero_trainer import HALF, run

@@ -91,7 +91,9 @@ def test_the_flow_keeps_as_many_searchers_as_are_wanted(store, started):
     searchers.keep_up()
     searchers.keep_up()
     assert names(started) == ["s0", "s1", "s2"]
-    assert [parameters["evaluates"] for parameters in started] == [True, False, False]
+    assert [(parameters["evaluates"], parameters["place"]) for parameters in started] == [
+        (True, 0), (False, 1), (False, 2)
+    ]  # fmt: skip
 
     answer = json.loads(tba("searchers", "arithmetic", "-1", "--json").stdout)
     assert answer == {"run": "arithmetic", "before": 3, "wanted": 2, "alive": False}
@@ -101,6 +103,7 @@ def test_the_flow_keeps_as_many_searchers_as_are_wanted(store, started):
     tba("searchers", "arithmetic", "+1")
     searchers.keep_up()
     assert names(started)[3:] == ["s3"]  # s2 may be in its last round still
+    assert started[3]["place"] == 2
 
     resumed = new_flow(store)
     resumed.keep_up()
@@ -158,7 +161,8 @@ def test_each_of_many_may_fall(store, fallen):
     searchers = Searchers(RunConfig(run=store.run, store=store.url, searchers=2 * MAX_REPLACEMENTS))
     with disable_run_logger():
         searchers.keep_up()
-    assert names(fallen)[2 * MAX_REPLACEMENTS :] == names(fallen)[: 2 * MAX_REPLACEMENTS]
+    places = [(parameters["name"], parameters["place"]) for parameters in fallen]
+    assert places[2 * MAX_REPLACEMENTS :] == places[: 2 * MAX_REPLACEMENTS]
 
 
 def test_who_falls_again_and_again_ends_the_run(store, fallen):
@@ -195,20 +199,20 @@ def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatc
         ledger.record_evaluation(store, row | {"mean_response_tokens": 4.0, "seconds": 2.0, "created_at": NOON})
         raise httpx.ConnectError("the server is away")
 
-    train.await_evaluation.fn(store, SimpleNamespace(keep_up=keep_up))
+    train.await_evaluation(store, SimpleNamespace(keep_up=keep_up))
     assert list(ledger.evaluations(store)) == [0, 80]
 
 
 def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
     rounds = []
 
-    def search_round(store: RunStore, searcher, number: int) -> None:
+    def search_round(store: RunStore, searcher, number: int, served) -> None:
         if number == 3:
             requests.ask_to_leave(store, "s1")  # in the middle of a round
         rounds.append(number)
 
     served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
-    monkeypatch.setattr(search, "start_searcher", lambda *_: None)
+    monkeypatch.setattr(search, "start_searcher_task", lambda *_: None)
     monkeypatch.setattr(search, "next_policy", lambda *_, **__: served)
     monkeypatch.setattr(search, "deliver", lambda *_: True)
     monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
@@ -227,7 +231,7 @@ def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
         assert heart.stop.wait(10)
         given = store, RunConfig(), 1, Path(), heart, RunAlarms(store, resumed_from=0)
         with contextlib.closing(StoreOutbox(*given)) as outbox, pytest.raises(Stopped):
-            outbox.status("training", 4)
+            outbox.status("training", 4, {})
         assert not requests.take_back_stop(store)
     finally:
         heart.end("stopped")

@@ -104,7 +104,7 @@ def begin(config: RunConfig) -> RunStore:
     check_inputs(config)
     store.create_run(config.recorded())
     with disable_run_logger():
-        warm_start.take_over.fn(store, config)
+        warm_start.take_over(store, config)
     return store
 
 

@@ -92,7 +92,7 @@ import time
 from prefect import flow
 
 @flow(name="search")
-def search(store: str, run: str, name: str, evaluates: bool) -> None:
+def search(store: str, run: str, name: str, evaluates: bool, place: int) -> None:
     time.sleep(600)
 """
 

@@ -142,7 +142,7 @@ def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(t
     del recorded["evaluate_share"], recorded["train"]["beta"]
     store.create_run(recorded | {"evaluate_interval": 3})  # a setting that is no more
     check_inputs(first)
-    prepare.fn(first)
+    prepare(first)
     assert load_run(store) == first
     for changed in ({"evaluate_share": 0.5}, {"train": {"beta": 0.5}}):
         with pytest.raises(RunConfigMismatch, match=r"is .*, asked for 0\.5"):

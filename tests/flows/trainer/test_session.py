@@ -40,8 +40,9 @@ from infra import machine
 from storage import attempts, checkpoints, ledger, policies
 from storage.schema import TRAINING_STEP
 from storage.store import RunStore
+from tba.batch import Batch
 from tba.precision import to_bfloat16
-from tba.trainer import Batch
+from tba.trainer import TooEarly
 from tba.weights import fingerprint, read_weights
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import make_batch, make_training_step
@@ -66,6 +67,8 @@ def experience(store, alarms):
 @pytest.fixture
 def heart(store):
     heart = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
+    while not store.exists(attempts.HEARTBEAT):  # the first beat of its thread; later it would replace a test's own
+        time.sleep(0.01)
     yield heart
     heart.end("finished")
 
@@ -81,14 +84,16 @@ def outbox(store, heart, alarms, tmp_path):
 
 def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experience):
     experience.sync(1)
-    assert experience.draw(1).startswith("0 of the first 1 trajectories (min_size)")
+    with pytest.raises(TooEarly, match=r"^0 of the first 1 trajectories \(min_size\)"):
+        experience.draw(1)
     commit(store, "s0", 0, distinct("ab", 4))
     experience.sync(1)
     facts = experience.draw(2).facts
     assert (facts["num_inserted"], facts["samples_per_insert"], facts["num_too_old"]) == (8, 2.0, 0)
     assert 0 <= facts["searchers_silent_s"] < 60
     assert facts.keys() <= set(TRAINING_STEP.names)
-    assert experience.draw(3).startswith("step 3 would draw each of 8")
+    with pytest.raises(TooEarly, match=r"^step 3 would draw each of 8"):
+        experience.draw(3)
 
 
 def test_a_resumed_run_waits_for_its_searchers(store, alarms):
@@ -97,10 +102,11 @@ def test_a_resumed_run_waits_for_its_searchers(store, alarms):
     commit(store, "s0", 0, distinct("ab", 4))
     for _ in range(2):
         experience.sync(5)
-        assert experience.draw(5) == "resumed: the Searchers' first new shard is awaited"
+        with pytest.raises(TooEarly, match=r"^resumed: the Searchers' first new shard is awaited$"):
+            experience.draw(5)
     commit(store, "s0", 1, distinct("ab", 4))
     experience.sync(5)
-    assert isinstance(experience.draw(5), Batch) and isinstance(experience.draw(6), Batch)
+    assert experience.draw(5).draws and experience.draw(6).draws
 
 
 def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, heart, caplog, monkeypatch):
@@ -112,7 +118,8 @@ def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, hea
         for _ in range(3):
             experience.sync(2)
     assert [record.message[:15] for record in caplog.records] == ["no new shard fo"]
-    assert experience.draw(3).startswith("no new shard for"), "rather than samples_per_insert, which follows from it"
+    with pytest.raises(TooEarly, match=r"^no new shard for"):  # rather than samples_per_insert, which follows from it
+        experience.draw(3)
     facts = experience.draw(1).facts
     assert facts["searchers_silent_s"] >= 0.3
     outbox.status("training", 1, facts)
@@ -218,14 +225,13 @@ def test_a_run_that_has_its_final_policy_is_not_trained_again(tmp_path):
 
 def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, monkeypatch):
     """Killed before its first one, a run begins anew with what its buffer holds, sooner than its engines start."""
-    seen = {}
-    monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: seen.update(draw=experience.draw(1)))
+    monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: experience.draw(1))
     monkeypatch.setattr(session, "model_folder", lambda model: Path("unused"))
     monkeypatch.setattr(
         session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary=10))
     )
-    session.train_run(store, RunConfig(), 2, 0, heart, 1, 2)
-    assert seen["draw"].startswith("resumed")
+    with pytest.raises(TooEarly, match=r"^resumed"):
+        session.train_run(store, RunConfig(), 2, 0, heart, 1, 2)
 
 
 def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
@@ -289,13 +295,13 @@ def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatc
     config = RunConfig(run=store.run, store=store.url, searchers=3)
     attempts.start_attempt(store, 0, attempts.this_process())
     found = []
-    for name in ("s0", "s1", "s2"):
+    for place in range(3):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        found.append((machine.take_gpu(*place_among_gpus(config, name)), os.environ["CUDA_VISIBLE_DEVICES"]))
+        found.append((machine.take_gpu(*place_among_gpus(config, place)), os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == list(zip(shares, took, strict=True))
 
 
 def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
     config = RunConfig(run=store.run, store=store.url, searchers=3)
     attempts.start_attempt(store, 0, attempts.this_process() | {"host": "elsewhere"})
-    assert [place_among_gpus(config, name) for name in ("s0", "s2", "evaluate")] == [(0, 3), (2, 3), (3, 3)]
+    assert [place_among_gpus(config, place) for place in (0, 2, None)] == [(0, 3), (2, 3), (3, 3)]

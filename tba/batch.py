@@ -1,0 +1,47 @@
+"""What a training step learns from: a batch of draws.
+
+Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones among them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from tba.logprobs import Group
+from tba.shared_prefix import in_passes
+
+Metrics: TypeAlias = dict[str, float | None]  # columns of the training ledger; None: not measured
+Record_co = TypeVar("Record_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One prompt of a batch and the K responses drawn for it, of which U are distinct."""
+
+    group: Group  # the prompt and the U distinct responses
+    slot: list[int]  # [K] which of the distinct responses each slot holds
+    reward: list[float]  # [K]
+    behavior_logprobs: list[list[float]]  # [U][tokens] by the distribution that the response was drawn from
+    reference_logprobs: list[list[float]]  # [U][tokens] by the reference policy
+    is_fresh: list[bool]  # [U] whether the newest policy of the batch sampled it
+
+
+@dataclass(frozen=True)
+class Batch(Generic[Record_co]):
+    """The draws of one step, and what the ledger and the metrics say of them."""
+
+    draws: list[Draw]
+    facts: Metrics  # of the replay buffer and the draw: staleness, the rate of draws, what the newest sync took in
+    record: Record_co  # the replay buffer's own form of the batch, which the ledger receives as it is
+
+
+def passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:
+    """Micro-batches of whole prompts, and prompts that one pass cannot hold, in parts that it can."""
+    whole, split = [], []
+    for micro_batch in in_passes(draws, lambda draw: draw.group.num_tokens, max_tokens):
+        parts = micro_batch[0].group.split(max_tokens)
+        if len(micro_batch) == 1 and len(parts) > 1:
+            split.append((micro_batch[0], parts))
+        else:
+            whole.append(micro_batch)
+    return whole, split
