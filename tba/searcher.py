@@ -31,6 +31,29 @@ class Round:
     metrics: dict
 
 
+@dataclass(frozen=True)
+class SearcherSettings:
+    """What the run says of how to search."""
+
+    search: SearchSettings
+    max_response_tokens: int
+    temperature: float  # the objective's T, which the reference's logits are divided by
+    seed: int
+    code_version: str
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A response, and how it came about."""
+
+    problem: Problem
+    prompt: list[int]  # tokens, without the system prompt
+    sampling: Sampling
+    system: str
+    response: Response
+    text: str
+
+
 class Searcher:
     """Samples S responses to each prompt of a round, and adds reward and reference log-probabilities."""
 
@@ -41,21 +64,14 @@ class Searcher:
         tokenizer,
         engine: Engine,
         reference: str | Path,
-        settings: SearchSettings,
-        *,
-        max_response_tokens: int,
-        temperature: float,
-        seed: int,
-        code_version: str,
+        settings: SearcherSettings,
     ) -> None:
-        """`temperature` is the objective's T, which the reference's logits are divided by."""
         self._name, self.task, self._tokenizer, self._engine = name, task, tokenizer, engine
-        self._settings, self._temperature, self._seed = settings, temperature, seed
-        self._max_response_tokens, self._code_version = max_response_tokens, code_version
+        self._told, self._settings = settings, settings.search
         self._reference = ReferencePolicy(reference)
         self._stop_tokens = stop_tokens(task, tokenizer)
         self.vocabulary_size = self._reference.vocabulary_size  # loads it
-        distance = settings.near_duplicate_distance
+        distance = settings.search.near_duplicate_distance
         self._near_duplicates = NearDuplicates(distance) if distance else None
         self._policy_step = self._fingerprint = None
 
@@ -71,7 +87,7 @@ class Searcher:
         Raises: ValueError: the reward function returned something that is not a finite number.
         """
         started = datetime.now(UTC)
-        order = random.Random(f"{self._seed}/{self._name}/{number}")
+        order = random.Random(f"{self._told.seed}/{self._name}/{number}")
         problems = order.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         sampling_started = datetime.now(UTC)
@@ -79,29 +95,24 @@ class Searcher:
         asked = [problem.encode(self._tokenizer, system) for problem, system in zip(problems, systems, strict=True)]
         responses = self._engine.sample(asked, samplings)
         sampling_ended = datetime.now(UTC)
-        flat = [
-            (problem, prompt, sampling, system, response)
+        samples = [
+            _Sample(problem, prompt, sampling, system, response, self.text(response))
             for problem, prompt, sampling, system, of_prompt in zip(
                 problems, prompts, samplings, systems, responses, strict=True
             )
             for response in of_prompt
         ]
-        answers = [response for *_, response in flat]
-        prompts, tokens = [prompt for _, prompt, *_ in flat], [response.tokens for response in answers]
-        references = self._reference.logprobs(prompts, tokens, self._temperature)
-        texts = [self.text(response) for response in answers]
-        scores = self._score([problem for problem, *_ in flat], texts, answers)
-        rows = list(zip(flat, references, texts, scores.rewards, scores.components, strict=True))
+        texts, answers = [sample.text for sample in samples], [sample.response for sample in samples]
+        prompts, tokens = [sample.prompt for sample in samples], [response.tokens for response in answers]
+        references = self._reference.logprobs(prompts, tokens, self._told.temperature)
+        scores = self._score([sample.problem for sample in samples], texts, answers)
+        rows = list(zip(samples, references, scores.rewards, scores.components, strict=True))
         if self._near_duplicates:
-            keeps = self._near_duplicates.keep(
-                number, [problem.prompt_id for problem, *_ in flat], texts, scores.rewards
-            )
+            prompt_ids = [sample.problem.prompt_id for sample in samples]
+            keeps = self._near_duplicates.keep(number, prompt_ids, texts, scores.rewards)
             kept = [row for row, is_kept in zip(rows, keeps, strict=True) if is_kept]
             rows = kept or rows[:1]  # a round is not empty
-        trajectories = [
-            self._trajectory(number, index, *parts, reference, text, reward, components)
-            for index, (parts, reference, text, reward, components) in enumerate(rows)
-        ]
+        trajectories = [self._trajectory(number, index, *parts) for index, parts in enumerate(rows)]
         metrics = {
             "searcher": self._name,
             "round": number,
@@ -129,7 +140,7 @@ class Searcher:
             top_p = rng.uniform(*settings.exploration_top_p)
         explores = settings.system_prompts and rng.random() < settings.exploration_probability
         system = rng.choice(settings.system_prompts) if explores else ""
-        number, limit = settings.samples_per_prompt, self._max_response_tokens
+        number, limit = settings.samples_per_prompt, self._told.max_response_tokens
         return Sampling(number, temperature, top_p, limit, self._stop_tokens), system
 
     def evaluate(self, num_problems: int) -> dict:
@@ -151,7 +162,7 @@ class Searcher:
     def answers(self, problems: list[Problem], num_samples: int = 1, temperature: float = 0.0) -> list[list[Response]]:
         """So many responses to each problem; greedy at temperature 0."""
         prompts = [problem.encode(self._tokenizer) for problem in problems]
-        sampling = Sampling(num_samples, temperature, 1.0, self._max_response_tokens, self._stop_tokens)
+        sampling = Sampling(num_samples, temperature, 1.0, self._told.max_response_tokens, self._stop_tokens)
         return self._engine.sample(prompts, sampling)
 
     def rewards(self, problems: list[Problem], responses: list[Response]) -> list[float]:
@@ -167,37 +178,32 @@ class Searcher:
         self,
         number: int,
         index: int,
-        problem: Problem,
-        prompt: list[int],
-        sampling: Sampling,
-        system: str,
-        response: Response,
+        sample: _Sample,
         reference: list[float],
-        text: str,
         reward: float,
         components: dict[str, float],
     ) -> dict:
         return {
             "trajectory_id": f"{self._name}-{number:08d}-{index:05d}",
-            "prompt_id": problem.prompt_id,
-            "prompt": problem.prompt,
-            "response": text,
-            "prompt_tokens": prompt,
-            "response_tokens": response.tokens,
-            "behavior_logprobs": response.logprobs,
+            "prompt_id": sample.problem.prompt_id,
+            "prompt": sample.problem.prompt,
+            "response": sample.text,
+            "prompt_tokens": sample.prompt,
+            "response_tokens": sample.response.tokens,
+            "behavior_logprobs": sample.response.logprobs,
             "reference_logprobs": reference,
             "reward": reward,
             "rewards": components,
-            "finish_reason": response.finish_reason,
+            "finish_reason": sample.response.finish_reason,
             "policy_step": self._policy_step,
             "policy_fingerprint": self._fingerprint,
             "searcher": self._name,
             "round": number,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "system_prompt": system,
+            "temperature": sample.sampling.temperature,
+            "top_p": sample.sampling.top_p,
+            "system_prompt": sample.system,
             "reward_version": self.task.version,
-            "code_version": self._code_version,
+            "code_version": self._told.code_version,
             "created_at": datetime.now(UTC),
         }
 

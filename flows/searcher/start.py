@@ -25,7 +25,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
     from transformers import AutoTokenizer
 
     from tba.engine import make_engine
-    from tba.searcher import Searcher
+    from tba.searcher import Searcher, SearcherSettings
     from tba.tasks import load_task
 
     folder = model_folder(config.model)
@@ -50,11 +50,9 @@ def start_searcher(config: RunConfig, name: str, next_round: int):
         tokenizer,
         engine,
         folder,
-        config.search,
-        max_response_tokens=max_response_tokens,
-        temperature=config.train.temperature,
-        seed=config.seed,
-        code_version=code_version(),
+        SearcherSettings(
+            config.search, max_response_tokens, config.train.temperature, config.seed, code_version=code_version()
+        ),
     )
 
 

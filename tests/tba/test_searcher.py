@@ -24,7 +24,7 @@ from tba.engine import Response, Sampling
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
-from tba.searcher import Searcher
+from tba.searcher import Searcher, SearcherSettings
 from tba.tasks.base import Problem, stop_tokens
 
 WORDS = ["[UNK]", "</s>", "one", "two", "three", "four", "five"]
@@ -85,11 +85,13 @@ def make_searcher(tokenizer, reference, task=None, name="s0", engine=None, **set
         tokenizer,
         engine or Parrot(),
         reference,
-        SearchSettings(**{"samples_per_prompt": 3, "prompts_per_round": 2} | settings),
-        max_response_tokens=4,
-        temperature=0.5,
-        seed=1,
-        code_version="test",
+        SearcherSettings(
+            SearchSettings(**{"samples_per_prompt": 3, "prompts_per_round": 2} | settings),
+            max_response_tokens=4,
+            temperature=0.5,
+            seed=1,
+            code_version="test",
+        ),
     )
     searcher.load(reference, policy_step=8)
     return searcher
