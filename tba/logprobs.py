@@ -160,7 +160,7 @@ class _TargetLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, dtype):
+    def forward(ctx, hidden, weight, bias, targets, temperature, dtype):  # noqa: PLR0913 - ctx is no argument
         ctx.save_for_backward(hidden, weight, bias, targets)
         target_index, target_ids = targets
         ctx.temperature, ctx.dtype, ctx.only_chunk = temperature, dtype, None
