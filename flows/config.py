@@ -131,6 +131,11 @@ class RunConfig(Settings):
             )
         return self
 
+    def on_devices(self, processes: int, zero_stage: int) -> "RunConfig":
+        """The same, trained on so many devices: what `recorded` leaves out."""
+        train = self.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
+        return self.model_copy(update={"train": train})
+
     def recorded(self) -> dict:
         """What run.json keeps: all but where the store is and on what it trains, so that a run may be moved."""
         return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage"}})

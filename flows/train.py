@@ -46,20 +46,10 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         return summary
     take_over_task(store, config)
     searchers, page, began, over = Searchers(config), Page(store, config), threading.Event(), threading.Event()
-    training, silent = train_policy.submit(config, began, over), False
+    training = train_policy.submit(config, began, over)
     try:
         while not training.state.is_final():
-            try:
-                end_if_suspended()
-                if began.is_set():  # the run is ours: what our Searchers commit is not beside another flow's
-                    searchers.keep_up()
-                silent = False
-            except httpx.HTTPError as error:  # training goes on while the Prefect server is away
-                if not silent:
-                    get_run_logger().warning(
-                        "the Prefect server is unreachable; Searchers are not being restarted: %r", error
-                    )
-                silent = True
+            look_after(searchers, began)
             page.update()
             time.sleep(POLL_S)
         training.result()
@@ -76,6 +66,22 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     summary = summarise(store)
     page.finish(summary)
     return summary
+
+
+def look_after(searchers: Searchers, began: threading.Event) -> None:
+    """Keeps the Searchers up, once the run is ours. Training goes on while the Prefect server is away.
+
+    Raises: prefect.exceptions.Pause: the flow run was suspended.
+    """
+    try:
+        end_if_suspended()
+        if began.is_set():  # the run is ours: what our Searchers commit is not beside another flow's
+            searchers.keep_up()
+        searchers.is_server_away = False
+    except httpx.HTTPError as error:
+        if not searchers.is_server_away:
+            get_run_logger().warning("the Prefect server is unreachable; Searchers are not being restarted: %r", error)
+        searchers.is_server_away = True
 
 
 def end_if_suspended() -> None:

@@ -72,18 +72,23 @@ def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
         try:
             _bring_up(project, state, keep or state.keep, say)
         except BaseException:
-            started = {name for name, process in state.processes.items() if process != before.get(name)}
-            if "server" in started:
-                _stop(project, state.processes)
-            elif started and (worker := state.processes.pop("worker").find()):
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, and `raise` says why
-                    stop_processes([*worker.children(recursive=True), worker])
+            _stop_started(project, state, before)
             raise
         if keep:
             state.keep = True
         else:
             state.users.append(Process.current())
         return state.url
+
+
+def _stop_started(project: Path, state: State, before: dict[str, Process]) -> None:
+    """What was not there before."""
+    started = {name for name, process in state.processes.items() if process != before.get(name)}
+    if "server" in started:
+        _stop(project, state.processes)
+    elif started and (worker := state.processes.pop("worker").find()):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, and what was raised says why
+            stop_processes([*worker.children(recursive=True), worker])
 
 
 def leave(project: Path, say: Callable[[str], None] = print) -> None:

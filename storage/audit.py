@@ -24,12 +24,11 @@ def audit(store: RunStore, vocab_size: int) -> tuple[str, list[str]]:
     for searcher, rounds in new_shards(store, {}).items():
         missing = sorted(set(range(expired.get(searcher, -1) + 1, rounds[-1])) - set(rounds))
         faults += [f"searcher {searcher}: round {number} is missing" for number in missing]
-        for of_block in by_block(rounds):
-            for table in read_each(store, searcher, of_block):
-                if isinstance(table, StoreError):
-                    faults.append(str(table))
-                else:
-                    facts.append(facts_of(table, vocab_size))
+        for shard in (shard for of_block in by_block(rounds) for shard in read_each(store, searcher, of_block)):
+            if isinstance(shard, StoreError):
+                faults.append(str(shard))
+            else:
+                facts.append(facts_of(shard, vocab_size))
     page = f"audits/{datetime.now(UTC):%Y%m%dT%H%M%SZ}/index.html"
     with tempfile.TemporaryDirectory(prefix="tba-audit-") as folder:
         if facts:

@@ -177,26 +177,7 @@ class ReplayBuffer:
             prompts["key"], prompts["recent"], sampling.prompts_per_batch, sampling.recent_probability, self._seed, step
         )
         prompt_of_place = prompts["prompt"][chosen]
-        candidates = self._execute("list_candidates", {"prompts": prompt_of_place.tolist()}).fetchnumpy()
-        may_be_drawn, is_new = candidates["ages_from"] >= oldest, candidates["sync"] == self.newest_sync
-        slots, probabilities = [], []  # of each place, [K]
-        for place, (prompt, is_recent) in enumerate(zip(prompt_of_place, recent, strict=True)):
-            of_place = np.flatnonzero((candidates["prompt"] == prompt) & may_be_drawn & (is_new | ~is_recent))
-            by_reward = sampling.reward_temperature is not None and not is_recent
-            reward = candidates["reward"][of_place].astype(np.float64)
-            drawn, probability = mop.draw_responses(
-                candidates["key"][of_place],
-                reward / sampling.reward_temperature if by_reward else np.zeros(len(of_place)),
-                candidates["times_sampled"][of_place],
-                sampling.responses_per_prompt,
-                sampling.uniform_fraction,
-                self._seed,
-                step,
-                place,
-            )
-            slots.append(of_place[drawn])
-            probabilities.append(probability)
-        rows = {name: values[np.concatenate(slots)] for name, values in candidates.items()}
+        rows, probabilities = self._draw_responses(step, prompt_of_place, recent, oldest)
         num_places, num_slots = sampling.prompts_per_batch, sampling.responses_per_prompt
         columns = {
             "prompt_index": np.repeat(np.arange(num_places, dtype=np.int32), num_slots),
@@ -204,13 +185,45 @@ class ReplayBuffer:
             "trajectory_id": rows["trajectory_id"],
             "prompt_id": np.repeat([self._prompt_ids[prompt] for prompt in prompt_of_place.tolist()], num_slots),
             "recent": np.repeat(recent, num_slots),
-            "draw_probability": np.concatenate(probabilities),
+            "draw_probability": probabilities,
             "reward": rows["reward"],
             "policy_step": rows["policy_step"],
             "ages_from": rows["ages_from"],
             "sync": np.full(num_places * num_slots, self.newest_sync),
         }
         return pa.table(columns | self._words.read(rows["record"]))
+
+    def _draw_responses(
+        self, step: int, prompt_of_place: np.ndarray, recent: np.ndarray, oldest: int
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """The candidates' columns at the slots of all places, and each one's probability of being drawn first [B * K].
+
+        prompt_of_place, recent: [B]. oldest: the smallest `ages_from` that may be drawn.
+        """
+        sampling = self._sampling
+        candidates = self._execute("list_candidates", {"prompts": prompt_of_place.tolist()}).fetchnumpy()
+        may_be_drawn, is_new = candidates["ages_from"] >= oldest, candidates["sync"] == self.newest_sync
+        slots, probabilities = [], []  # of each place, [K]
+        for place, (prompt, is_recent) in enumerate(zip(prompt_of_place, recent, strict=True)):
+            of_place = np.flatnonzero((candidates["prompt"] == prompt) & may_be_drawn & (is_new | ~is_recent))
+            by_reward = sampling.reward_temperature is not None and not is_recent
+            reward = candidates["reward"][of_place].astype(np.float64)
+            of_slots, probability = mop.draw_responses(
+                mop.Candidates(
+                    candidates["key"][of_place],
+                    reward / sampling.reward_temperature if by_reward else np.zeros(len(of_place)),
+                    candidates["times_sampled"][of_place],
+                ),
+                sampling.responses_per_prompt,
+                sampling.uniform_fraction,
+                self._seed,
+                step,
+                place,
+            )
+            slots.append(of_place[of_slots])
+            probabilities.append(probability)
+        drawn = np.concatenate(slots)
+        return {name: values[drawn] for name, values in candidates.items()}, np.concatenate(probabilities)
 
     def _check_rate(self, step: int) -> None:
         """NotEnoughExperience if too few trajectories were taken in for this step. Depends on step and syncs alone."""

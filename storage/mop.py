@@ -5,6 +5,7 @@ B prompts a batch, K responses a prompt.
 """
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,23 +44,26 @@ def choose_prompts(
     return chosen, is_recent
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """The responses that one place may draw, in any order: [n] each."""
+
+    keys: np.ndarray
+    log_weights: np.ndarray
+    times_sampled: np.ndarray
+
+
 def draw_responses(
-    keys: np.ndarray,
-    log_weights: np.ndarray,
-    times_sampled: np.ndarray,
-    num_slots: int,
-    uniform_fraction: float,
-    seed: int,
-    step: int,
-    place: int,
+    candidates: Candidates, num_slots: int, uniform_fraction: float, seed: int, step: int, place: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw one place's K responses. Returns index and first-draw probability of each slot [K].
 
-    keys, log_weights, times_sampled: of the candidates [n], in any order. The draw is among samples, as if the buffer
-    had kept every copy of a response: without replacement if there are K samples, else all of them in turn. So a
-    response's share is proportional to how often it was sampled. Drawing without replacement is an exponential race:
-    the lowest -ln(u) / p are drawn (the Gumbel-top-k trick). If p underflows to 0, the higher weight comes first.
+    The draw is among samples, as if the buffer had kept every copy of a response: without replacement if there are K
+    samples, else all of them in turn. So a response's share is proportional to how often it was sampled. A draw without
+    replacement is an exponential race: the lowest -ln(u) / p are drawn (the Gumbel-top-k trick). If p underflows to 0,
+    the higher weight comes first.
     """
+    keys, log_weights, times_sampled = candidates.keys, candidates.log_weights, candidates.times_sampled
     response = np.repeat(np.arange(len(keys)), times_sampled)  # of each sample
     first = np.cumsum(times_sampled) - times_sampled  # of each response, its first sample
     copy = (np.arange(len(response)) - first[response]).astype(np.uint64)

@@ -27,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -65,15 +65,13 @@ class BestPolicy(PolicyRef):
     num_problems: int
 
 
+def policy_ref(step: int, fingerprint: str, *, attempt: int, final: bool = False) -> PolicyRef:
+    """A policy that is to be published."""
+    return PolicyRef(step, policy_path(step, attempt), fingerprint, final, attempt, published_at="")
+
+
 def publish_policy(
-    store: RunStore,
-    local_folder: str | Path,
-    step: int,
-    fingerprint: str,
-    *,
-    attempt: int,
-    final: bool = False,
-    cache_dir: str | Path | None = None,
+    store: RunStore, local_folder: str | Path, ref: PolicyRef, cache_dir: str | Path | None = None
 ) -> PolicyRef:
     """Upload a policy, then point policies/latest.json to it.
 
@@ -83,22 +81,21 @@ def publish_policy(
     """
     local_folder = Path(local_folder)
     latest = latest_policy(store)
-    if latest is not None and latest.attempt > attempt:
+    if latest is not None and latest.attempt > ref.attempt:
         raise Superseded(
-            f"attempt {attempt} at run {store.run} cannot publish policy step {step}: attempt {latest.attempt} has "
-            f"published step {latest.step}, so another Trainer has taken over. Stop this one."
+            f"attempt {ref.attempt} at run {store.run} cannot publish policy step {ref.step}: attempt {latest.attempt} "
+            f"has published step {latest.step}, so another Trainer has taken over. Stop this one."
         )
-    path = policy_path(step, attempt)
     files = {
         file.relative_to(local_folder).as_posix(): file.stat().st_size
         for file in sorted(local_folder.rglob("*"))
         if file.is_file() and file.name != MANIFEST
     }
-    manifest = {"step": step, "fingerprint": fingerprint, "attempt": attempt, "files": files}
+    manifest = {"step": ref.step, "fingerprint": ref.fingerprint, "attempt": ref.attempt, "files": files}
     (local_folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
-    store.upload_folder(local_folder, path, last=MANIFEST)
-    ref = PolicyRef(step, path, fingerprint, final, attempt, datetime.now(UTC).isoformat())
-    if cache_dir is not None and store.local_path(path) is None:
+    store.upload_folder(local_folder, ref.path, last=MANIFEST)
+    ref = replace(ref, published_at=datetime.now(UTC).isoformat())
+    if cache_dir is not None and store.local_path(ref.path) is None:
         link = partial(shutil.copytree, local_folder, copy_function=_link, dirs_exist_ok=True)
         with suppress(OSError):  # if the disk is full, Searchers download it
             _into_cache(ref, Path(cache_dir), link)
@@ -255,18 +252,21 @@ def prune_policies(store: RunStore, keep: int) -> None:
     store.put(_PRUNING, json.dumps(doomed).encode())
     kept = _evaluated(store)
     for folder in doomed:
-        if folder in kept:
-            continue
-        manifest = f"{folder}/{MANIFEST}"
-        if manifest not in files[folder]:
-            store.delete_folder(folder, first=MANIFEST)
-            continue
-        # the mark comes first: missing files without it mean damage
-        store.put(manifest, json.dumps(json.loads(store.get(manifest)) | {"pruned": True}, indent=2).encode())
-        for path in files[folder]:
-            if path != manifest:
-                with suppress(NotFound):  # somebody else is pruning too
-                    store.delete(path)
+        if folder not in kept:
+            _delete_weights(store, folder, files[folder])
+
+
+def _delete_weights(store: RunStore, folder: str, files: list[str]) -> None:
+    manifest = f"{folder}/{MANIFEST}"
+    if manifest not in files:
+        store.delete_folder(folder, first=MANIFEST)
+        return
+    # the mark comes first: files that are gone without it mean damage
+    store.put(manifest, json.dumps(json.loads(store.get(manifest)) | {"pruned": True}, indent=2).encode())
+    for path in files:
+        if path != manifest:
+            with suppress(NotFound):  # somebody else is pruning too
+                store.delete(path)
 
 
 def _evaluated(store: RunStore) -> set[str]:

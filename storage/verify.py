@@ -6,8 +6,7 @@
                  every trajectory of this run was sampled by a policy that was published
     checkpoints  every one that training could resume from is whole
 
-Unfinished writes of a killed process are no fault: readers do not see them. A run may be verified while it trains:
-pointers are read before the files that they name.
+A killed process's unfinished writes are no fault. Pointers are read before the files that they name: the run may train.
 """
 
 import json

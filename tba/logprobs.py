@@ -121,12 +121,11 @@ def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, tba_layout=packed.layout
         ).last_hidden_state[0]  # [N, hidden]
     rows, target_index = packed.target_rows.unique(return_inverse=True)
+    targets = torch.stack([target_index, packed.target_ids])  # [2, M]
     head = model.get_output_embeddings()
 
     def score(hidden: Tensor) -> Tensor:
-        return _TargetLogprobs.apply(
-            hidden, head.weight, head.bias, target_index, packed.target_ids, temperature, compute
-        )
+        return _TargetLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, compute)
 
     logprobs = _call_as(head, score, hidden[rows])  # [M]
     lengths = [[len(response) for response in group.responses] for group in groups]
@@ -153,14 +152,17 @@ def sequence_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
 class _TargetLogprobs(torch.autograd.Function):
     """log softmax((hidden @ weight.T + bias) / temperature) at the targets: [M] in float32 or wider.
 
+    targets: [2, M], of each the row of `hidden` that predicts it and its token.
+
     The [rows, V] logits are computed in chunks of rows, again in the backward pass (a single chunk is kept for it), and
     turned into their gradient in place. Matrix products run in `dtype`; the weight's gradient is summed
     over chunks in its own.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target_index, target_ids, temperature, dtype):
-        ctx.save_for_backward(hidden, weight, bias, target_index, target_ids)
+    def forward(ctx, hidden, weight, bias, targets, temperature, dtype):  # noqa: PLR0913 - ctx is no argument
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        target_index, target_ids = targets
         ctx.temperature, ctx.dtype, ctx.only_chunk = temperature, dtype, None
         weight = _cast(weight, dtype)
         logprobs = hidden.new_empty(len(target_ids), dtype=torch.promote_types(dtype, torch.float32))
@@ -174,7 +176,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        hidden, weight, bias, target_index, target_ids = ctx.saved_tensors
+        hidden, weight, bias, (target_index, target_ids) = ctx.saved_tensors
         cast, needs_weight = _cast(weight, ctx.dtype), ctx.needs_input_grad[1]
         of_hidden = torch.empty_like(hidden)
         of_weight = None
@@ -195,7 +197,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 of_weight = product if of_weight is None else of_weight.add_(product)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
-        return of_hidden, of_weight, of_bias, None, None, None, None
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:

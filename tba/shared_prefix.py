@@ -116,12 +116,11 @@ def pack(groups: Sequence[Group], device: torch.device) -> Packed:
         paths = []
         for response in group.responses:
             path = [last_of_prompt]
-            for position, token in enumerate(response[:-1], start=P):
-                if (path[-1], token) not in place:
-                    place[path[-1], token] = len(input_ids)
-                    input_ids.append(token)
-                    position_ids.append(position)
-                path.append(place[path[-1], token])
+            for token in response[:-1]:
+                path.append(place.setdefault((path[-1], token), last_of_prompt + 1 + len(place)))
+            new = sum(row >= len(input_ids) for row in path)  # at its end: behind a new token all are new
+            input_ids.extend(response[len(path) - 1 - new : -1])
+            position_ids.extend(range(P + len(path) - 1 - new, P + len(path) - 1))
             target_rows.extend(path)
             target_ids.extend(response)
             paths.append([row - begin for row in path[1:]])
@@ -220,7 +219,6 @@ def shared_prefix_attention(
     value: Tensor,  # [1, H', N, D]
     attention_mask: None,
     tba_layout: Layout,
-    scaling: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention of the packed row: within a prompt, and of each response to its prompt and itself. [1, N, H, D]"""
@@ -240,7 +238,7 @@ def shared_prefix_attention(
         """[K', tokens, H or H', D] each -> [K', tokens, H, D]"""
         k, v = (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, scale=kwargs.get("scaling"), **masking).transpose(1, 2)
 
     def attend_apart(piece: _Apart, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
         """q, k, v: [n, H or H', D] of a group's new tokens; prompt_k and prompt_v: [P, H', D]. Returns [n, H, D]."""

@@ -152,7 +152,7 @@ class _Picture:
             grid = self._grid(lines, num_columns)
             if (
                 num_columns == 1
-                or console.measure(grid, options=options.update(width=1000)).maximum <= options.max_width
+                or console.measure(grid, options=options.update(width=WIDER_THAN_ANY)).maximum <= options.max_width
             ):
                 break
         yield grid

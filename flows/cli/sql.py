@@ -44,13 +44,20 @@ def sql(
     run_store = existing_run(run, store)
     form = Format.json if as_json else form
     if query is None and sys.stdin.isatty():
-        typer.echo(f"Run {run!r}, read-only. End a query with ';'. SHOW TABLES; lists the views. \\q or Ctrl-D leaves.")
-        with _history():
-            for statement in statements():
-                if reason := _answer(run_store, statement, form):
-                    typer.echo(reason, err=True)
+        _prompt(run_store, form)
     elif reason := _answer(run_store, sys.stdin.read() if query is None else query, form):
         fail(reason, status=2)
+
+
+def _prompt(store: "RunStore", form: Format) -> None:
+    """Answers what is typed, query after query."""
+    typer.echo(
+        f"Run {store.run!r}, read-only. End a query with ';'. SHOW TABLES; lists the views. \\q or Ctrl-D leaves."
+    )
+    with _history():
+        for statement in statements():
+            if reason := _answer(store, statement, form):
+                typer.echo(reason, err=True)
 
 
 def statements() -> Iterator[str]:

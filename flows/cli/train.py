@@ -92,26 +92,15 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     from infra import prefect_server, stack
     from storage.attempts import read_heartbeat
     from storage.errors import StoreError
-    from storage.summary import read_summary
 
-    flow_run = None
     submitted = False
     try:
         url = stack.up(project, keep=False, say=typer.echo)
         old = read_heartbeat(store)
         with prefect_server.api(url) as client:
-            flow_run = flow_runs.live_run(client, config)
-            if flow_run:
-                typer.echo(f"Run {config.run!r} is being trained already: following it.")
-                old = None
-            else:
-                _refuse_live_trainer(store)
-                if num_dead := flow_runs.mark_crashed(client, config):
-                    typer.echo(f"Ended {num_dead} flow runs that a killed stack, flow or machine had left behind.")
-                typer.echo(f"{'Starting' if old is None else 'Resuming'} run {config.run!r}.")
-                flow_run, submitted = flow_runs.submit(client, config), True
+            flow_run, submitted = _live_or_new(client, config, store, is_new=old is None)
             typer.echo(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")
-            state = _follow(project, client, flow_run, store, old)
+            state = _follow(FlowRunView(project, client, flow_run), store, old if submitted else None)
         if not state.is_completed():
             fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
     except (stack.StackError, StoreError) as error:
@@ -125,18 +114,40 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     finally:
         with _uninterrupted():
             stack.leave(project, say=typer.echo)
-    if state.name == "Stopped":
+    _tell_end(project, store, state.name)
+
+
+def _live_or_new(client, config: "RunConfig", store: "RunStore", is_new: bool) -> tuple:
+    """The flow run that trains the run, and whether it was submitted here. is_new: nobody has trained it before."""
+    from flows.run import flow_runs
+
+    if flow_run := flow_runs.live_run(client, config):
+        typer.echo(f"Run {config.run!r} is being trained already: following it.")
+        return flow_run, False
+    _refuse_live_trainer(store)
+    if num_dead := flow_runs.mark_crashed(client, config):
+        typer.echo(f"Ended {num_dead} flow runs that a killed stack, flow or machine had left behind.")
+    typer.echo(f"{'Starting' if is_new else 'Resuming'} run {config.run!r}.")
+    return flow_runs.submit(client, config), True
+
+
+def _tell_end(project: Path, store: "RunStore", state: str) -> None:
+    """Of a flow run that completed in this state."""
+    from infra import stack
+    from storage.attempts import read_heartbeat
+    from storage.summary import read_summary
+
+    if state == "Stopped":
         beat = read_heartbeat(store) or {}
         typer.echo(f"Stopped at step {beat.get('step')}, as it was told to. The same command resumes the run.")
-        return
-    summary = read_summary(store)
-    if summary is None:
+    elif summary := read_summary(store):
+        _print_summary(summary)
+    else:
         fail(
             f"The run completed, but {store.url}/{store.run} has no summary.json. Maybe the worker wrote to another "
             "store of that name: its AWS_ENDPOINT_URL and credentials are those that `tba up` was given. `tba down`, "
             f"then the same command.\n{stack.log_tail(project, 'worker')}"
         )
-    _print_summary(summary)
 
 
 def _refuse_live_trainer(store: "RunStore") -> None:
@@ -152,37 +163,48 @@ def _refuse_live_trainer(store: "RunStore") -> None:
         )
 
 
-def _follow(project: Path, client, flow_run, store: "RunStore", old: dict | None):
-    """Show progress until the flow run ends; returns its final state. old: a heartbeat that is no news."""
-    import httpx
+class FlowRunView:
+    """A flow run as it is looked at again and again."""
 
+    def __init__(self, project: Path, client, flow_run) -> None:
+        self._project, self._client, self._flow_run = project, client, flow_run
+        self._heard_at = self._alive_at = time.monotonic()
+
+    def state(self):
+        """Its newest. Raises: StackError: something of the stack died, the server is silent, or the process is gone."""
+        import httpx
+
+        from flows.run import flow_runs
+        from infra import stack
+
+        stack.check(self._project)
+        try:
+            self._flow_run = self._client.read_flow_run(self._flow_run.id)
+            self._heard_at = time.monotonic()
+        except httpx.HTTPError as error:
+            if time.monotonic() - self._heard_at > SERVER_SILENCE_S:
+                raise stack.StackError(f"The Prefect server does not answer any more: {error!r}") from error
+        state = self._flow_run.state
+        if not state.is_running() or flow_runs.is_alive(self._client, self._flow_run):
+            self._alive_at = time.monotonic()
+        elif time.monotonic() - self._alive_at > PROCESS_SILENCE_S:
+            raise stack.StackError(f"The flow's process is gone.\n{stack.log_tail(self._project, 'worker')}")
+        return state
+
+
+def _follow(view: FlowRunView, store: "RunStore", old: dict | None):
+    """Show progress until the flow run ends; returns its final state. old: a heartbeat that is no news."""
     from flows.cli.console import Progress, console
-    from flows.run import flow_runs
-    from infra import stack
     from storage.attempts import read_heartbeat
 
-    heard_at = alive_at = time.monotonic()
     with Progress(console(), store.run) as progress:
-        while True:
-            stack.check(project)
-            try:
-                flow_run = client.read_flow_run(flow_run.id)
-                heard_at = time.monotonic()
-            except httpx.HTTPError as error:
-                if time.monotonic() - heard_at > SERVER_SILENCE_S:
-                    raise stack.StackError(f"The Prefect server does not answer any more: {error!r}") from error
-            state = flow_run.state
-            if state.is_final():
-                return state
-            if not state.is_running() or flow_runs.is_alive(client, flow_run):
-                alive_at = time.monotonic()
-            elif time.monotonic() - alive_at > PROCESS_SILENCE_S:
-                raise stack.StackError(f"The flow's process is gone.\n{stack.log_tail(project, 'worker')}")
+        while not (state := view.state()).is_final():
             heartbeat = read_heartbeat(store)
             if heartbeat == old:
                 heartbeat = None
             progress.show(_stage(state, heartbeat), heartbeat)
             progress.wait(1)
+    return state
 
 
 def _stage(state, heartbeat: dict | None) -> str:

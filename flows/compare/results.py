@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +45,13 @@ def paired_differences(outcomes: list[Outcome], pairs: list[tuple[str, str]]) ->
     accuracies = by_arm(outcomes)
     for one, other in pairs:
         yield confidence_interval([accuracies[one][seed] - accuracies[other][seed] for seed in accuracies[one]])
+
+
+def table_lines(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """A table in Markdown."""
+    headings = list(headings)
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
 def results_about(stores: list[RunStore]) -> dict:

@@ -6,7 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from flows.compare.arms import Arm, Bench, Outcome
-from flows.compare.results import Interval, by_arm, confidence_interval, hardware, paired_differences, write_numbers
+from flows.compare.results import (
+    Interval,
+    by_arm,
+    confidence_interval,
+    hardware,
+    paired_differences,
+    table_lines,
+    write_numbers,
+)
 
 LAGS = (1, 4, 16, 64, 128)
 # Published: TBA 0.004 to 0.014, Dr. GRPO 0. RLOO gets TBA's, as both have the KL in the reward.
@@ -64,7 +72,8 @@ def write_staleness(out: Path, outcomes: list[Outcome], about: dict) -> tuple[Pa
     }
     write_numbers(out / f"{name}.json", about, [asdict(outcome) for outcome in outcomes])
     plot_staleness(accuracies, out / f"{name}.png")
-    header = f"| Lag | {' | '.join(OBJECTIVES)} |"
+    rows_by_lag = [[lag, *(accuracies[f"{objective}-lag{lag}"] for objective in OBJECTIVES)] for lag in LAGS]
+    rates_by_lag = [[lag, *(f"{rates[f'{objective}-lag{lag}']:.2g}" for objective in OBJECTIVES)] for lag in LAGS]
     lines = [
         "# Staleness: accuracy by the age of the samples",
         "",
@@ -72,22 +81,15 @@ def write_staleness(out: Path, outcomes: list[Outcome], about: dict) -> tuple[Pa
         "",
         "Greedy accuracy on held-out sums, mean over seeds with its 95 % confidence interval (Student's t):",
         "",
-        header,
-        f"|---|{'---|' * len(OBJECTIVES)}",
-        *(f"| {lag} | {' | '.join(str(accuracies[f'{name}-lag{lag}']) for name in OBJECTIVES)} |" for lag in LAGS),
-        f"| lost from {first} to {last}, by seed | {' | '.join(map(str, lost.values()))} |",
+        *table_lines(["Lag", *OBJECTIVES], [*rows_by_lag, [f"lost from {first} to {last}, by seed", *lost.values()]]),
         "",
         "Accuracy of tb less that of the others, by seed:",
         "",
-        f"| Lag | {' | '.join(others)} |",
-        f"|---|{'---|' * len(others)}",
-        *(f"| {lag} | {' | '.join(map(str, of_lag))} |" for lag, of_lag in ahead.items()),
+        *table_lines(["Lag", *others], [[lag, *of_lag] for lag, of_lag in ahead.items()]),
         "",
         "Step size of each: the best of a grid by factors of 3.16, at no edge of it, by one run each of another seed:",
         "",
-        header,
-        f"|---|{'---|' * len(OBJECTIVES)}",
-        *(f"| {lag} | {' | '.join(format(rates[f'{name}-lag{lag}'], '.2g') for name in OBJECTIVES)} |" for lag in LAGS),
+        *table_lines(["Lag", *OBJECTIVES], rates_by_lag),
         "",
         f"![accuracy by lag]({name}.png)",
     ]

@@ -5,9 +5,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
-from flows.compare.results import confidence_interval, results_about, write_numbers
+from flows.compare.results import confidence_interval, results_about, table_lines, write_numbers
 from storage.attempts import first_attempt_at
 from storage.queries import query
 from storage.store import RunStore
@@ -44,42 +45,45 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
     Raises: ValueError: a run failed; with the end of what it said. The same call goes on where that one stopped.
     """
     rows, curves = [], []
-    for seed in range(seeds):
-        for mode, settings in MODES.items():
-            run = f"{mode}-seed{seed}"
-            command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
-            command += ["--seed", str(seed), "--model", model, *settings]
-            status, output = run_to_its_end(command)
-            if status:  # of a finished run it is 0 at once
-                raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
-            run_store = RunStore(store, run)
-            summary = read_summary(run_store)
-            curves.append(sampled_accuracy(run_store))
-            rows.append(summary | {"mode": mode, "seed": seed})
-            say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")
+    for seed, (mode, settings) in product(range(seeds), MODES.items()):
+        run = f"{mode}-seed{seed}"
+        command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
+        command += ["--seed", str(seed), "--model", model, *settings]
+        status, output = run_to_its_end(command)
+        if status:  # of a finished run it is 0 at once
+            raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
+        run_store = RunStore(store, run)
+        summary = read_summary(run_store)
+        curves.append(sampled_accuracy(run_store))
+        rows.append(summary | {"mode": mode, "seed": seed})
+        say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")
+    stores = [RunStore(store, row["run"]) for row in rows]
+    about = results_about(stores) | {"task": "two-digit addition", "model": model, "steps": steps, "seeds": seeds}
+    return write_turns(out, rows, curves, about)
+
+
+def write_turns(out: Path, rows: list[dict], curves: list[list[tuple[float, float]]], about: dict) -> Path:
+    """`sync_cpu_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table's file."""
     common = common_accuracy(curves)
     for row, curve in zip(rows, curves, strict=True):
         row["seconds_to_common"] = next(seconds for seconds, accuracy in curve if accuracy >= common)
-    stores = [RunStore(store, row["run"]) for row in rows]
-    about = results_about(stores) | {"task": "two-digit addition", "model": model, "steps": steps, "seeds": seeds}
+    by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
+    intervals = [
+        [mode, *(confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)]
+        for mode, of_mode in by_mode.items()
+    ]
+    name = f"sync_cpu_{about['date']}"
+    over_seeds = " Mean over seeds with Student's t, 95 %." if about["seeds"] > 1 else ""
     lines = [
         "# Asynchronous beside synchronous: what taking turns costs",
         "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "",
-        f"| Mode | {' | '.join(SUMMARISED.values())} |",
-        f"|---|{'---|' * len(SUMMARISED)}",
-    ]
-    for mode in MODES:
-        of_mode = [row for row in rows if row["mode"] == mode]
-        intervals = (confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)
-        lines.append(f"| {mode} | {' | '.join(map(str, intervals))} |")
-    name = f"sync_cpu_{about['date']}"
-    lines += [
+        *table_lines(["Mode", *SUMMARISED.values()], intervals),
         "",
         f"Equal accuracy: {common:.3f}, the highest that every run came to, of what was sampled (the mean of {WINDOW} "
         "trajectories); seconds are from the run's start. Accuracy at the end is greedy, on held-out sums. Shares are "
-        "of time; `tba show RUN` has each run's." + (" Mean over seeds with Student's t, 95 %." if seeds > 1 else ""),
+        f"of time; `tba show RUN` has each run's.{over_seeds}",
         "",
         f"![sampled accuracy by time]({name}.png)",
     ]
@@ -103,13 +107,17 @@ def run_to_its_end(command: list[str], enough: Callable[[], bool] = lambda: Fals
         )
         try:
             while process.poll() is None and not enough():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL_S)
+                _wait(process)
         finally:
             process.terminate()  # of a process that has ended it does nothing
             process.wait()
         output.seek(0)
         return process.returncode, output.read()
+
+
+def _wait(process: subprocess.Popen) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(POLL_S)
 
 
 def sampled_accuracy(store: RunStore) -> list[tuple[float, float]]:

@@ -26,6 +26,7 @@ class Searchers:
         self._falls: dict[str, tuple[int, int]] = {}  # by name: the round that it fell at, and how often
         self._runs: dict[str, FlowRun] = {}  # in the order of their places
         self._leaving: list[FlowRun] = []
+        self.is_server_away = False
         self._num_names = 0  # no name is used twice: who leaves may not be gone yet
 
     def keep_up(self) -> None:

@@ -35,7 +35,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
     """
     store = RunStore(store_url, run)
-    config = load_run(store)
+    config = load_run(store).on_devices(processes, zero_stage)
     previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)
     if (policy := policies.latest_policy(store)) and policy.final:
         log.info("run %s has its final policy: nothing is left to train", run)
@@ -52,7 +52,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
         # Importing torch takes ten seconds: by then the flow has seen that the run is ours, and Searchers are starting.
         from flows.trainer.session import train_run
 
-        state = train_run(store, config, attempt, resumed_from, heart, processes, zero_stage)
+        state = train_run(store, config, attempt, resumed_from, heart)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise

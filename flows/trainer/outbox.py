@@ -121,9 +121,6 @@ class StoreOutbox:
                 if file.is_file() and file.suffix != ".safetensors":
                     shutil.copy(file, folder)
             write_weights(weights, folder)
-            mark = fingerprint(weights.items())
-            policies.publish_policy(
-                self._store, Path(folder), step, mark, attempt=self._attempt, final=final,
-                cache_dir=policy_cache(self._store.run),
-            )  # fmt: skip
+            policy = policies.policy_ref(step, fingerprint(weights.items()), attempt=self._attempt, final=final)
+            policies.publish_policy(self._store, folder, policy, policy_cache(self._store.run))
         policies.prune_policies(self._store, keep=KEPT_POLICIES)

@@ -21,28 +21,19 @@ from tba.models import model_folder
 from tba.trainer import train
 
 
-def train_run(
-    store: RunStore,
-    config: RunConfig,
-    attempt: int,
-    resumed_from: int,
-    heart: Heartbeat,
-    processes: int,
-    zero_stage: int,
-) -> str:
+def train_run(store: RunStore, config: RunConfig, attempt: int, resumed_from: int, heart: Heartbeat) -> str:
     """Trains to the run's end or until it is told to stop, from the checkpoint of step `resumed_from` (0: from none).
 
     Returns "finished" or "stopped".
     """
-    folder = model_folder(config.model)
+    folder, processes = model_folder(config.model), config.train.processes
     threads = cpu_threads(processes if config.synchronous else processes + config.searchers)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that are started here
-    settings = config.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
     alarms = RunAlarms(store, resumed_from)
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
-        trainer_of(folder, settings, config.seed) as trainer,
+        trainer_of(folder, config.train, config.seed) as trainer,
     ):
         if resumed_from:
             with temporary_folder("resume", store.run) as local:

@@ -119,7 +119,9 @@ def publish(store: RunStore, folder, step: int, attempt: int = 1, final: bool = 
     """What the Trainer does with a policy."""
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors").write_bytes(f"policy {step} of attempt {attempt}".encode())
-    ref = policies.publish_policy(store, folder, step, f"{step:032d}", attempt=attempt, final=final)
+    ref = policies.publish_policy(
+        store, folder, policies.policy_ref(step, f"{step:032d}", attempt=attempt, final=final)
+    )
     policies.prune_policies(store, keep=2)
     return ref
 

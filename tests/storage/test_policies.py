@@ -27,6 +27,7 @@ from storage.policies import (
     hold_policy,
     keep_if_best,
     latest_policy,
+    policy_ref,
     prune_policies,
     publish_policy,
     published_policies,
@@ -39,12 +40,13 @@ from storage.store import RunStore
 def publish(tmp_path):
     """publish(store, step, attempt=1, …) publishes a policy of two files."""
 
-    def publish(store: RunStore, step: int, attempt: int = 1, weights: str = "w", **keywords):
+    def publish(store: RunStore, step: int, attempt: int = 1, weights: str = "w", cache_dir=None, final=False):
         folder = tmp_path / f"policy-{time.monotonic_ns()}"
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_text(weights * (1000 + step))
-        return publish_policy(store, folder, step, f"{weights}{step:031d}", attempt=attempt, **keywords)
+        ref = policy_ref(step, f"{weights}{step:031d}", attempt=attempt, final=final)
+        return publish_policy(store, folder, ref, cache_dir)
 
     return publish
 

@@ -45,7 +45,7 @@ def publish(store: RunStore, folder: Path, step: int, attempt: int) -> str:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 8}))
     save_file({"weight": np.full(4, step + 100 * attempt, np.float32)}, folder / "model.safetensors")
     mark = fingerprint(folder)
-    ref = policies.publish_policy(store, folder, step, mark, attempt=attempt)
+    ref = policies.publish_policy(store, folder, policies.policy_ref(step, mark, attempt=attempt))
     assert policies.hold_policy(store, ref, "s0")
     policies.keep_if_best(store, ref, accuracy=0.5 if step % 3 == 0 else 0.25, num_problems=4)
     policies.release_policy(store, "s0")

@@ -65,7 +65,9 @@ def test_runs_tells_the_state_of_each(root):
     attempts.start_attempt(ours, resumed_from=0, owner=attempts.this_process())
     attempts.heartbeat(ours, heartbeat(2))
     (root / "policy").mkdir()
-    policies.keep_if_best(ours, policies.publish_policy(ours, root / "policy", 2, "f" * 32, attempt=2), 0.875, 8)
+    policies.keep_if_best(
+        ours, policies.publish_policy(ours, root / "policy", policies.policy_ref(2, "f" * 32, attempt=2)), 0.875, 8
+    )
     lost = prepare_run(url, "lost")
     attempts.heartbeat(lost, heartbeat(1, state="failed", message="no room is left"))
     (root / ".tba" / ".local").mkdir()

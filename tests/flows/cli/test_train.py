@@ -270,7 +270,7 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
     trainer.join()
 
     (tmp_path / "policy").mkdir()
-    policies.publish_policy(store, tmp_path / "policy", 7, "a fingerprint", attempt=1, final=True)
+    policies.publish_policy(store, tmp_path / "policy", policies.policy_ref(7, "a fingerprint", attempt=1, final=True))
     assert flow_runs.live_run(client, config) is flow  # its last evaluation has no Trainer
 
     flow.state = Cancelling()

@@ -31,7 +31,7 @@ def run(tmp_path, local_store) -> RunStore:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 8}))
     write_weights(weights, folder)
     mark = fingerprint(weights.items())
-    policies.publish_policy(local_store, folder, 0, mark, attempt=1)
+    policies.publish_policy(local_store, folder, policies.policy_ref(0, mark, attempt=1))
     for number in range(2):
         commit_shard(local_store, make_shard("s0", number, policy_step=0, policy_fingerprint=mark))
     return local_store

@@ -107,7 +107,7 @@ def test_the_command_stores_the_newest_measurement_and_compares_runs(run_store):
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout).keys() == {"small", "other"}
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert "between runs" in done.stdout and "self-BLEU" in done.stdout and "±" in done.stdout
+    assert all(text in done.stdout for text in ("between runs", "BLEU", "±"))
     stored = query(run_store, "SELECT count(DISTINCT measured_at), count(*) FROM diversity").to_pylist()[0]
     assert list(stored.values()) == [1, 3 * 7]  # three groups, seven measures
     assert len(run_store.list("diversity")) == 2

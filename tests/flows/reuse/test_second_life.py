@@ -184,7 +184,7 @@ def test_a_reward_that_cannot_be_used_is_refused_by_name(tmp_path, model, module
 def test_a_version_belongs_to_one_reward(tmp_path, model, module):
     store = new_run(tmp_path, model, "versions")
     rescore(store, f"{module}:brief", "v2", silent)
-    with pytest.raises(ValueError, match=r"'v2' of run versions was scored by own_rewards:brief, and now"):
+    with pytest.raises(ValueError, match=r"'v2' of run versions was scored by own_rewards:brief; arithmetic"):
         rescore(store, "task", "v2", silent)
     for reward, message in [("nowhere:f", "cannot import nowhere"), ("nowhere", "write module:function")]:
         with pytest.raises(ValueError, match=message):

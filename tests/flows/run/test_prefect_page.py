@@ -62,7 +62,8 @@ attempt = attempts.start_attempt(store, begun, attempts.this_process(), previous
 def publish(step):
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model.safetensors").write_bytes(b"weights")
-        policies.publish_policy(store, folder, step, "f" * 32, attempt=attempt, final=step == {steps})
+        ref = policies.policy_ref(step, "f" * 32, attempt=attempt, final=step == {steps})
+        policies.publish_policy(store, folder, ref)
 
 def beat(state, step):
     alarms = {{"entropy_low": "entropy is near zero"}}

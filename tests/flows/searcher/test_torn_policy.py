@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from storage.policies import PolicyRef, fetch_policy, publish_policy
+from storage.policies import PolicyRef, fetch_policy, policy_ref, publish_policy
 from storage.store import RunStore
 from tba.weights import fingerprint, read_weights
 
@@ -37,7 +37,7 @@ def publish(store: RunStore, step: int, folder: Path) -> PolicyRef:
     for number in range(NUM_FILES):
         weight = torch.full((FILE_MB * 2**18,), float(step))
         save_file({f"weight.{number}": weight}, folder / f"model-{number}.safetensors")
-    return publish_policy(store, folder, step, fingerprint(read_weights(folder)), attempt=1)
+    return publish_policy(store, folder, policy_ref(step, fingerprint(read_weights(folder)), attempt=1))
 
 
 def fetched_bytes(cache: Path) -> int:

@@ -29,13 +29,13 @@ from flows.trainer.outbox import StoreOutbox
 from storage.buffer import ReplayBuffer
 from storage.policies import PolicyRef, fetch_policy, latest_policy
 from storage.queries import query
-from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
-from storage.shards import commit_shard
+from storage.shards import commit_shard, shard_of
 from tba import testbed
 from tba.alarms import spans
 from tba.engine import TransformersEngine
+from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
-from tba.searcher import Searcher
+from tba.searcher import Identity, Models, Searcher
 from tba.tasks.base import Problem
 from tba.trainer import Trainer, train
 from tests.character_model import save_character_model
@@ -140,11 +140,10 @@ class SlowDelivery(StoreOutbox):
         shutil.copytree(fetch_policy(self._store, self._held[-1], self._folder / "cache"), self._path(step))
         while len(self._held) > 1 and self._held[1].step <= step - self._lag:
             self._held.pop(0)
-        self._searcher.load(self._path(self._held[0].step), self._held[0].step)
-        found = self._searcher.round(self._round)
+        served = self._searcher.load(self._path(self._held[0].step), self._held[0].step)
+        found = self._searcher.round(self._round, served)
         self.rewards.append(found.metrics["reward_mean"])
-        rows = [row | {"schema_version": SCHEMA_VERSION} for row in found.trajectories]
-        commit_shard(self._store, to_table(rows, TRAJECTORY))
+        commit_shard(self._store, shard_of(found.trajectories))
         self._round += 1
 
     def _path(self, step: int) -> Path:
@@ -177,9 +176,13 @@ def trained(first_policy: Path, folder: Path, lag: int, residual_weight: str) ->
     store, tokenizer = new_store(folder), AutoTokenizer.from_pretrained(first_policy)
     engine = TransformersEngine(first_policy, max_tokens=16, max_sequences=1024, seed=0, threads=1)
     searcher = Searcher(
-        "s0", RewardedTask(Sums()), tokenizer, engine, first_policy, config.search,
-        max_response_tokens=testbed.T, temperature=1.0, seed=0, code_version="test",
-    )  # fmt: skip
+        Identity("s0", seed=0, code_version="test"),
+        RewardedTask(Sums()),
+        Models(tokenizer, engine, ReferencePolicy(first_policy)),
+        config.search,
+        max_response_tokens=testbed.T,
+        temperature=1.0,
+    )
     heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms(store, resumed_from=0)
     delivery = SlowDelivery(
         store, config, 1, first_policy, heart, alarms, searcher=searcher, lag=lag, folder=folder / "policies"

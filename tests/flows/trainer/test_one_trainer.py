@@ -35,7 +35,7 @@ import sys, time
 from types import SimpleNamespace
 from flows.trainer import __main__, heartbeat
 
-def train_run(store, config, attempt, resumed_from, heart, processes, zero_stage):
+def train_run(store, config, attempt, resumed_from, heart):
     heart.tell("training", 1, {})
     print("training", flush=True)
     heart.stop.wait()

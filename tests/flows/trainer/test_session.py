@@ -217,7 +217,7 @@ def test_a_run_that_has_its_final_policy_is_not_trained_again(tmp_path):
     store = RunStore((tmp_path / "store").as_uri(), "ended")
     store.create_run(RunConfig(run="ended").recorded())
     (tmp_path / "policy").mkdir()
-    policies.publish_policy(store, tmp_path / "policy", 7, "a fingerprint", attempt=1, final=True)
+    policies.publish_policy(store, tmp_path / "policy", policies.policy_ref(7, "a fingerprint", attempt=1, final=True))
     before = list(store.list(""))
     learn(store.url, "ended", os.getppid())
     assert list(store.list("")) == before
@@ -231,7 +231,7 @@ def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, m
         session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary=10))
     )
     with pytest.raises(TooEarly, match=r"^resumed"):
-        session.train_run(store, RunConfig(), 2, 0, heart, 1, 2)
+        session.train_run(store, RunConfig(), 2, 0, heart)
 
 
 def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
