@@ -1,4 +1,4 @@
-"""analyze/diversity: how different the responses of runs are, measured and stored. On request, or on a schedule."""
+"""analyze/diversity: measures how different the responses of runs are, and stores it. On request, or on a schedule."""
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE

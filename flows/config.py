@@ -78,7 +78,7 @@ class RunConfig(Settings):
         if self.reward_version is not None and not self.warm_start:
             raise ValueError(
                 f"reward_version is {self.reward_version!r}, but there is no warm_start: it chooses the reward of "
-                "trajectories that were scored again (tba rescore). Name the run that has them in warm_start."
+                "trajectories that were scored again (tba rescore). Name their run in warm_start."
             )
         return self
 
@@ -94,7 +94,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _turns_can_be_taken(self):
-        """In turns, a draw is of the newest policy's round alone: `sampling.max_age` follows, and one Searcher."""
+        """Synchronous: draws come from the newest policy's round alone. Needs one Searcher; sets `sampling.max_age`."""
         if not self.synchronous:
             return self
         if self.searchers != 1:
@@ -113,7 +113,7 @@ class RunConfig(Settings):
             raise ValueError(
                 f"synchronous: a round brings {fresh} trajectories of {prompts} prompts, but sampling.min_size is "
                 f"{self.sampling.min_size} and sampling.prompts_per_batch (B) {self.sampling.prompts_per_batch}: "
-                "nobody would ever go on. Lower those, or raise search.prompts_per_round"
+                "training would never start. Lower those, or raise search.prompts_per_round"
             )
         object.__setattr__(self, "sampling", self.sampling.model_copy(update={"max_age": newest_only}))
         return self
@@ -137,7 +137,7 @@ class RunConfig(Settings):
         return self.model_copy(update={"train": train})
 
     def recorded(self) -> dict:
-        """What run.json keeps: all but where the store is and on what it trains, so that a run may be moved."""
+        """The content of run.json: all settings but the store and the devices, so that a run may be moved."""
         return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage"}})
 
 
@@ -147,10 +147,10 @@ def load_run(store) -> RunConfig:
 
 
 def read_recorded(run_json: bytes) -> dict:
-    """What today's `recorded` would say of a run.json: settings that its version did not have have their defaults."""
+    """A run.json as `recorded` would write it now: settings that its version did not have get their defaults."""
     return RunConfig(**_settings(run_json)).recorded()
 
 
 def _settings(run_json: bytes) -> dict:
-    """The settings in a run.json, without one that evaluate_share has replaced."""
+    """The settings in a run.json, without a setting that evaluate_share has replaced."""
     return {name: value for name, value in json.loads(run_json).items() if name != "evaluate_interval"}

@@ -1,4 +1,4 @@
-"""What can be wrong with a machine, looked for before it costs a run: each finding says what is, and what to do."""
+"""Faults of a machine, found before a run: each finding has the observation and the remedy."""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ ENOUGH_FREE_BYTES = 6 * GB
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One check and its result."""
 
     subject: str
     state: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 def examine(project: Path, store: str) -> Iterator[Finding]:
-    """Looks at the install, the engine, the store at this URL, the disks, and the Prefect server that would be used."""
+    """Checks the install, the engine, the store at this URL, the disks, and the Prefect server that a run would use."""
     yield check_python()
     yield check_packages()
     yield check_engine()
@@ -56,7 +56,7 @@ def check_python() -> Finding:
 
 
 def check_packages() -> Finding:
-    """Whether what pyproject.toml asks for is installed, in versions that it allows."""
+    """Checks that pyproject.toml's packages are installed, in versions that it allows."""
     from packaging.requirements import Requirement
 
     try:
@@ -126,7 +126,7 @@ def check_store(url: str) -> Finding:
 
 
 def check_disks(project: Path, store: str) -> Iterator[Finding]:
-    """Free room where runs, Prefect's database and files on their way go; each disk once."""
+    """Free space for runs, Prefect's database and temporary files; each disk once."""
     from urllib.request import url2pathname
 
     folders = {"temporary files": Path(tempfile.gettempdir()), "logs and models": project / ".tba" / ".local"}
@@ -167,7 +167,7 @@ def check_stack(project: Path) -> Finding:
 
 
 def check_server(project: Path) -> Finding:
-    """Whether the Prefect server that would be used answers, and speaks this client's language."""
+    """Whether the Prefect server that would be used answers, and has a compatible version."""
     from packaging.version import Version
 
     try:
@@ -207,7 +207,7 @@ def check_server(project: Path) -> Finding:
 
 
 def _holder(port: int) -> str:
-    """Who listens there, as far as it can be seen."""
+    """The process that listens on the port, if it can be seen."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""What the parts of the command line share: the run and the store that a command is about, and how it fails."""
+"""Shared parts of the commands: arguments for run and store, and failing."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,12 +7,12 @@ import typer
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of runs, for the shell: those of the store that is named in the same line, else of the usual one."""
+    """Names of runs for the shell's completion: of the store named in the same line, else of the default store."""
     from storage.store import list_runs
 
     try:
         return [run for run in list_runs(store_url(ctx.params.get("store"))) if run.startswith(incomplete)]
-    except Exception:  # a shell that completes has no place for an error
+    except Exception:  # completion cannot show an error
         return []
 
 
@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 
 
 def store_url(store: str | None) -> str:
-    """The root URL of a store given as URL or folder; None: the usual one."""
+    """The root URL of a store given as URL or folder; None: the default store."""
     from infra.machine import default_store
 
     if store is None:
@@ -59,7 +59,7 @@ def fail(message: str, status: int = 1):
 
 
 def project_folder() -> Path:
-    """The working folder, which must be the project's: prefect.yaml there names what is deployed."""
+    """The working folder, which must be the project's: its prefect.yaml lists the deployments."""
     folder = Path.cwd()
     if not (folder / "prefect.yaml").exists():
         fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)

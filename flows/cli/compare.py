@@ -1,4 +1,4 @@
-"""tba compare: objectives beside each other, everything else equal."""
+"""tba compare: objectives beside each other, with all else equal."""
 
 import json
 from pathlib import Path
@@ -13,19 +13,19 @@ app = typer.Typer()
 
 @app.command()
 def compare(
-    theme: Annotated[str, typer.Argument(help="What to compare: staleness or sync.")] = "staleness",
+    theme: Annotated[str, typer.Argument(help="Comparison: staleness or sync.")] = "staleness",
     out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
     store: Annotated[
         str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.", callback=not_empty)
     ] = None,
-    model: Annotated[str, typer.Option(help="Of sync: a model as tba train takes it.")] = "smollm2-135m-instruct",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each; default: 10, of sync 3.")] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 320, of sync 50.")] = None,
+    model: Annotated[str, typer.Option(help="Model of sync, as for tba train.")] = "smollm2-135m-instruct",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds; default: 10, for sync 3.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 320, for sync 50.")] = None,
 ) -> None:
     """Run named configurations by seeds; write one table and one plot with confidence intervals.
 
     staleness: Trajectory Balance with and without the taper, Dr. GRPO and proximal RLOO at an enforced policy lag of 1
-    to 128, with a small policy made for it. Interrupted, the same command goes on. Its last line is a JSON object.
+    to 128, with a small policy made for it. If interrupted, the same command continues. The last line is a JSON object.
     sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
 
     Example: tba compare staleness --seeds 3

@@ -15,7 +15,7 @@ MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "b
 
 @app.command()
 def doctor(store: StoreOption = None, as_json: AsJson = False) -> None:
-    """Look at this machine: install, engine, store, disks, ports, server. Names each fault and its remedy.
+    """Check this machine: install, engine, store, disks, ports, server. Names each fault and its remedy.
 
     Exit status 0: no faults (there may be warnings). 1: there are.
 

@@ -1,4 +1,4 @@
-"""tba evaluate: what a run's best policy is worth."""
+"""tba evaluate: measures a run's best policy."""
 
 import json
 from typing import Annotated

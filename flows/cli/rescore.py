@@ -14,11 +14,11 @@ app = typer.Typer()
 @app.command()
 def rescore(
     run: RunName,
-    reward: Annotated[str, typer.Option(help="module:function in TRL's signature, or task: the task's own, as it is.")],
+    reward: Annotated[str, typer.Option(help="module:function in TRL's signature, or task for the task's own.")],
     version: Annotated[str | None, typer.Option(help="Name of the new version; default: the function's.")] = None,
     store: StoreOption = None,
 ) -> None:
-    """Score a run's stored trajectories by another reward; the shards stay as they are. Repeat it to score what came.
+    """Score a run's stored trajectories by another reward; the shards do not change. Repeat it to score new ones.
 
     The function: f(prompts, completions, **columns) -> list[float], with columns prompt_id and answer. To train on it:
     tba train NEW --warm-start RUN --set reward_version=VERSION

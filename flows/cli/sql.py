@@ -61,7 +61,7 @@ def _prompt(store: "RunStore", form: Format) -> None:
 
 
 def statements() -> Iterator[str]:
-    """What is typed, up to each line that ends with `;`, until \\q or Ctrl-D. Ctrl-C drops what was begun."""
+    """Typed statements, each up to a line that ends with `;`, until \\q or Ctrl-D. Ctrl-C drops an unfinished one."""
     lines: list[str] = []
     while True:
         try:
@@ -82,7 +82,7 @@ def statements() -> Iterator[str]:
 
 
 def _answer(store: "RunStore", statement: str, form: Format) -> str | None:
-    """Prints a query's rows; returns the reason where there are none. Each sees what is stored by then."""
+    """Prints a query's rows; returns the reason if it failed. Each query reads the current files."""
     import duckdb
 
     from flows.cli.console import print_table
@@ -98,7 +98,7 @@ def _answer(store: "RunStore", statement: str, form: Format) -> str | None:
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Lines can be edited, and are remembered in this project's folder."""
+    """Line editing, with a history in this project's folder."""
     import readline
 
     from infra.machine import local_folder

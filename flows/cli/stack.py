@@ -9,7 +9,7 @@ app = typer.Typer()
 
 @app.command()
 def up() -> None:
-    """Start the local stack (Prefect server, work pool, deployments, worker), or what is missing of it.
+    """Start the local stack (Prefect server, work pool, deployments, worker), or its missing parts.
 
     Example: tba up
     """

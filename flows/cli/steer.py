@@ -18,7 +18,7 @@ STOP_PATIENCE_S = 600.0  # a step, a checkpoint and a policy, on a slow store
 def stop(run: RunName, store: StoreOption = None) -> None:
     """End training in order: the Trainer finishes its step, saves and publishes; then flow and Searchers end.
 
-    The same `tba train` resumes the run. Waits until the Trainer has stopped; Ctrl-C does not take the wish back.
+    The same `tba train` resumes the run. Waits until the Trainer has stopped; Ctrl-C does not withdraw the request.
 
     Example: tba stop arithmetic
     """
@@ -31,13 +31,13 @@ def stop(run: RunName, store: StoreOption = None) -> None:
     try:
         beat = read_heartbeat(run_store) or {}
         if not is_alive(run_store, beat):
-            fail(f"Nobody trains run {run!r} now, so there is nothing to stop.", status=2)
+            fail(f"Run {run!r} has no live Trainer, so there is nothing to stop.", status=2)
         requests.ask_to_stop(run_store)
         typer.echo(f"Asked the Trainer of run {run!r} to stop after its step.")
         deadline = time.monotonic() + STOP_PATIENCE_S
         while (beat := read_heartbeat(run_store) or {}).get("state") not in ("stopped", "finished", "failed"):
             if time.monotonic() > deadline:
-                fail(f"It has not stopped within {STOP_PATIENCE_S:.0f} s. `tba watch {run}` shows what it does.")
+                fail(f"It has not stopped within {STOP_PATIENCE_S:.0f} s. `tba watch {run}` shows its state.")
             if not is_alive(run_store, beat):
                 fail("The Trainer died before it could stop. The next `tba train` resumes from the last checkpoint.")
             time.sleep(POLL_S)
@@ -58,9 +58,9 @@ def searchers(
     store: StoreOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a run keep more or fewer Searchers, now or when it is resumed.
+    """Change the number of Searchers of a run, now or when it is resumed.
 
-    A new one joins as soon as its engine is up. One that is to leave finishes its round first, so nothing is lost.
+    A new Searcher joins as soon as its engine is up. A leaving one finishes its round first, so nothing is lost.
 
     Example: tba searchers arithmetic +1
     """
@@ -96,5 +96,5 @@ def searchers(
     if as_json:
         typer.echo(json.dumps({"run": run, "before": before, "wanted": wanted, "alive": alive}))
         return
-    when = "within seconds" if alive else "when the next `tba train` resumes it: nobody trains it now"
-    typer.echo(f"Run {run!r} is to keep {wanted} Searchers (before: {before}). It changes {when}.")
+    when = "within seconds" if alive else "when the next `tba train` resumes the run, which has no live Trainer now"
+    typer.echo(f"Run {run!r} will have {wanted} Searchers (before: {before}). This takes effect {when}.")

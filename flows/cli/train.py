@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-SERVER_SILENCE_S = 60  # a busy machine lets the server wait; one that is silent for longer does not come back
+SERVER_SILENCE_S = 60  # a server on a busy machine may be slow; one that is silent for longer does not recover
 PROCESS_SILENCE_S = 30  # a flow process ends a moment before its last state is known
 
 
@@ -33,10 +33,14 @@ def train(
     model: Annotated[str | None, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = None,
     steps: Annotated[int | None, typer.Option(help="Policy steps to train for.")] = None,
     searchers: Annotated[int | None, typer.Option(help="Searchers to start.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of prompts' order, sampling and every draw.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the order of prompts, of sampling, and of every draw.")
+    ] = None,
     warm_start: Annotated[
         list[str] | None,
-        typer.Option(help="A run whose trajectories to begin with, or a .parquet of demonstrations; repeatable."),
+        typer.Option(
+            help="Run, or .parquet file of demonstrations, whose trajectories the run begins with; repeatable."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any other setting; repeatable.")
@@ -73,7 +77,7 @@ def train(
 
 
 def _check_inputs(config: "RunConfig") -> "RunStore":
-    """All that can be known to be wrong before anything is started; exits with the reason."""
+    """Checks the inputs before anything is started; exits with the reason if one is wrong."""
     from flows.run.preflight import check_inputs
     from storage.errors import StoreError
     from storage.store import RunStore
@@ -122,11 +126,11 @@ def _live_or_new(client, config: "RunConfig", store: "RunStore", is_new: bool) -
     from flows.run import flow_runs
 
     if flow_run := flow_runs.live_run(client, config):
-        typer.echo(f"Run {config.run!r} is being trained already: following it.")
+        typer.echo(f"Run {config.run!r} is already training: following it.")
         return flow_run, False
     _refuse_live_trainer(store)
     if num_dead := flow_runs.mark_crashed(client, config):
-        typer.echo(f"Ended {num_dead} flow runs that a killed stack, flow or machine had left behind.")
+        typer.echo(f"Ended {num_dead} flow runs that a killed stack, flow or machine left unfinished.")
     typer.echo(f"{'Starting' if is_new else 'Resuming'} run {config.run!r}.")
     return flow_runs.submit(client, config), True
 
@@ -139,19 +143,19 @@ def _tell_end(project: Path, store: "RunStore", state: str) -> None:
 
     if state == "Stopped":
         beat = read_heartbeat(store) or {}
-        typer.echo(f"Stopped at step {beat.get('step')}, as it was told to. The same command resumes the run.")
+        typer.echo(f"Stopped at step {beat.get('step')}, as requested. The same command resumes the run.")
     elif summary := read_summary(store):
         _print_summary(summary)
     else:
         fail(
-            f"The run completed, but {store.url}/{store.run} has no summary.json. Maybe the worker wrote to another "
+            f"The run completed, but {store.url}/{store.run} has no summary.json. Perhaps the worker wrote to another "
             "store of that name: its AWS_ENDPOINT_URL and credentials are those that `tba up` was given. `tba down`, "
             f"then the same command.\n{stack.log_tail(project, 'worker')}"
         )
 
 
 def _refuse_live_trainer(store: "RunStore") -> None:
-    """A Trainer that no flow run of this server accounts for: another server's, or one that lost its flow."""
+    """Refuses a run whose live Trainer has no flow run on this server: another server's, or one that lost its flow."""
     from flows.run.flow_runs import TRAINER_WATCH_S
     from storage.attempts import read_heartbeat, run_is_alive
 
@@ -183,7 +187,7 @@ class FlowRunView:
             self._heard_at = time.monotonic()
         except httpx.HTTPError as error:
             if time.monotonic() - self._heard_at > SERVER_SILENCE_S:
-                raise stack.StackError(f"The Prefect server does not answer any more: {error!r}") from error
+                raise stack.StackError(f"The Prefect server no longer answers: {error!r}") from error
         state = self._flow_run.state
         if not state.is_running() or flow_runs.is_alive(self._client, self._flow_run):
             self._alive_at = time.monotonic()
@@ -193,7 +197,7 @@ class FlowRunView:
 
 
 def _follow(view: FlowRunView, store: "RunStore", old: dict | None):
-    """Show progress until the flow run ends; returns its final state. old: a heartbeat that is no news."""
+    """Show progress until the flow run ends; returns its final state. old: an earlier heartbeat, to be ignored."""
     from flows.cli.console import Progress, console
     from storage.attempts import read_heartbeat
 
@@ -212,19 +216,23 @@ def _stage(state, heartbeat: dict | None) -> str:
 
     if heartbeat:
         return stage_of(heartbeat)
-    return "starting" if state.is_running() else f"{state.name.lower()}: waiting for the worker"
+    return (
+        "starting the Trainer and the Searchers (about 20 s)"
+        if state.is_running()
+        else f"{state.name.lower()}: waiting for the worker"
+    )
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _absolute_if_there(name: str) -> str:
-    """A local path as seen from anywhere; a Hugging Face id as it is."""
+    """The absolute path of a local file or folder; a Hugging Face id unchanged."""
     return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _source_url(source: str, store: str | None) -> str:
-    """A URL as it is, what lies at a path, or else a run of the same store."""
+    """The URL of a source: given as URL, as a path, or as a run of the same store."""
     if "://" in source or Path(source).exists() or source.endswith(".parquet"):
         return store_url(source)
     return f"{store_url(store)}/{source}"
@@ -244,7 +252,7 @@ def _command_line() -> str:
 
 @contextlib.contextmanager
 def _uninterrupted():
-    """Ctrl-C pressed again must not leave processes behind."""
+    """Ignores a second Ctrl-C, which would leave processes running."""
     handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():

@@ -15,9 +15,9 @@ def verify(
     store: StoreOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove a run's store, during or after the run: every shard, ledger entry, policy and checkpoint.
+    """Check a run's store, during or after the run: every shard, ledger entry, policy and checkpoint.
 
-    Exit status 0: all of it is whole and agrees. 1: each fault is named.
+    Exit status 0: no fault. 1: there are faults, and each is named.
 
     Example: tba verify arithmetic
     """

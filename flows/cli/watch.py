@@ -17,9 +17,9 @@ POLL_S = 1.0
 
 @app.command()
 def watch(run: RunName, store: StoreOption = None) -> None:
-    """Follow a run to its end from its store, wherever it trains; whatever dies and comes back, this goes on.
+    """Follow a run to its end from its store, wherever it trains; also when processes die and resume.
 
-    Also tells what the Prefect server says of it, where one answers. Ctrl-C leaves the run alone.
+    Also shows the Prefect server's state of the run, if a server answers. Ctrl-C does not stop the run.
 
     Example: tba watch arithmetic --store s3://bucket/runs
     """

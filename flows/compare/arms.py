@@ -1,8 +1,8 @@
 """tba compare staleness: objectives at enforced lags, by seeds, on tba.testbed.
 
-Runs are side by side, one on each core. An outcome is in the store as soon as it is there: interrupted, the same
-command goes on. Each arm trains with the step size that is best for it, found first with one seed that is used nowhere
-else; the grid of step sizes grows until its best is at no edge.
+Runs are parallel, one on each core. Each outcome is stored when its run ends, so an interrupted command continues. Each
+arm trains with its best step size, found first with a seed that is used nowhere else. The grid of step sizes grows
+until the best one is not at an edge.
 """
 
 import json
@@ -19,7 +19,7 @@ from storage.store import RunStore
 
 RATE_FACTOR = 10**0.5  # from one step size of the grid to the next
 FIRST_RATES = (1e-3, 10**-2.5, 1e-2)
-SMALLEST_RATE, LARGEST_RATE = 1e-5, 1.0  # an objective that is best beyond these does not learn at all
+SMALLEST_RATE, LARGEST_RATE = 1e-5, 1.0  # an objective whose best step size is outside these does not learn
 TUNING_SEED = 1000
 
 
@@ -38,7 +38,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run came to."""
+    """The result of one run."""
 
     arm: str
     seed: int
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Bench:
-    """Runs arms on all cores; what has run is read from the store."""
+    """Runs arms on all cores; outcomes of finished runs are read from the store."""
 
     def __init__(self, store: str, first_policy: Path, say: Callable[[str], None]) -> None:
         self._store, self._first_policy, self._say = store, first_policy, say
@@ -79,7 +79,7 @@ class Bench:
         return [outcomes[place] for place in range(len(jobs))]
 
     def tune(self, arms: list[Arm]) -> list[Arm]:
-        """Each arm with the step size of the best accuracy, by one run each; it is inside the grid that was tried."""
+        """Each arm with its best step size, by one run each; the best is inside the tried grid."""
         found: dict[str, dict[float, float]] = {arm.name: {} for arm in arms}  # by arm: step size, accuracy
         while wanted := [(arm, rate) for arm in arms for rate in rates_to_try(found[arm.name])]:
             trials = [replace(arm, settings=arm.settings | {"learning_rate": rate}) for arm, rate in wanted]
@@ -92,7 +92,7 @@ class Bench:
 
 
 def rates_to_try(found: dict[float, float]) -> list[float]:
-    """The next step sizes, given the accuracy at those tried; none once the best is between two others."""
+    """The next step sizes to try, given the accuracies so far; none once the best is between two others."""
     if not found:
         return list(FIRST_RATES)
     best = max(found, key=found.get)
@@ -104,7 +104,7 @@ def rates_to_try(found: dict[float, float]) -> list[float]:
 
 
 def run_arm(arm: Arm, seed: int, store: str, first_policy: Path) -> Outcome:
-    """One run in this process, on one thread, unless the store has its outcome.
+    """Runs one arm in this process, on one thread, unless the store has its outcome.
 
     Raises: RunConfigMismatch: the store has a run of this name with other settings, which are named.
     """

@@ -41,7 +41,7 @@ def by_arm(outcomes: list[Outcome]) -> dict[str, dict[int, float]]:
 
 
 def paired_differences(outcomes: list[Outcome], pairs: list[tuple[str, str]]) -> Iterator[Interval]:
-    """For each pair of arms the accuracy of the first less that of the second, seed by seed."""
+    """For each pair of arms, the accuracy of the first minus that of the second, seed by seed."""
     accuracies = by_arm(outcomes)
     for one, other in pairs:
         yield confidence_interval([accuracies[one][seed] - accuracies[other][seed] for seed in accuracies[one]])
@@ -55,7 +55,7 @@ def table_lines(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> li
 
 
 def results_about(stores: list[RunStore]) -> dict:
-    """Where and when results came about, and by which code: that of the runs, which may be of an earlier day."""
+    """Hardware, date and code version of results; the code version is that of the runs, which may be older."""
     versions = set()
     for store in stores:
         versions.update(query(store, "SELECT DISTINCT code_version FROM trajectories").column(0).to_pylist())

@@ -17,7 +17,7 @@ from flows.compare.results import (
 )
 
 LAGS = (1, 4, 16, 64, 128)
-# Published: TBA 0.004 to 0.014, Dr. GRPO 0. RLOO gets TBA's, as both have the KL in the reward.
+# Published: TBA 0.004 to 0.014, Dr. GRPO 0. RLOO gets TBA's, because both have the KL in the reward.
 OBJECTIVES = {
     "tb": {"objective": "tb", "beta": 0.05},
     "tb_plain": {"objective": "tb", "beta": 0.05, "residual_weight": "plain"},
@@ -27,9 +27,9 @@ OBJECTIVES = {
 
 
 def staleness(store: str, out: Path, seeds: int, steps: int, say: Callable[[str], None]) -> tuple[Path, dict]:
-    """Each objective at each lag, with the step size that is best there. Returns the table's file and its numbers.
+    """Each objective at each lag, with its best step size there. Returns the table's file and its numbers.
 
-    Interrupted, it goes on where it was: what has run is in the store.
+    If interrupted, the next call continues: finished runs are in the store.
     """
     from tba import testbed
 

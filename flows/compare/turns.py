@@ -35,14 +35,14 @@ SUMMARISED = {
     "staleness_mean": "Staleness",
 }
 WINDOW = 1024  # trajectories that sampled accuracy is the mean of: 64 prompts
-POLL_S = 5.0  # between two looks at a run that may have trained enough: a look takes the time of a core
+POLL_S = 5.0  # between two checks of a run that may have trained enough; a check takes a core's time
 
 
 def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callable[[str], None]) -> Path:
     """Asynchronous beside synchronous training by `tba train`, and the time of each to equal accuracy: the highest that
     all runs came to, as sampled during training. Returns the table's file.
 
-    Raises: ValueError: a run failed; with the end of what it said. The same call goes on where that one stopped.
+    Raises: ValueError: a run failed; with the end of its output. The same call continues from there.
     """
     rows, curves = [], []
     for seed, (mode, settings) in product(range(seeds), MODES.items()):
@@ -50,7 +50,7 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
         command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
         command += ["--seed", str(seed), "--model", model, *settings]
         status, output = run_to_its_end(command)
-        if status:  # of a finished run it is 0 at once
+        if status:  # a finished run returns 0 at once
             raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
         run_store = RunStore(store, run)
         summary = read_summary(run_store)
@@ -98,7 +98,7 @@ def write_turns(out: Path, rows: list[dict], curves: list[list[tuple[float, floa
 def run_to_its_end(command: list[str], enough: Callable[[], bool] = lambda: False) -> tuple[int, str]:
     """Status and output of a `tba train`, which is asked to stop, as by Ctrl-C, once `enough` returns true.
 
-    An error or an interrupt here stops it in the same way, and waits: killed, it would leave its run behind.
+    An error or an interrupt here stops it in the same way and waits, because a killed command would leave its run.
     """
     with tempfile.TemporaryFile("w+") as output:
         # a process group of its own: Ctrl-C in a terminal would reach it beside what is sent here
@@ -123,7 +123,7 @@ def _wait(process: subprocess.Popen) -> None:
 def sampled_accuracy(store: RunStore) -> list[tuple[float, float]]:
     """Seconds since the run began, and the mean reward of the newest `WINDOW` trajectories then; for each of these.
 
-    Raises: ValueError: the run has not so many.
+    Raises: ValueError: the run has fewer.
     """
     age = "ORDER BY created_at, trajectory_id"
     rows = query(

@@ -1,4 +1,4 @@
-"""What is checked before any work is spent: the task and its data, the model, the store, the run's configuration."""
+"""Checks before a run starts: the task and its data, the model, the store, the run's configuration."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +13,9 @@ from tba.tasks.base import stop_tokens
 
 
 def check_inputs(config: RunConfig) -> list[str]:
-    """Returns what may go wrong later, in words, for the user to be warned of.
+    """Returns warnings about possible faults later in the run.
 
-    Raises: ValueError, storage.errors.StoreError: something could not work; the message says what and what would."""
+    Raises: ValueError, storage.errors.StoreError: the run cannot work; the message names the fault and the remedy."""
     store = RunStore(config.store, config.run)
     warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded(), read_recorded)
@@ -23,7 +23,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     check_trackers(config.trackers)
     if config.train.processes > 1 and find_spec("deepspeed") is None:
         raise ValueError(
-            f"train.processes is {config.train.processes}, but DeepSpeed, which shares the work out, is not installed: "
+            f"train.processes is {config.train.processes}, but DeepSpeed is not installed: "
             "pip install deepspeed, or leave the setting out"
         )
     tokenizer = _tokenizer(model_folder(config.model))
@@ -39,7 +39,7 @@ def check_inputs(config: RunConfig) -> list[str]:
 
 
 def _tokenizer(folder: Path):
-    """The policy's; from its own file, where there is one, because AutoTokenizer imports torch: ten seconds."""
+    """The policy's tokenizer, from its own file if there is one, because AutoTokenizer imports torch (ten seconds)."""
     if (folder / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast as Tokenizer
     else:

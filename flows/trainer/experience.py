@@ -17,6 +17,9 @@ from tba.batch import Batch, Draw, Metrics
 from tba.logprobs import Group
 from tba.trainer import TooEarly
 
+# Seen on two cores: one minute, or two when vLLM compiles its kernels.
+LOADING = "the Searchers load their engines (1 to 2 minutes), then sample a first round"
+
 
 class StoredExperience:
     """tba.trainer's Experience over storage's replay buffer."""
@@ -49,7 +52,8 @@ class StoredExperience:
         try:
             rows = self.buffer.draw(step)
         except NotEnoughExperience as reason:
-            raise TooEarly(self._why_silent() or str(reason)) from reason
+            loading = "" if self.buffer.num_taken_in else f"; {LOADING}"
+            raise TooEarly(self._why_silent() or f"{reason}{loading}") from reason
         return Batch(make_draws(rows), self._facts(rows, step), rows)
 
     def _silent_s(self) -> float:

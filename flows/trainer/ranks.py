@@ -1,7 +1,7 @@
 """The Trainer's processes: flows.trainer's own is the first; `python -m flows.trainer.ranks MODEL SETTINGS SEED`
 follows it.
 
-They end together: the first kills the others where it fails, and they watch for its death.
+They end together: if the first fails, it kills the others, and they end when it dies.
 """
 
 import contextlib
@@ -65,10 +65,10 @@ def _sharded(model: Path, settings: TrainSettings, seed: int) -> "ShardedTrainer
 
 
 def _end_without(others: list[subprocess.Popen], closing: threading.Event) -> None:
-    """A process that fell would be waited for, without end where they are still looking for each other."""
+    """Ends the Trainer when another process dies, because the others might wait for it without end."""
     while not closing.wait(1):
         if any(other.poll() for other in others):
-            log.error("a process of the Trainer fell; its output is above. The run resumes from its last checkpoint.")
+            log.error("a process of the Trainer failed; its output is above. The run resumes from its last checkpoint.")
             os._exit(1)
 
 

@@ -323,7 +323,7 @@ def test_a_synchronous_searcher_waits_for_another_policy(monkeypatch):
     ("changes", "message"),
     [
         ({"sampling": {"max_age": 5}}, "draws from the newest policy's round alone"),
-        ({"search": {"prompts_per_round": 2}}, "nobody would ever go on"),
+        ({"search": {"prompts_per_round": 2}}, "training would never start"),
         ({"searchers": 2, "search": {"prompts_per_round": 16}}, "Set searchers=1"),
     ],
 )

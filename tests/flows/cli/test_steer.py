@@ -267,7 +267,7 @@ def test_who_takes_turns_is_one_searcher(store):
 
 def test_stop_refuses_where_nobody_trains(store):
     result = tba("stop", "arithmetic")
-    assert (result.exit_code, "Nobody trains run 'arithmetic' now" in result.stderr) == (2, True)
+    assert (result.exit_code, "Run 'arithmetic' has no live Trainer" in result.stderr) == (2, True)
     assert not requests.take_back_stop(store)
 
 
