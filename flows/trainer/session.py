@@ -1,5 +1,4 @@
-"""Training a run: tba.trainer's loop between the store's replay buffer and the store. flows/trainer/__main__.py runs
-it."""
+"""Training a run: tba.trainer's loop between replay buffer and store, in the process of flows/trainer/__main__.py."""
 
 import contextlib
 import os
