@@ -1,1 +1,1 @@
-"""What surrounds a run: checks before it, its flow runs, its Searchers, Prefect's page of it."""
+"""The checks before a run, its flow runs, its Searchers and its view on Prefect's page."""

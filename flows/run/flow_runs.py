@@ -2,8 +2,8 @@
 
 A flow run's own record does not tell whether it is alive: after a SIGKILL it says Running for ever. Its processes tell:
 each carries the flow run's id in its environment (PREFECT__FLOW_RUN_ID), which the worker sets and children inherit.
-On a server that is not on this machine they may be elsewhere, where they cannot be seen. There the record is believed
-until the run's store tells that nobody trains it any more.
+If the server is on another machine, the processes may be there too, invisible from here. The record then counts until
+the run's store shows no live Trainer.
 """
 
 import contextlib
@@ -19,38 +19,38 @@ from storage.store import RunStore
 
 FLOWS = ["tba", "search"]
 TRAINER_WATCH_S = 15  # several heartbeats
-# By then a resumed flow has its Trainer, and a worker has ended what it was told to.
+# Within this time a resumed flow starts its Trainer, and a worker ends the processes of a cancelled flow run.
 PATIENCE = timedelta(minutes=10)
 
 
 def live_run(client, config: RunConfig):
     """The flow run that trains this run now, or None. Returns prefect.client.schemas.FlowRun.
 
-    Takes up to `TRAINER_WATCH_S` where one is elsewhere and silent."""
+    Takes up to `TRAINER_WATCH_S` if a flow run is on another machine and its Trainer is silent."""
     store = RunStore(config.store, config.run)
     found = [r for r in unfinished(client, config, ["tba"]) if is_alive(client, r)]
     return next((r for r in found if _processes(r) or not _has_died_elsewhere(r, store)), None)
 
 
 def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
-    """Whether a flow run of another machine has died with it, as far as its record and the run's store tell."""
-    if flow_run.state.is_cancelling():  # it ends; a Trainer that it still has is another's question
+    """Whether a flow run on another machine has died, by its record and the run's store."""
+    if flow_run.state.is_cancelling():  # it ends; its Trainer is checked elsewhere
         return True
     if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
         return False
     if attempts.trainer(store) is None:  # a warm start may take hours
         return False
     policy = policies.latest_policy(store)
-    in_last_evaluation = policy is not None and policy.final  # which needs no Trainer
+    in_last_evaluation = policy is not None and policy.final  # this evaluation needs no Trainer
     return not in_last_evaluation and not attempts.run_is_alive(store, TRAINER_WATCH_S)
 
 
 def mark_crashed(client, config: RunConfig) -> int:
-    """Mark flow runs of this run that a killed stack or flow left behind as Crashed, stopping what is left of them.
-    What may be left elsewhere the worker there is to stop.
+    """Mark flow runs of this run that a killed stack or flow left behind as Crashed, and stop their processes here.
+    The worker of another machine stops the processes there. Returns the number of flow runs marked.
 
-    Only where no flow trains the run (live_run): a Searcher that a flow started has then outlived it, and would search
-    beside the next flow's Searcher of its name. Returns how many. Those still waiting for a worker count too."""
+    Call it only if no flow trains the run (live_run). A Searcher that has outlived its flow would otherwise run beside
+    the next flow's Searcher of the same name. Flow runs that still wait for a worker are marked too."""
     from prefect.states import Crashed
 
     dead = unfinished(client, config, ["tba"])
@@ -63,7 +63,7 @@ def mark_crashed(client, config: RunConfig) -> int:
 
 
 def _ended(client, flow_run, state):
-    """`state`, or Cancelling where the flow run's process may run elsewhere: a worker there reacts to nothing else."""
+    """`state`, or Cancelling if the process may be on another machine: the worker there reacts to no other state."""
     from prefect.states import Cancelling
 
     old = flow_run.state
@@ -88,9 +88,9 @@ def submit(client, config: RunConfig):
 
 
 def cancel(url: str, flow_run) -> None:
-    """Stop a flow run and the Searchers that it started, and say so in their records if the server still answers.
+    """Stop a flow run and the Searchers that it started. If the server still answers, their records get the new state.
 
-    After Ctrl-C in a terminal it may not: a server that is a child of `tba train` gets the signal too."""
+    After Ctrl-C in a terminal the server may not answer: as a child of `tba train` it gets the signal too."""
     import httpx
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
@@ -108,7 +108,7 @@ def cancel(url: str, flow_run) -> None:
 
 
 def is_alive(client, flow_run) -> bool:
-    """Whether the flow run's process runs; True where that cannot be seen from here."""
+    """Whether the flow run's process runs; True if it may run on another machine."""
     if not prefect_server.is_loopback(str(client.api_url)):
         return True
     # the flow's own process, not only a Trainer or engine that outlived it
@@ -120,12 +120,12 @@ def _processes(flow_run) -> list:
 
 
 def unfinished(client, config: RunConfig, flows: list[str] = FLOWS) -> list:
-    """Flow runs of these flows, for this run in this store, that have not come to an end."""
+    """Flow runs of these flows, for this run in this store, that have not ended."""
     return [flow_run for flow_run in prefect_server.unfinished(client, flows) if _is_of(flow_run, config)]
 
 
 def _is_of(flow_run, config: RunConfig) -> bool:
-    """Both flows by their parameters: tba takes a configuration (or none: the default), search a store and a run."""
+    """Whether the parameters name this run: tba takes a configuration (none: the default), search a store and a run."""
     given = flow_run.parameters
     try:
         named = RunConfig.model_validate(

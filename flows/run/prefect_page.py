@@ -1,4 +1,4 @@
-"""What Prefect's page shows of a run while it trains: artifacts, lineage and events.
+"""A run on Prefect's page while it trains: artifacts, lineage and events.
 
     artifacts    progress, newest steps, curves, link to the report; made once by a flow run, then replaced in place
     assets       policies, which depend on the shards that they were trained on; shards, which depend on the policy that
@@ -6,8 +6,8 @@
     events       tba.policy.published, tba.buffer.starved, tba.alarm.<name>, tba.run.finished; payloads:
                  docs/operating.md
 
-The flow that watches a run calls `update` every few seconds. Everything is read from the store, and costs in proportion
-to what is new: neither Trainer nor Searchers know of it or wait for it.
+The flow that watches a run calls `update` every few seconds. It reads everything from the store, at a cost in
+proportion to the new entries. Neither the Trainer nor the Searchers wait for it.
 """
 
 import time
@@ -24,7 +24,7 @@ from storage.errors import StoreError
 from storage.store import RunStore
 
 UPDATE_S = 10.0
-# A Trainer that has trained and then waits so long for a batch is starved; the first fill takes as long as it takes.
+# A Trainer that has trained and then waits this long for a batch is starved; the first fill has no limit.
 STARVED_S = 60.0
 
 
@@ -36,12 +36,12 @@ class Page:
         self._artifacts, self._policies = Artifacts(store, config), PublishedPolicies(store)
         self._waiting: tuple[int, float] | None = None  # the step that the Trainer waits for, and since when
         self._starved = False
-        self._alarms: set[str] = set()  # that were on at the last look
+        self._alarms: set[str] = set()  # alarms that were on at the last look
         self._updated_at = float("-inf")
         self._behind = False
 
     def update(self, *, now: bool = False) -> None:
-        """Shows what is new, if the last time is `UPDATE_S` ago or it must be `now`."""
+        """Shows new entries, if the last update is `UPDATE_S` ago or `now` is set."""
         if not now and time.monotonic() - self._updated_at < UPDATE_S:
             return
         self._updated_at = time.monotonic()
@@ -63,7 +63,7 @@ class Page:
         self._artifacts.show_steps()
 
     def finish(self, summary: dict) -> None:
-        """The run's last words."""
+        """Shows the newest state and emits tba.run.finished with the summary."""
         self.update(now=True)
         emit_event("tba.run.finished", resource=run_resource(self._store), payload=summary)
 
@@ -90,7 +90,7 @@ class Page:
 
     def _tell_alarms(self, beat: dict) -> None:
         """An event and a warning for each alarm that has gone on since the last look."""
-        alarms = beat.get("alarms", dict.fromkeys(self._alarms))  # a Trainer that starts has judged nothing yet
+        alarms = beat.get("alarms", dict.fromkeys(self._alarms))  # a starting Trainer has none yet: keep the last
         for name in alarms.keys() - self._alarms:
             get_run_logger().warning(alarms[name])
             emit_event(

@@ -19,7 +19,7 @@ from flows.report.text import duration
 from storage.store import RunStore, transfer_all
 
 STEPS_SHOWN = 20  # in the table
-STEPS_READ = 500  # at a time: a resumed run has a past, and the flow has Searchers to look after
+STEPS_READ = 500  # per update: a resumed run may have many, and the flow also restarts Searchers
 COLUMNS = {
     "step": "step",
     "reward_mean": "reward",
@@ -76,7 +76,7 @@ class Artifacts:
             self._show(key, artifacts.create_image_artifact, "image_url", image, title)
 
     def _show(self, key: str, create, argument: str, data, description: str, **more) -> None:
-        """Creates an artifact of the flow run, or replaces the data of the one that it has already."""
+        """Creates an artifact of the flow run, or replaces the data of the existing one."""
         if key not in self._artifacts:
             slug = re.sub("[^a-z0-9]+", "-", self._store.run.lower()).strip("-")
             self._artifacts[key] = create(key=f"{slug}-{key}", description=description, **{argument: data}, **more)

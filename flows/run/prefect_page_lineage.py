@@ -18,7 +18,7 @@ RELATED_SHOWN = 90  # Prefect refuses an event that names more than 100 others
 
 
 class PublishedPolicies:
-    """Those of one run. To be used inside its flow run."""
+    """The published policies of one run. To be used inside its flow run."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -31,7 +31,7 @@ class PublishedPolicies:
             return
         if self._published is None or self._published[0] != latest.attempt:
             resumed_from = attempts.list_attempts(self._store)[-1]["resumed_from"]
-            self._show_policy(latest.attempt, range(0), resumed_from)  # each life publishes what it begins with
+            self._show_policy(latest.attempt, range(0), resumed_from)  # each attempt publishes its first policy
             self._published = (latest.attempt, resumed_from)
         for step in range(self._published[1] + 1, latest.step + 1):
             steps = range(self._published[1] + 1, step + 1)
@@ -39,7 +39,7 @@ class PublishedPolicies:
                 self._published = (latest.attempt, step)
 
     def _show_policy(self, attempt: int, steps: range, step: int, final: bool = False) -> bool:
-        """`steps`: those that were trained since the policy before. False: there is no policy of this `step`."""
+        """`steps`: the training steps since the previous policy. Returns False: there is no policy of this `step`."""
         path = policies.policy_path(step, attempt)
         manifest = self._store.read_json(f"{path}/{policies.MANIFEST}")
         if manifest is None:
@@ -84,10 +84,10 @@ def publish(asset: str, payload: dict) -> None:
 
 
 def run_resource(store: RunStore) -> dict[str, str]:
-    """What the events are about, as Prefect names resources."""
+    """The run as the resource of Prefect's events."""
     return {"prefect.resource.id": f"tba.run.{store.run}", "prefect.resource.name": store.run, "tba.store": store.url}
 
 
 def asset_key(store: RunStore, path: str) -> str:
-    """URL of a run's file or folder, without the characters that Prefect has no place for in an asset's key."""
+    """URL of a run's file or folder, without the characters that Prefect refuses in an asset's key."""
     return re.sub(r"[^\w:/.=@+~-]", "_", f"{store.url}/{store.run}/{path}", flags=re.ASCII)

@@ -1,4 +1,4 @@
-"""The Searchers that a run's flow keeps up."""
+"""The Searchers of a run, which its flow starts and restarts."""
 
 import contextlib
 
@@ -18,23 +18,23 @@ MAX_REPLACEMENTS = 3
 
 
 class Searchers:
-    """The run's Searchers, each a flow run of its own on whatever machine the work pool has."""
+    """The run's Searchers, each a flow run of its own on any machine of the work pool."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._store, self._wanted = RunStore(config.store, config.run), config.searchers
-        self._falls: dict[str, tuple[int, int]] = {}  # by name: the round that it fell at, and how often
+        self._falls: dict[str, tuple[int, int]] = {}  # by name: round of the last failure, number of failures there
         self._runs: dict[str, FlowRun] = {}  # in the order of their places
         self._leaving: list[FlowRun] = []
         self.is_server_away = False
-        self._num_names = 0  # no name is used twice: who leaves may not be gone yet
+        self._num_names = 0  # no name is used twice: a Searcher told to leave may still run
 
     def keep_up(self) -> None:
-        """Starts those not started yet, and anew each that failed, crashed or was lost; lets go whom nobody wants.
+        """Starts missing Searchers, replaces failed, crashed and lost ones, and ends surplus ones.
 
-        How many are wanted may change during a run (`tba searchers`). Raises: RuntimeError: one fell too often.
+        The number may change during a run (`tba searchers`). Raises: RuntimeError: a Searcher failed too often.
         """
-        with contextlib.suppress(StoreError):  # a store that is away has no new wishes
+        with contextlib.suppress(StoreError):  # the store is unreachable: keep the last number
             self._wanted = requests.wanted_searchers(self._store, self._config.searchers)
         while len(self._runs) < self._wanted:
             name = f"s{self._num_names}"
@@ -45,11 +45,11 @@ class Searchers:
             requests.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
         for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
-            with contextlib.suppress(StoreError):  # a store that is away: later
+            with contextlib.suppress(StoreError):  # the store is unreachable: try again later
                 self._replace(name)
 
     def stop(self) -> None:
-        """Ends those that still run. Nothing is lost: what they committed is in the store."""
+        """Ends the Searchers that still run. Their committed shards stay in the store."""
         with get_client(sync_client=True) as client:
             for run in [*self._runs.values(), *self._leaving]:
                 state = client.read_flow_run(run.id).state
@@ -57,12 +57,12 @@ class Searchers:
                     client.set_flow_run_state(run.id, Cancelling(message="the run is over"), force=True)
 
     def _replace(self, name: str) -> None:
-        """Starts one anew. Raises: RuntimeError: it fell too often. StoreError: the store is away; nothing was done."""
+        """Restarts a Searcher. Raises: RuntimeError: it failed too often. StoreError: nothing was done."""
         at = shards.next_round(self._store, name)
         before, falls = self._falls.get(name, (at, 0))
         if before != at:  # it has committed since
             falls = 0
-        # one that gave up on a Trainer that was long in coming back has no fault that a new one would share
+        # a Searcher that ended because its Trainer was silent for too long is not at fault
         falls += not self._state(self._runs[name]).is_completed()
         if falls > MAX_REPLACEMENTS:
             raise RuntimeError(
@@ -73,7 +73,7 @@ class Searchers:
         get_run_logger().warning("searcher %s fell and is started again", name)
 
     def _start(self, name: str, place: int) -> FlowRun:
-        """`place`: its number among those that run, by which it chooses a GPU; the first one evaluates."""
+        """`place`: its number among the running Searchers, which chooses its GPU; the first one evaluates."""
         config = self._config
         requests.welcome(self._store, name)
         return run_deployment(
@@ -91,10 +91,10 @@ class Searchers:
         )
 
     def _has_fallen(self, run: FlowRun) -> bool:
-        """Whether it has ended, and not because the run has its final policy."""
+        """Whether the Searcher ended for a reason other than the run's final policy."""
         state = self._state(run)
         if state.is_completed():
-            with contextlib.suppress(StoreError):  # away: later
+            with contextlib.suppress(StoreError):  # unreachable: try again later
                 policy = policies.latest_policy(self._store)
                 return policy is None or not policy.final
         return state.is_failed() or state.is_crashed() or state.is_cancelled()

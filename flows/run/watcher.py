@@ -1,4 +1,4 @@
-"""What somebody who follows a run from outside sees of it: its store, and the Prefect server if one answers."""
+"""Follows a run from outside, by its store and, if one answers, the Prefect server."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from storage.summary import is_finished
 if TYPE_CHECKING:
     from flows.config import RunConfig
 
-QUIET_S = 15.0  # several heartbeats: a longer silence is worth a word
+QUIET_S = 15.0  # several heartbeats: a longer silence is shown
 SERVER_POLL_S = 5.0
 
 
@@ -29,13 +29,13 @@ class Seen:
     stage: str
     heartbeat: dict | None
     server: str
-    """What the Prefect server says; empty where none has answered."""
+    """The Prefect server's account of the run; empty if no server has answered."""
     is_over: bool
-    """The run is finished: its summary is there."""
+    """The run is finished: its summary exists."""
 
 
 class Watcher:
-    """Looks at a run again and again. Compares no clocks: a heartbeat is a sign of life when it has changed."""
+    """Reads a run's state repeatedly. It compares no clocks: a changed heartbeat is a sign of life."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -76,7 +76,7 @@ class Watcher:
 
 
 class ServerView:
-    """What the Prefect server says of a run's flow runs, asked by a thread: nobody waits for its answer."""
+    """The Prefect server's view of a run's flow runs. A thread asks the server, so no caller waits."""
 
     def __init__(self, store: RunStore) -> None:
         self.words = ""
@@ -88,7 +88,7 @@ class ServerView:
 
     def _ask_on(self, store: RunStore) -> None:
         os.environ.setdefault("DO_NOT_TRACK", "1")  # or Prefect prints what it collects, into the live table
-        with contextlib.suppress(Exception):  # whatever it is: the store tells enough
+        with contextlib.suppress(Exception):  # any error: the store has enough
             from flows.config import load_run
             from infra import prefect_server, stack
 
@@ -108,11 +108,11 @@ class ServerView:
         try:
             with prefect_server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
                 return _words(flow_runs.unfinished(client, config))
-        except Exception:  # the server is not there
+        except Exception:  # no server answers
             return "Prefect: no answer from the server" if self.words else ""
 
 
 def _words(flow_runs: list) -> str:
-    """flow_runs: those of the run that have not ended, the flow's own first."""
+    """flow_runs: the run's unfinished flow runs, the flow's own first."""
     names = [f"{Path(flow_run.name).name} {flow_run.state_name.lower()}" for flow_run in flow_runs]
     return f"Prefect: {', '.join(names)}" if names else "Prefect: no flow of this run is alive"
