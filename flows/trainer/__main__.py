@@ -1,11 +1,10 @@
 """The Trainer's process: `python -m flows.trainer STORE RUN PARENT [PROCESSES ZERO_STAGE]`.
 
-PARENT is the flow's process: without it nobody watches this one, which then ends. One Trainer works on a run: a second
-one is refused when it starts, and one that was taken for dead and lives (a machine that froze) stops before it writes.
+PARENT is the flow's process: if it ends, the Trainer ends. A run has one Trainer: a second one is refused when it
+starts, and a superseded one that still runs (its machine froze) stops before it writes.
 
-It is one process beside the flow, so that neither Prefect's threads nor its failures touch training; with many devices
-it starts the others' processes (flows/trainer/ranks.py). It reads the run's configuration from run.json and nowhere
-else.
+The Trainer runs in a process beside the flow, so that neither Prefect's threads nor its failures touch training. With
+several devices it starts their processes (flows/trainer/ranks.py). It reads the run's configuration from run.json only.
 """
 
 import logging
@@ -21,18 +20,18 @@ from storage import attempts, checkpoints, policies
 from storage.errors import AlreadyTraining
 from storage.store import RunStore
 
-# Several heartbeats, on a slow store too. Only a Trainer of another machine is watched for so long.
+# Several heartbeats, on a slow store too. Only a Trainer on another machine is watched for this long.
 TAKEOVER_WATCH_S = 15.0
 
 log = logging.getLogger("tba.learn")
 
 
 def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage: int = 2) -> None:
-    """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one, on so many devices.
+    """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one.
 
-    Does nothing where the run has its final policy: it was killed before that one was evaluated.
+    If the run has its final policy (it was killed before the last evaluation), this does nothing.
 
-    Raises: AlreadyTraining: another Trainer works on it; nothing was written. Superseded: one has taken over.
+    Raises: AlreadyTraining: another Trainer trains the run; nothing was written. Superseded: another took over.
     """
     store = RunStore(store_url, run)
     config = load_run(store).on_devices(processes, zero_stage)
@@ -44,7 +43,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     resumed_from = steps[-1] if steps else 0
     attempt = attempts.start_attempt(store, resumed_from, attempts.this_process(), previous=previous)
     heart = Heartbeat(store, config, attempt, parent)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the flow's way to say so; Ctrl-C reaches every process
+    for number in (signal.SIGTERM, signal.SIGINT):  # the flow stops training by SIGTERM; Ctrl-C reaches every process
         signal.signal(number, lambda *_: heart.stop.set())
     state, message = "failed", ""
     try:
@@ -61,7 +60,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
 
 
 def main(store: str, run: str, parent: str, *devices: str) -> int:
-    """Exit status: ALREADY_TRAINING where the run has another Trainer; other errors are raised."""
+    """Exit status: ALREADY_TRAINING if the run has another Trainer; other errors are raised."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
         learn(store, run, int(parent), *map(int, devices))

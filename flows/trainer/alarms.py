@@ -1,4 +1,4 @@
-"""The alarms of a run that trains: one that goes on is a warning in the Trainer's log."""
+"""The alarms of a training run. The Trainer logs a warning when an alarm turns on."""
 
 import logging
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ log = logging.getLogger("tba.learn")
 
 
 class RunAlarms:
-    """The alarms of a run that trains; one that goes on is a warning in the log."""
+    """The alarms of a training run; logs a warning when one turns on."""
 
     def __init__(self, store: RunStore, resumed_from: int) -> None:
-        """`resumed_from`: the last step of the Trainer's earlier lives, whose rows count; 0: there are none."""
+        """`resumed_from`: the last step of earlier attempts whose rows count; 0: none."""
         self._alarms = Alarms()
         for row in query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist() if resumed_from else []:
             self._alarms.see(row)
 
     @property
     def on(self) -> dict[str, str]:
-        """By name the messages of those that are on."""
+        """The messages of the alarms that are on, by name."""
         return self._alarms.on
 
     def see(self, row: Mapping) -> None:

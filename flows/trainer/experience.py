@@ -1,4 +1,4 @@
-"""What the Trainer learns from: the replay buffer's rows, made into draws.
+"""The Trainer's experience: draws made from the replay buffer's rows.
 
 Before: storage/buffer.py draws a batch's rows; after: tba/trainer.py trains on them.
 """
@@ -29,12 +29,12 @@ class StoredExperience:
     ) -> None:
         """`awaits_shard`: the first batch waits for a shard that comes after the first sync.
 
-        A run that was killed whole resumes sooner than its engines start. Until they sample, a minute or two, it would
-        spend its steps on what it has.
+        After a kill of the whole run, the Trainer resumes a minute or two before the engines sample. Without the wait
+        it would train those steps on old trajectories only.
         """
         self._store, self.buffer, self._attempt, self._alarms = store, buffer, attempt, alarms
         self._awaits_shard, self._caught_up = awaits_shard, False
-        self._arrived_at = time.monotonic()  # when a sync last took something in
+        self._arrived_at = time.monotonic()  # when a sync last inserted trajectories
         self._fresh: Fresh | None = None
 
     def sync(self, step: int) -> None:

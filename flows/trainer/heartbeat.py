@@ -1,6 +1,6 @@
-"""The Trainer's sign of life: how far it is and until when, every two seconds, beside whatever it is at.
+"""The Trainer's heartbeat: its step and remaining time, every two seconds, in a thread beside training.
 
-It also hears when training is to end, and ends the process at once where nobody watches it any more.
+The thread also reads stop requests. If the flow's process has died, it ends the Trainer's process at once.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ class Heartbeat:
     """Writes trainer/heartbeat.json in a thread of its own."""
 
     def __init__(self, store: RunStore, config: RunConfig, attempt: int, parent: int) -> None:
-        """`parent`: the process without which this one ends."""
+        """`parent`: if this process ends, the Trainer ends."""
         self._store, self._config, self._attempt, self._parent = store, config, attempt, parent
         self._started, self._first_step = time.monotonic(), None
         self._beat = {"state": "starting", "step": 0}
-        self.stop = threading.Event()  # set: training ends after the step that it is at
+        self.stop = threading.Event()  # set: training ends after the current step
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, daemon=True)
         self._thread.start()
 
     def tell(self, state: str, step: int, facts: dict) -> None:
-        """What the next beats say; facts that are not told anew stay."""
+        """Sets facts of the next beats; other facts keep their values."""
         if state == "training" and self._first_step is None:
             self._first_step, self._started = step, time.monotonic()
         self._beat = self._beat | {"state": state, "step": step} | facts
@@ -44,28 +44,28 @@ class Heartbeat:
         self._closing.set()
         self._thread.join()
         self._beat = self._beat | {"state": state, "message": message}
-        with contextlib.suppress(Superseded):  # the last word is another's
+        with contextlib.suppress(Superseded):  # another Trainer writes the heartbeat now
             self.write()
 
     def _beat_on(self) -> None:
-        """The first beat comes at once: who starts at the same time must see that the run is taken."""
+        """The first beat comes at once: a Trainer that starts at the same time must see that the run is taken."""
         while True:
             if os.getppid() != self._parent:
-                os._exit(1)  # the flow was killed: nobody watches this process or would end the run
+                os._exit(1)  # the flow was killed: no process would end the run
             try:
                 self.write()
                 if requests.take_back_stop(self._store):
                     self.stop.set()
             except Superseded as error:
                 log.error(error)
-                os._exit(1)  # at once, whatever the other threads are in the middle of
+                os._exit(1)  # at once, without waiting for the other threads
             except StoreError as error:
                 log.warning("no sign of life could be written: %s", error)
             if self._closing.wait(HEARTBEAT_S):
                 return
 
     def write(self) -> None:
-        """One beat. Raises: Superseded: another Trainer has taken over."""
+        """Writes one beat. Raises: Superseded: another Trainer has taken over."""
         attempts.check_not_superseded(self._store, self._attempt)
         steps, step = self._config.train.steps, self._beat["step"]
         since_first = step - self._first_step if self._first_step is not None else 0

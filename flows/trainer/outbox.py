@@ -1,4 +1,4 @@
-"""What the Trainer sends out: its records, policies and checkpoints, on their way to the store while it trains on.
+"""Writes the Trainer's records, policies and checkpoints to the store while it trains on.
 
 Before: tba/trainer.py hands records and policies over; after: storage/policies.py publishes a policy.
 """
@@ -32,9 +32,9 @@ KEPT_POLICIES = 3
 
 class StoreOutbox:
     """tba.trainer's Outbox over the store. Training does not wait: one thread writes records and policies, in order;
-    another uploads checkpoints, gigabytes that no policy should wait for.
+    another uploads checkpoints, which are gigabytes, so no policy waits for them.
 
-    Of either kind one is on its way at most, or memory and disk would fill where the store is slower than training.
+    At most one policy and one checkpoint are in flight. Otherwise a slow store would let memory and disk fill up.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StoreOutbox:
         self._trackers = Trackers(store, config, attempt)
 
     def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
-        self._raise_what_failed()  # or a Trainer that waits for experience would wait on for a policy that nobody got
+        self._raise_what_failed()  # or the Trainer would wait for experience of a policy that was never published
         if state == "training":
             self._alarms.see(metrics)
         self._heart.tell(state, step, {"message": "", "alarms": self._alarms.on, **metrics})
@@ -68,7 +68,7 @@ class StoreOutbox:
 
     def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
         if final:
-            wait(self._pending)  # a run that has its final policy trains no more: what it trained must be on record
+            wait(self._pending)  # after the final policy the run trains no more: its records must be complete
         self._newest_policy.result()
         self._newest_policy = self._later(self._writer, self._write_policy, step, weights, final)
 
@@ -80,7 +80,7 @@ class StoreOutbox:
         self._newest_checkpoint = self._later(self._uploader, self._write_checkpoint, step, folder, before)
 
     def close(self) -> None:
-        """Waits until all is written. Raises what the writers raised."""
+        """Waits until everything is written. Raises the writers' errors."""
         self._writer.submit(self._trackers.finish)
         self._writer.shutdown(wait=True)
         self._uploader.shutdown(wait=True)
@@ -93,7 +93,7 @@ class StoreOutbox:
         return self._pending[-1]
 
     def _raise_what_failed(self) -> None:
-        """An error of a writer stops training."""
+        """Raises a writer's error, which stops training."""
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if future not in done]
         for future in done:
@@ -111,7 +111,7 @@ class StoreOutbox:
     def _write_checkpoint(self, step: int, folder: tempfile.TemporaryDirectory, before: list[Future]) -> None:
         with folder:
             for future in before:
-                future.result()  # what trained the steps before it is on record: a resumed run takes them as done
+                future.result()  # record earlier steps first: a resumed run takes them as done
             checkpoints.save_checkpoint(self._store, step, Path(folder.name))
         checkpoints.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
 

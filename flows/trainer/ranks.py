@@ -22,14 +22,14 @@ from tba.precision import default_device
 from tba.trainer import Trainer
 
 DEEPSPEED = files("infra") / "deepspeed"
-END_TIMEOUT_S = 30  # a process that follows has nothing left to do when the first one closes
+END_TIMEOUT_S = 30  # the other processes have no work left when the first one closes
 
 log = logging.getLogger("tba.devices")
 
 
 @contextlib.contextmanager
 def trainer_of(model: Path, settings: TrainSettings, seed: int) -> Iterator[Trainer]:
-    """The run's Trainer, and for the time of the context the other processes that it needs."""
+    """The run's Trainer, and, within the context, its other processes."""
     if settings.processes == 1:
         yield Trainer(model, settings, default_device(), seed)
         return
@@ -46,7 +46,7 @@ def trainer_of(model: Path, settings: TrainSettings, seed: int) -> Iterator[Trai
         os.environ.update(world | ranks[0])
         trainer = _sharded(model, settings, seed)
         yield trainer
-        closing.set()  # from here on it is no failure that they end, nor that one does not
+        closing.set()  # from here on, the end of a process is no failure
         trainer.close()
         for other in others:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -65,7 +65,7 @@ def _sharded(model: Path, settings: TrainSettings, seed: int) -> "ShardedTrainer
 
 
 def _end_without(others: list[subprocess.Popen], closing: threading.Event) -> None:
-    """Ends the Trainer when another process dies, because the others might wait for it without end."""
+    """Ends the Trainer when another process dies, because the rest might wait for it forever."""
     while not closing.wait(1):
         if any(other.poll() for other in others):
             log.error("a process of the Trainer failed; its output is above. The run resumes from its last checkpoint.")
@@ -81,7 +81,7 @@ def _end_with(parent: int) -> None:
 def main(model: str, settings: str, seed: str) -> None:
     import torch
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # they may reach every process; the first one decides what follows
+    for number in (signal.SIGTERM, signal.SIGINT):  # they may reach every process; only the first handles them
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -28,7 +28,7 @@ def train_run(store: RunStore, config: RunConfig, attempt: int, resumed_from: in
     folder, processes = model_folder(config.model), config.train.processes
     threads = cpu_threads(processes if config.synchronous else processes + config.searchers)
     torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that are started here
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes started here
     alarms = RunAlarms(store, resumed_from)
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,

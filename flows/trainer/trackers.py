@@ -1,10 +1,10 @@
-"""Trackers: each training step's metrics, as they come, in TensorBoard, Weights & Biases or MLflow.
+"""Trackers: logs each training step's metrics to TensorBoard, Weights & Biases or MLflow.
 
-By Accelerate's trackers. Names are TRL's where TRL measures the same thing; docs/metrics.md explains each. The Trainer
-has them written by its outbox's thread, so that it waits for none; one that fails is dropped, not the run.
+Accelerate's trackers write them. A metric that TRL measures too has TRL's name; docs/metrics.md explains each. The
+outbox's thread writes them, so the Trainer does not wait. A tracker that fails is dropped; the run goes on.
 
-A resumed Trainer takes some steps again. TensorBoard is told to forget those (purge_step); the others cannot, and get a
-run of their own for each life of the Trainer, grouped by the run's name.
+A resumed Trainer repeats some steps. TensorBoard purges the earlier ones (purge_step). The other trackers cannot: each
+attempt of the Trainer gets a tracker run of its own, grouped by the run's name.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ log = logging.getLogger("tba.trackers")
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Raises: ValueError: one's package is not installed."""
+    """Raises: ValueError: the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -65,7 +65,7 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 
 def metrics(row: Mapping, batch: pa.Table) -> dict[str, float]:
-    """What a step's row of the training ledger and the slots of its batch come to, by the trackers' names."""
+    """A step's metrics by the trackers' names, from its row of the training ledger and its batch."""
     measured = {
         NAMES.get(name, name): float(value)
         for name, value in row.items()
@@ -83,7 +83,7 @@ def metrics(row: Mapping, batch: pa.Table) -> dict[str, float]:
 
 
 class Trackers:
-    """Those of one life of the Trainer. Opened with the first step, on the thread that logs it."""
+    """The trackers of one attempt of the Trainer. The first step opens them, on the thread that logs it."""
 
     def __init__(self, store: RunStore, config: RunConfig, attempt: int) -> None:
         self._store, self._config, self._attempt = store, config, attempt
@@ -105,7 +105,7 @@ class Trackers:
     def _try(self, name: str, action) -> None:
         try:
             action()
-        except Exception as error:  # of others' code, and often of their network: no reason to stop training
+        except Exception as error:  # third-party code, often its network: no reason to stop training
             log.warning("tracker %s is left out from here on: %r", name, error)
             if tracker := self._open.pop(name, None):
                 with contextlib.suppress(Exception):
@@ -114,7 +114,7 @@ class Trackers:
     def _start(self, name: str):
         from accelerate import PartialState, tracking
 
-        PartialState()  # Accelerate's trackers log, and its loggers ask this who they are
+        PartialState()  # the loggers of Accelerate's trackers need this state
         folder, run = tracking_folder(self._store), self._config.run
         if name == "tensorboard":
             begun = attempts.list_attempts(self._store)[-1]["resumed_from"]
@@ -133,7 +133,7 @@ class Trackers:
 
 
 def tracking_folder(store: RunStore) -> Path:
-    """The run's own folder where the store is on this machine, else the one of that name in .tba/ here."""
+    """The run's own folder if the store is on this machine, else the folder of that name in .tba/ here."""
     folder = store.local_path("") or local_folder().parent / store.run
     folder.mkdir(parents=True, exist_ok=True)
     return folder
