@@ -1,4 +1,4 @@
-"""The policies that a Searcher serves: the newest one is fetched and loaded, as long as somebody trains the run.
+"""The policies that a Searcher serves: fetches and loads the newest one while a Trainer trains the run.
 
 Before: storage/policies.py publishes a policy; after: tba/searcher.py serves it.
 """
@@ -17,13 +17,13 @@ from storage.store import RunStore
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher, ServedPolicy
 
-# A Searcher whose run nobody trains ends by itself, this long after the Trainer's last sign of life.
+# A Searcher ends by itself this long after the Trainer's last sign of life.
 TRAINER_SILENT_S = 180
 POLL_S = 0.5
 
 
 class TrainerPulse:
-    """Whether somebody trains the run: its heartbeat changes. Needs no common clock."""
+    """Whether a Trainer trains the run: its heartbeat changes. Needs no common clock."""
 
     def __init__(self, store: RunStore) -> None:
         self._store, self._seen = store, time.monotonic()
@@ -39,9 +39,9 @@ class TrainerPulse:
 def next_policy(
     store: RunStore, pulse: TrainerPulse, after: policies.PolicyRef | None = None
 ) -> policies.PolicyRef | None:
-    """The newest policy; waits for the first one, or one that is not `after`.
+    """The newest policy; waits for the first one, or for one other than `after`.
 
-    None: the Trainer has been silent for `TRAINER_SILENT_S`.
+    Returns None: the Trainer has been silent for `TRAINER_SILENT_S`.
     """
     while not pulse.is_silent():
         if (policy := policies.latest_policy(store)) and policy != after:
@@ -52,9 +52,9 @@ def next_policy(
 
 
 def deliver(store: RunStore, searcher: "Searcher", policy: policies.PolicyRef) -> "ServedPolicy | None":
-    """Has the engine serve the policy. None: it was replaced by a newer one and deleted before it was fetched.
+    """Makes the engine serve the policy. Returns None: the policy was deleted for a newer one before the fetch.
 
-    Raises: RuntimeError: the engine took in other weights than were published.
+    Raises: RuntimeError: the engine's weights differ from the published ones.
     """
     try:
         folder = policies.fetch_policy(store, policy, policy_cache(store.run))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 def start_searcher(config: RunConfig, name: str, next_round: int, place: int | None = None) -> "Searcher":
     """Loads engine and reference policy (seconds to minutes).
 
-    `place`: the Searcher's number among those that the run starts, from 0; None: behind them.
+    `place`: the Searcher's number among the run's own Searchers, from 0; None: behind them.
     """
     threads = cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
@@ -38,14 +38,14 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
-    quality.load_suite()  # seconds of imports: now, and not while a first shard waits for them
+    quality.load_suite()  # imports take seconds: do them before the first shard
     prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
     engine = make_engine(
         folder,
         max_tokens=max(map(len, prompts)) + max_response_tokens,
         max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
-        # Not the run's seed alone: Searchers, and lives of one Searcher, must not sample alike.
+        # Not the run's seed alone: Searchers, and restarts of one Searcher, must not sample alike.
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
         threads=threads,
         gpu_share=gpu_share,
@@ -64,7 +64,7 @@ start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist
 
 
 def place_among_gpus(config: RunConfig, place: int | None) -> tuple[int, int]:
-    """Which of the run's processes a Searcher is, and of how many: its Trainer's are the first where that is here.
+    """A Searcher's index among the run's processes here, and their number. A Trainer here has the first indices.
 
     `place`: as for `start_searcher`.
     """
