@@ -1,1 +1,1 @@
-"""Stored trajectories used again: warm starts and rescoring."""
+"""Reuse of stored trajectories: warm starts and rescoring."""

@@ -16,10 +16,10 @@ PROGRESS_S = 5
 
 
 def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[str], None]) -> tuple[str, int]:
-    """Scores every trajectory that has no reward of this version. Returns the version and how many were scored.
+    """Scores every trajectory that has no reward of this version. Returns the version and the number scored.
 
-    version: None: the function's name; of the task's own reward, the task's version. Interrupted or repeated, it scores
-    what is missing. Raises: ValueError: no such reward, or one that fails on a trajectory; StoreError.
+    version: None: the function's name; for the task's own reward, the task's version. A repeated call scores only the
+    missing trajectories. Raises: ValueError: no such reward, or it fails on a trajectory; StoreError.
     """
     config = load_run(store)
     task = load_task(config.task, seed=config.seed)
@@ -39,7 +39,7 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
                 )
             told = (shard[name].to_pylist() for name in ("response", "response_tokens", "finish_reason"))
             values = rewarding.score(of_rows, *told).rewards
-            with contextlib.suppress(AlreadyExists):  # somebody else scores the same version
+            with contextlib.suppress(AlreadyExists):  # another process scores the same version
                 reward_versions.record_rewards(store, version, shard, values)
             num_scored += shard.num_rows
             if time.monotonic() - said_at > PROGRESS_S:

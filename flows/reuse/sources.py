@@ -1,4 +1,4 @@
-"""Where a warm start takes trajectories from: another run, or a Parquet file of demonstrations."""
+"""The sources of a warm start: another run, or a Parquet file of demonstrations."""
 
 import hashlib
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from tba.demonstrations import Demonstrations
     from tba.reference_policy import ReferencePolicy
 
-ROWS_PER_SHARD = 500  # of demonstrations: what is lost when their scoring is interrupted
+ROWS_PER_SHARD = 500  # of demonstrations: an interrupted scoring loses at most one shard
 SHARDS_AT_ONCE = 32  # of another run; the quality gate takes half a second, however many
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """What completes trajectories that come from elsewhere."""
+    """Completes trajectories of other sources: adds the columns that a source lacks."""
 
     reference: "ReferencePolicy"
     temperature: float
@@ -39,7 +39,7 @@ def open_source(url: str, config: RunConfig):
 
 
 class RunSource:
-    """Another run's trajectories, with the reward that is asked for."""
+    """Another run's trajectories, with the requested reward version."""
 
     digest = None  # shards are immutable
 
@@ -84,9 +84,9 @@ class RunSource:
 
 
 class FileSource:
-    """A Parquet file of demonstrations: prompt and response; other columns of a trajectory where there are."""
+    """A Parquet file of demonstrations: prompt and response, and optional columns of a trajectory."""
 
-    shards_at_once = 1  # what the policy has scored is kept
+    shards_at_once = 1  # each scored shard is committed at once
 
     def __init__(self, url: str) -> None:
         """Raises: ValueError: not a Parquet file, or a column is missing or not text."""

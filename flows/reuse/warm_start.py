@@ -1,12 +1,13 @@
 """Warm start: a run's buffer begins with trajectories of other runs, or with demonstrations.
 
-    warm_start/plan.json                            what is taken over, decided once, before the first shard
+    warm_start/plan.json                            the parts to copy, decided once, before the first shard
     trajectories/searcher=warm0/round=….parquet     of the first source, warm1 of the second: shards like any other
-    warm_start/done.json                            how much it was; from here on the sources are not needed
+    warm_start/done.json                            the number of trajectories copied; the sources are no longer needed
 
-They are copies, so the run is whole by itself, whatever becomes of its sources. Shards' names follow from the plan: a
-copy that was interrupted goes on, and nothing counts twice. `policy_step` is 0, older than any policy of this run; the
-fingerprint stays that of the weights that spoke. What asks a held-out problem of this run is left out.
+The run has copies, so it does not depend on its sources afterwards. The plan determines the shards' names: an
+interrupted copy continues, and no trajectory counts twice. `policy_step` is 0, older than any policy of this run; the
+fingerprint stays that of the policy that sampled the response. Trajectories for a held-out problem of this run are left
+out.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ PLAN, DONE = "warm_start/plan.json", "warm_start/done.json"
 
 
 def check_sources(store: RunStore, config: RunConfig) -> None:
-    """Raises: ValueError, StoreError: a source is not there, or cannot be what this run begins with."""
+    """Raises: ValueError, StoreError: a source is missing or does not fit this run."""
     if not store.exists(DONE):
         for url in config.warm_start:
             open_source(url, config)
@@ -39,7 +40,7 @@ def check_sources(store: RunStore, config: RunConfig) -> None:
 def take_over(store: RunStore, config: RunConfig) -> None:
     """Copies every source's trajectories into the run, once.
 
-    Raises: ValueError: trajectories that do not pass the quality gate, or too few where no Searcher will add to them.
+    Raises: ValueError: trajectories fail the quality gate, or are too few for a run without Searchers.
     """
     if not config.warm_start or store.exists(DONE):
         return
@@ -81,7 +82,7 @@ def make_plan(store: RunStore, sources: list) -> list[list]:
 
 
 class Copy:
-    """Makes shards of a run from what its sources hold."""
+    """Makes shards of a run from its sources' trajectories."""
 
     def __init__(self, store: RunStore, config: RunConfig) -> None:
         from transformers import AutoConfig, AutoTokenizer
@@ -100,7 +101,7 @@ class Copy:
         self._scorer = Scorer(reference, temperature, demonstrations)
 
     def all_of(self, source: RunSource | FileSource, searcher: str, parts: list) -> dict:
-        """Commits a source as the shards of a searcher of that name. Returns how much was taken and left out."""
+        """Commits a source as the shards of a searcher of that name. Returns the numbers taken and left out."""
         number = num_trajectories = num_heldout = 0
         made: list[pa.Table] = []
         for part in parts:
