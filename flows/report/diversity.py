@@ -1,4 +1,4 @@
-"""tba diversity: how different a run's responses are, by policy, by Searcher and as a whole. No engine, no Prefect."""
+"""tba diversity: the diversity of a run's responses, by policy, by Searcher and as a whole. No engine, no Prefect."""
 
 import json
 from collections.abc import Callable
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NUM_BINS = 10  # spans of policies
-SAMPLE = 40_000  # responses that are measured: seconds; a standard error of about 1 % of most values
-EMBEDDED = 4_000  # of those, responses that are embedded: about a minute on two cores
-# Responses to a prompt that a value is of; fewer where a round samples fewer.
+SAMPLE = 40_000  # responses measured: seconds; a standard error of about 1 % of most values
+EMBEDDED = 4_000  # of those, responses embedded: about a minute on two cores
+# Responses to a prompt that a value covers; fewer if a round samples fewer.
 RESPONSES_PER_PROMPT = 8
 SUCCESS_REWARD = 0.5  # a response with at least this reward is a success
 SEED = 0
@@ -26,7 +26,7 @@ SEED = 0
 def measure_runs(
     stores: list[RunStore], *, sample: int = SAMPLE, embedded: int = EMBEDDED, success_reward: float = SUCCESS_REWARD
 ) -> dict[str, list[dict]]:
-    """Measures runs alike, of as many responses to a prompt, and stores with each what was found; returns it by run."""
+    """Measures the runs with equal numbers of responses to a prompt, stores each run's rows and returns them by run."""
     m, found = min(map(usual_responses_per_prompt, stores)), {}
     for store in stores:
         found[store.run] = measure_diversity(
@@ -47,7 +47,7 @@ def measure_diversity(
 ) -> list[dict]:
     """storage.schema.DIVERSITY rows, in order of groups. embedded: 0: without the measures that need embeddings.
 
-    responses_per_prompt: None: 8, or as many as a round of this run samples where that is fewer.
+    responses_per_prompt: None: 8, or the number that a round of this run samples if that is smaller.
     Raises: ValueError: no prompt has so many responses. ModuleNotFoundError: the sentence encoder is not installed.
     """
     m = responses_per_prompt or usual_responses_per_prompt(store)
@@ -92,7 +92,7 @@ def _measure_group(
         responses = [
             Response(row["response"], row["behavior_logprob"], row["reward"] >= success_reward) for row in rows
         ]
-        is_embedded = place < num_embedded * m  # not where all texts happen to be known: those are the alike ones
+        is_embedded = place < num_embedded * m  # by place, not by known texts: repeated texts would bias the sample
         embeddings = np.stack([vectors[row["response"]] for row in rows]) if is_embedded else None
         for metric, value in measure(responses, embeddings).items():
             values.setdefault(metric, []).append(value)
@@ -125,7 +125,7 @@ def _measure_group(
 
 
 def tables(found: dict[str, list[dict]]) -> list["Table"]:
-    """For people: what was measured of each run by policy and by Searcher, then the runs beside each other."""
+    """Tables to read: each run by policy and by Searcher, then the runs beside each other."""
     result = []
     for run, rows in found.items():
         for grouping, title in (("policy", "by policy step"), ("searcher", "by Searcher")):
@@ -145,7 +145,7 @@ def _part(row: dict) -> str:
 
 
 def _table(title: str, rows: list[dict], name: Callable[[dict], str]) -> "Table":
-    """A line a group of `name`. Headings and values break where that keeps the table within 80 columns."""
+    """One line for each group of `name`. Headings and values break where that keeps the table within 80 columns."""
     from rich import box
     from rich.table import Table
 

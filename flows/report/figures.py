@@ -1,11 +1,11 @@
-"""The figures of a report: which numbers each one shows."""
+"""The figures of a report, and the numbers that each one shows."""
 
 from markupsafe import Markup
 
 from flows.report.svg import WIDE, Axes, Series, bar_chart, heat_map, line_chart, stacked_chart
 from flows.report.text import number, percent
 
-MAX_SEARCHERS = 8  # that a note names
+MAX_SEARCHERS = 8  # named in a note, at most
 
 
 def charts(tables: dict[str, list[dict]]) -> dict[str, Markup]:
@@ -35,7 +35,7 @@ def charts(tables: dict[str, list[dict]]) -> dict[str, Markup]:
 
 
 def time_shares(tables: dict[str, list[dict]]) -> list[dict]:
-    """Where each process's time went: its name, and parts with their share of its presence."""
+    """Each process's use of time: its name, and parts with their share of its presence."""
     rows = []
     totals, trainer = tables["totals"][0], tables["trainer"][0]
     if totals["first_step_at"]:
@@ -85,7 +85,7 @@ def _gradient(tables: dict) -> str:
 
 
 def _of_training(tables: dict, columns: dict[str, str], y_name: str) -> str:
-    """columns: of the training curves, by the name that each line has. Empty where none was measured."""
+    """columns: of the training curves, by the name of each line. Empty if none was measured."""
     if all(row[name] is None for row in tables["training"] for name in columns.values()):
         return ""
     lines = [
@@ -149,7 +149,7 @@ def _share_rewards(tables: dict) -> str:
 
 
 def _gap(tables: dict) -> str:
-    """Of the drawn responses; their difference is how far the trained policy is from those that sampled them."""
+    """Log-probability gaps of the drawn responses. The difference: distance of the trained policy from the samplers."""
     behavior = _points(tables["draws"], "behavior_reference_gap")
     series = [
         Series("trained", _points(tables["draws"], "policy_reference_gap"), 1),
@@ -187,7 +187,7 @@ _MEASURES = {
 
 
 def diversity(rows: list[dict]) -> list[dict]:
-    """A figure a measure: its mean by policy, and by Searcher where there are several. rows: DIVERSITY's."""
+    """One figure for each measure: its mean by policy, and by Searcher if there are several. rows: DIVERSITY's."""
     result = []
     for metric, (title, note, axis) in _MEASURES.items():
         of_metric = [row for row in rows if row["metric"] == metric]

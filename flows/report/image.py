@@ -1,4 +1,4 @@
-"""A line chart as an image that is its own URL, for Prefect's page: whoever shows it fetches it from nowhere."""
+"""A line chart as an image that is its own URL, for Prefect's page: the page fetches no file."""
 
 from urllib.parse import quote
 
@@ -6,8 +6,8 @@ from flows.report.svg import Axes, Series, line_chart
 
 POINTS_SHOWN = 64  # in a curve: the page prints an image's whole URL
 SIZE = (520, 200)
-PLAIN = " '<>=/:;,.-()"  # what browsers take as it is in a URL that holds an SVG
-COLOURS = ("#2563eb", "#d97706")  # told apart by most eyes, on white
+PLAIN = " '<>=/:;,.-()"  # browsers accept these unescaped in a URL that holds an SVG
+COLOURS = ("#2563eb", "#d97706")  # most readers can tell them apart on white
 STYLE = (
     "svg{background:#fff;font:11px sans-serif}text{fill:#444}.grid{stroke:#ddd}.base{stroke:#999}"
     ".line{fill:none;stroke-width:1.5}"
@@ -18,7 +18,7 @@ STYLE = (
 
 
 def curves_url(title: str, steps: list[int], lines: dict[str, list[float | None]]) -> str:
-    """One line a label over `steps`, of few points."""
+    """The URL of a chart with one line for each label over `steps`, of few points."""
     chosen = _spread(range(len(steps)))
     series = [
         Series(label, [(steps[place], values[place]) for place in chosen], colour)
@@ -31,7 +31,7 @@ def curves_url(title: str, steps: list[int], lines: dict[str, list[float | None]
 
 
 def _spread(indices: range) -> list[int]:
-    """At most `POINTS_SHOWN` of them, evenly, first and last among them."""
+    """At most `POINTS_SHOWN` values, evenly spaced, with the first and the last."""
     if len(indices) <= POINTS_SHOWN:
         return list(indices)
     return sorted({round(k * (len(indices) - 1) / (POINTS_SHOWN - 1)) for k in range(POINTS_SHOWN)})

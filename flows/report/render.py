@@ -1,7 +1,7 @@
-"""tba report: what a run did, as one HTML file that needs nothing else and shows everything a person asks first.
+"""tba report: a run's results and course, as one self-contained HTML file.
 
 storage.report computes the numbers in DuckDB, flows.report.svg draws them, report.html.jinja is the page. Responses are
-text by a model and may say anything: the template escapes everything, and the page's own policy forbids scripts and
+untrusted text of a model: the template escapes everything, and the page's own policy forbids scripts and
 the network.
 """
 
@@ -118,7 +118,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
 
 
 def _examples(rows: list[dict]) -> list[dict]:
-    """Best, worst, most trained: the heading, what its order is, the trajectories."""
+    """Best, worst and most trained: heading, order and trajectories of each."""
     kinds = {
         "best": "Highest reward; of equal ones those that the reference policy would least have said.",
         "worst": "Lowest reward; of equal ones those that the policy was surest of when it sampled them.",
@@ -131,7 +131,7 @@ def _examples(rows: list[dict]) -> list[dict]:
 
 
 def _settings(config: dict) -> list[tuple[str, list[tuple[str, object]]]]:
-    """Groups of settings, those outside a group first."""
+    """Groups of settings, ungrouped settings first."""
     plain = [(name, value) for name, value in config.items() if not isinstance(value, dict)]
     return [("run", plain), *((name, list(group.items())) for name, group in config.items() if isinstance(group, dict))]
 
@@ -179,7 +179,7 @@ def _diversity(store: RunStore) -> dict:
 
 
 def _faults(store: RunStore, totals: dict) -> dict:
-    """What `tba verify` finds at a quick look, and what else went wrong without being a fault of the store."""
+    """The faults that a quick `tba verify` finds, the refused shards and the skipped steps."""
     try:
         found = verify(store, None)
         faults = found.faults

@@ -1,8 +1,8 @@
 """Charts as inline SVG: text that scales, no script, no network. Colours are classes that the page's style sheet sets,
 so that one chart serves a light and a dark page.
 
-Each function returns the markup of one <svg>. What is hovered over tells its numbers by <title>. Everything that was
-not written here, names included, is escaped.
+Each function returns the markup of one <svg>. Hovering over a mark shows its numbers by <title>. All given text,
+names included, is escaped.
 """
 
 import math
@@ -25,7 +25,7 @@ WIDE = (940, 320)
 
 @dataclass(frozen=True)
 class Series:
-    """One line. Points whose y is None are left out, and the line with them; `band` lies behind it."""
+    """One line. Points whose y is None are left out; `band` lies behind the line."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """Their names, the size of the whole, and how values of y are written."""
+    """The axes' names, the size of the chart and the format of y values."""
 
     x_name: str
     y_name: str
@@ -52,7 +52,7 @@ class Axes:
 
 
 def line_chart(series: Sequence[Series], axes: Axes) -> str:
-    """Lines over a shared axis, each named where it ends."""
+    """Lines over a shared axis, each with its name at its end."""
     series = [line for line in series if any(y is not None for _, y in line.points)]
     values = [y for line in series for _, y in line.points if y is not None]
     values += [edge for line in series for _, *edges in line.band for edge in edges]
@@ -72,7 +72,7 @@ def line_chart(series: Sequence[Series], axes: Axes) -> str:
 
 
 def bar_chart(bars: Sequence[tuple[str, float, str]], axes: Axes) -> str:
-    """A histogram. bars: label, height, what hovering tells."""
+    """A histogram. bars: label, height, hover text."""
     if not bars:
         return nothing(axes.size)
     frame = _Frame(axes, (0, len(bars)), (0, max(height for _, height, _ in bars)), right=8, x_ticks=False)
@@ -123,7 +123,7 @@ def stacked_chart(columns: Sequence[tuple[float, Sequence[float]]], names: Seque
 def heat_map(
     cells: Sequence[tuple[int, int, float, str]], columns: Sequence[str], rows: Sequence[str], axes: Axes
 ) -> str:
-    """A grid. cells: column, row (0 is the lowest), strength in 0..1, what hovering tells."""
+    """A grid. cells: column, row (0 is the lowest), strength in 0..1, hover text."""
     if not cells:
         return nothing(axes.size)
     left = max(len(row) for row in rows) * CHARACTER + 10
@@ -145,12 +145,12 @@ def heat_map(
 
 
 def nothing(size: tuple[int, int] = SIZE) -> str:
-    """In place of a chart without data."""
+    """A placeholder for a chart without data."""
     return _svg(size, [_text(size[0] / 2, size[1] / 2, "nothing yet", "middle", "axis")], "nothing yet")
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers in the range, about so many of them."""
+    """Round numbers in the range, about `about` of them."""
     if low == high:
         return [low]
     step = tick_step(low, high, about)
@@ -159,7 +159,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def tick_step(low: float, high: float, about: int) -> float:
-    """1, 2 or 5 times a power of ten, so that about so many of them fill the range."""
+    """1, 2 or 5 times a power of ten, so that about `about` of them fill the range."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     return min((unit * power for unit in (1, 2, 5, 10)), key=lambda width: abs(width - raw))
@@ -169,7 +169,7 @@ class _Frame:
     """The place of data in a picture, and the axes around it."""
 
     def __init__(self, axes: Axes, x_range: Point, y_range: Point, *, right: float, x_ticks=True, left=None) -> None:
-        """left: room for labels that the rows have, instead of ticks: a grid of cells."""
+        """left: room for row labels in place of ticks: a grid of cells."""
         self._axes, size = axes, axes.size
         (self._x_low, self._x_high), (low, high) = x_range, y_range
         if low == high:  # a flat line is drawn in the middle
@@ -245,7 +245,7 @@ class _Frame:
         )
 
     def strips(self, series: Sequence[Series], xs: list[float]) -> str:
-        """Over the whole height, one strip an x that tells every line's value there."""
+        """One strip of the whole height for each x, whose hover text has every line's value there."""
         known = [(line.name, dict(line.points)) for line in series]
         edges = [(a + b) / 2 for a, b in pairwise(xs)]
         edges = [self._x_low, *edges, self._x_high]

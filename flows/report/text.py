@@ -1,13 +1,13 @@
-"""Numbers, durations and values as people read them."""
+"""Formats numbers, durations and values for readers."""
 
 import json
 from datetime import datetime
 
-MAX_TEXT = 1500  # characters of a prompt or response that are shown
+MAX_TEXT = 1500  # characters shown of a prompt or response
 
 
 def number(value: float) -> str:
-    """As short as it can be read: 0.25, 1.2k, 3.4M."""
+    """A short form: 0.25, 12k, 3.4M."""
     if value == 0:
         return "0"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
