@@ -1,1 +1,1 @@
-"""What runs where and when, by Prefect. Joins tba (tensors, dataclasses) and storage (Arrow tables)."""
+"""The Prefect flows: where and when each process runs. Joins tba (tensors, dataclasses) and storage (Arrow tables)."""

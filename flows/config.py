@@ -132,7 +132,7 @@ class RunConfig(Settings):
         return self
 
     def on_devices(self, processes: int, zero_stage: int) -> "RunConfig":
-        """The same, trained on so many devices: what `recorded` leaves out."""
+        """The same configuration with these device settings, which `recorded` leaves out."""
         train = self.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
         return self.model_copy(update={"train": train})
 
@@ -147,7 +147,7 @@ def load_run(store) -> RunConfig:
 
 
 def read_recorded(run_json: bytes) -> dict:
-    """A run.json as `recorded` would write it now: settings that its version did not have get their defaults."""
+    """A run.json as `recorded` would write it now: settings that it lacks get their defaults."""
     return RunConfig(**_settings(run_json)).recorded()
 
 

@@ -1,11 +1,11 @@
-"""evaluate/policy: what a run's best or newest policy is worth, on request. Training goes on meanwhile, or is over.
+"""evaluate/policy: evaluates a run's best or newest policy on request, during training or after it.
 
     every task     accuracy (greedy mean reward), pass@k of `samples` samples, perplexity under the reference policy
     tldr           win rate against the reference summaries, by the gold reward model
-    redteam        attack success rate of `samples` attacks, and how much they differ
+    redteam        attack success rate of `samples` attacks, and the attacks' diversity
 
-The figures are kept in the run's store, under evaluations/. Training itself evaluates greedily: at first, at last, and
-in between as often as `evaluate_share` allows (flows/search.py).
+The run's store keeps the figures under evaluations/. Training itself evaluates greedily: the first policy, the final
+one, and others as often as `evaluate_share` allows (flows/search.py).
 """
 
 import json
@@ -46,7 +46,7 @@ def evaluate_policy(
 def measure_policy(
     store: RunStore, config: RunConfig, searcher: "Searcher", num_problems: int, samples: int, newest: bool = False
 ) -> dict:
-    """The figures of the best policy, of the newest where `newest` or none was evaluated; also written to the store.
+    """The figures of the best policy, or of the newest if `newest` is set or none was evaluated. Also stores them.
 
     Raises: ValueError: no policy has been published.
     """
@@ -85,7 +85,7 @@ def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples:
 
 
 def measure_samples(searcher: "Searcher", problems: list, samples: int, temperature: float) -> dict:
-    """pass@k for k = 1, 2, 4, … up to the samples; a response is right where its reward is 1 or more."""
+    """pass@k for k = 1, 2, 4, … up to the samples; a response is correct if its reward is 1 or more."""
     answers = searcher.answers(problems, samples, temperature)
     flat = [(problem, answer) for problem, of in zip(problems, answers, strict=True) for answer in of]
     rewards = searcher.rewards(*map(list, zip(*flat, strict=True)))
@@ -95,7 +95,7 @@ def measure_samples(searcher: "Searcher", problems: list, samples: int, temperat
 
 
 def measure_attacks(searcher: "Searcher", samples: int) -> dict:
-    """Of attacks sampled at temperature 1 from the prompt that is trained on."""
+    """The figures of attacks sampled at temperature 1 from the training prompt."""
     from tba import diversity
 
     (answers,) = searcher.answers(searcher.task.train[:1], samples, 1.0)

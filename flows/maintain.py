@@ -1,6 +1,6 @@
 """maintain/buffer: old trajectories expire, small shards are compacted, and the whole buffer is audited.
 
-On request, or on a schedule, while the run goes on or later: no reader is disturbed.
+Runs on request or on a schedule, during training or after it. It does not disturb readers.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -46,13 +46,13 @@ def expire(store: RunStore, max_age_hours: float | None, keep: int | None) -> No
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
 def compact(store: RunStore) -> None:
-    """Writes blocks of small shards as one file each, which counts in their place."""
+    """Writes each block of small shards as one file, which replaces them."""
     get_run_logger().info("%d blocks of shards compacted", upkeep.compact(store))
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
 def delete_superseded(store: RunStore, grace_hours: float) -> None:
-    """Deletes what an earlier run marked or compacted."""
+    """Deletes shards that an earlier run of this flow marked or compacted."""
     num_files = upkeep.delete_superseded(store, timedelta(hours=grace_hours))
     get_run_logger().info("%d expired or compacted files deleted", num_files)
 

@@ -24,7 +24,7 @@ from storage.store import RunStore
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher, ServedPolicy
 
-# A reward or an engine that spoils this many rounds running will spoil the next one too.
+# After this many invalid rounds in a row, the fault of the reward or engine is not transient.
 MAX_SPOILED_ROUNDS = 3
 
 
@@ -59,7 +59,7 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False, plac
 
 
 def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef):
-    """Makes a function the task of a round, whose shard Prefect shows as an asset that comes from the policy."""
+    """Makes a function the task of a round, whose shard Prefect shows as an asset derived from the policy."""
     shard = Asset(
         key=asset_key(store, shards.shard_path(name, number)),
         properties=AssetProperties(name=f"{store.run}/{name}, round {number}"),
@@ -95,8 +95,8 @@ def search_round(store: RunStore, searcher: "Searcher", number: int, served: "Se
 def evaluate(store: RunStore, searcher: "Searcher", name: str, num_problems: int, policy: policies.PolicyRef) -> float:
     """Greedy accuracy on held-out problems, once for a policy step that counts; the best policy stays in the store.
 
-    best.json comes before the ledger's entry: an evaluation on record has been compared, whoever is killed in between.
-    Returns the seconds that it took; 0.0 where the ledger has that step.
+    best.json is written before the ledger's entry: after a kill in between, every recorded evaluation has been
+    compared. Returns its duration in seconds; 0.0 if the ledger has that step.
     """
     if policy.step in ledger.evaluations(store):
         return 0.0
@@ -136,8 +136,8 @@ def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
 class EvaluationBudget:
     """Keeps a Searcher's evaluations within a share of its time since its engine was ready.
 
-    All its evaluations count, the first policy's and the final one's too; those two are never refused. A Searcher that
-    joins a run in the middle evaluates the first policy that it loads.
+    All its evaluations count. Those of the first and the final policy count too, but are never refused. A Searcher that
+    joins a run later evaluates the first policy that it loads.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -145,11 +145,11 @@ class EvaluationBudget:
         self._spent_s = self._last_s = 0.0
 
     def allows(self) -> bool:
-        """Whether the share would still hold after one more evaluation that takes as long as the last."""
+        """Whether the share would hold after one more evaluation of the last one's duration."""
         present_s = self._clock() - self._began
         return self._share > 0 and self._spent_s + self._last_s <= self._share * (present_s + self._last_s)
 
     def spend(self, seconds: float) -> None:
-        """What an evaluation took; 0 where there was none to do."""
+        """Counts an evaluation's duration in seconds; 0: none took place."""
         self._spent_s += seconds
         self._last_s = seconds or self._last_s

@@ -1,4 +1,4 @@
-"""tba/train: starts or resumes a run, watches its Trainer and Searchers, and ends it well."""
+"""tba/train: starts or resumes a run, watches its Trainer and Searchers, and ends it."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
             return Completed(name="Stopped", message="The Trainer was told to stop. The same command resumes the run.")
         if config.searchers:  # without one there is no engine to evaluate with
             await_evaluation_task(store, searchers)
-    finally:  # also where the flow run is cancelled: Prefect terminates this process
+    finally:  # also if the flow run is cancelled: Prefect terminates this process
         over.set()
         try:
             training.wait()
@@ -69,13 +69,13 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
 
 
 def look_after(searchers: Searchers, began: threading.Event) -> None:
-    """Keeps the Searchers up, once the run is ours. Training goes on while the Prefect server is away.
+    """Keeps the Searchers running once this flow owns the run. Training goes on without the Prefect server.
 
     Raises: prefect.exceptions.Pause: the flow run was suspended.
     """
     try:
         end_if_suspended()
-        if began.is_set():  # the run is ours: what our Searchers commit is not beside another flow's
+        if began.is_set():  # this flow owns the run: no other flow's Searchers commit beside ours
             searchers.keep_up()
         searchers.is_server_away = False
     except httpx.HTTPError as error:
@@ -85,7 +85,7 @@ def look_after(searchers: Searchers, began: threading.Event) -> None:
 
 
 def end_if_suspended() -> None:
-    """Whoever suspends the flow run on Prefect's page wants it to end here; Resume there starts it anew.
+    """Ends the flow if its run was suspended on Prefect's page; Resume there starts it again.
 
     Raises: prefect.exceptions.Pause: it was suspended.
     """
@@ -96,14 +96,14 @@ def end_if_suspended() -> None:
 
 
 def prepare(config: RunConfig) -> RunStore:
-    """Checks everything that can be checked before work is spent, then creates the run or recognises it."""
+    """Checks the inputs, then creates the run or opens the existing one."""
     from flows.run.preflight import check_inputs
 
     for warning in check_inputs(config):
         get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded(), read_recorded)
-    requests.take_back_stop(store)  # it was for an earlier life
+    requests.take_back_stop(store)  # the request was for an earlier attempt
     return store
 
 
@@ -111,7 +111,7 @@ prepare_task = task(task_run_name="prepare", cache_policy=NO_CACHE, persist_resu
 
 
 def may_succeed_later(_task, _run, state) -> bool:
-    """Whether to retry: not where the run is another's."""
+    """Whether to retry: not if another Trainer owns the run."""
     return not isinstance(state.result(raise_on_failure=False), AlreadyTraining)
 
 
@@ -126,8 +126,8 @@ def may_succeed_later(_task, _run, state) -> bool:
 def train_policy(config: RunConfig, began: threading.Event, over: threading.Event) -> None:
     """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
 
-    `began` is set once the run is this Trainer's. Raises: AlreadyTraining: it is another's. RuntimeError: the Trainer
-    failed; the message has the reason.
+    `began` is set once this Trainer owns the run. Raises: AlreadyTraining: another Trainer owns it. RuntimeError: the
+    Trainer failed; the message has the reason.
     """
     store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
     run_store = RunStore(store, run)
@@ -151,7 +151,7 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
 
 
 def end(process: subprocess.Popen) -> int:
-    """Asks the Trainer to finish its step, save and publish; kills it where that takes too long. Returns its status."""
+    """Asks the Trainer to finish its step, save and publish; kills it if that takes too long. Returns its status."""
     process.terminate()
     try:
         return process.wait(TRAINER_PATIENCE_S)
@@ -170,7 +170,7 @@ def await_evaluation(store: RunStore, searchers: Searchers) -> None:
     while final not in ledger.evaluations(store):
         if time.monotonic() > deadline:
             raise TimeoutError(f"policy step {final} was not evaluated within {EVALUATION_TIMEOUT_S} s")
-        with contextlib.suppress(httpx.HTTPError):  # evaluation goes on while the Prefect server is away
+        with contextlib.suppress(httpx.HTTPError):  # evaluation goes on without the Prefect server
             searchers.keep_up()
         time.sleep(POLL_S)
 

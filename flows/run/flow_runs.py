@@ -34,7 +34,7 @@ def live_run(client, config: RunConfig):
 
 def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
     """Whether a flow run on another machine has died, by its record and the run's store."""
-    if flow_run.state.is_cancelling():  # it ends; its Trainer is checked elsewhere
+    if flow_run.state.is_cancelling():  # it ends; live_run does not check its Trainer
         return True
     if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
         return False
