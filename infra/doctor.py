@@ -19,7 +19,7 @@ DEFAULT_PORT = 4200
 SERVER_TIMEOUT_S = 10.0
 REINSTALL = "rm -f .venv/installed && make .venv/installed"
 GB = 1e9
-# A checkpoint of the embedded model is 1.6 GB (3 x its float32 weights). Less than one, and the first one fails.
+# A checkpoint of the embedded model is 1.6 GB (3 x its float32 weights). With less free space, the first one fails.
 LEAST_FREE_BYTES = 2 * GB
 # Two checkpoints, a third while it is written, and four policies of 0.27 GB.
 ENOUGH_FREE_BYTES = 6 * GB
@@ -56,7 +56,7 @@ def check_python() -> Finding:
 
 
 def check_packages() -> Finding:
-    """Checks that pyproject.toml's packages are installed, in versions that it allows."""
+    """Checks that pyproject.toml's packages are installed in allowed versions."""
     from packaging.requirements import Requirement
 
     try:
@@ -81,7 +81,7 @@ def check_packages() -> Finding:
 
 
 def check_engine() -> Finding:
-    """Whether Searchers have vLLM, by which they sample."""
+    """Whether vLLM, the Searchers' engine, is installed."""
     if importlib.util.find_spec("vllm") is None:
         return Finding(
             "engine",
@@ -109,7 +109,7 @@ def check_model() -> Finding:
 
 
 def check_store(url: str) -> Finding:
-    """Whether runs can be written to it, safely."""
+    """Whether runs can be written to the store safely."""
     from storage.errors import StoreError
     from storage.store import RunStore
 
@@ -156,7 +156,7 @@ _DISK_REMEDY = {
 
 
 def check_stack(project: Path) -> Finding:
-    """Whether what `tba up` or `tba train` started here still runs."""
+    """Whether the processes that `tba up` or `tba train` started here still run."""
     from infra import stack
 
     try:
@@ -167,7 +167,7 @@ def check_stack(project: Path) -> Finding:
 
 
 def check_server(project: Path) -> Finding:
-    """Whether the Prefect server that would be used answers, and has a compatible version."""
+    """Whether the Prefect server that a run would use answers and has a compatible version."""
     from packaging.version import Version
 
     try:

@@ -26,7 +26,7 @@ import uuid
 from pathlib import Path
 
 PACKAGES = ["radosgw", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph-common"]
-DAEMONS = ["radosgw", "ceph-osd", "ceph-mgr", "ceph-mon"]  # each writes to those behind it
+DAEMONS = ["radosgw", "ceph-osd", "ceph-mgr", "ceph-mon"]  # each writes to the ones after it
 PROGRAMS = ["radosgw", "radosgw-admin", "monmaptool", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph"]
 START_TIMEOUT_S = 90  # 15 s on an idle machine of two cores
 REGION = "us-east-1"
@@ -76,22 +76,22 @@ rgw gc processor max time = 60
 
 
 class LocalS3Error(RuntimeError):
-    """It cannot be installed or did not start; the message says what to do."""
+    """The local S3 cannot be installed or did not start; the message has the remedy."""
 
 
 class LocalS3:
-    """Where it runs, and its daemons as this process knows them: by pid and what the kernel says of the pid."""
+    """A local S3 in a folder. Recognises its daemons by pid and the kernel's record of the pid."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
         self.configuration = self.folder / "ceph.conf"
 
-    # --- for whoever uses it ------------------------------------------------------------------------------------------
+    # --- public interface ---------------------------------------------------------------------------------------------
 
     def start(self) -> dict[str, str]:
-        """Start all of it; returns the environment variables that reach it. What was stored before is served again.
+        """Start all daemons; returns the environment variables for clients. Earlier objects are served again.
 
-        Raises: LocalS3Error: it runs already, and goes on. Or it did not start, and nothing of it runs.
+        Raises: LocalS3Error: it runs already, and goes on; or it did not start, and no daemon runs.
         """
         install()
         if running := [program for program in DAEMONS if self._running(program)]:
@@ -128,7 +128,7 @@ class LocalS3:
         }
 
     def stop(self) -> None:
-        """Stop all of it: whoever writes first, then what is written to."""
+        """Stop all daemons, each before the ones that it writes to."""
         for program in DAEMONS:
             self._stop_daemon(program, signal.SIGTERM)
 
@@ -142,7 +142,7 @@ class LocalS3:
             time.sleep(0.1)
 
     def kill_gateway(self) -> None:
-        """As a crash would: in the middle of whatever it is answering. The data is behind it, in the OSD."""
+        """Kill the gateway, even during a request, as a crash would. The OSD keeps the data."""
         self._stop_daemon("radosgw", signal.SIGKILL)
 
     @property
@@ -156,7 +156,7 @@ class LocalS3:
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o700)
         ports = dict(zip(("port", "mon_v1", "mon_v2"), free_ports(3), strict=True))
-        block_bytes = max(10 << 30, shutil.disk_usage(self.folder).free // 2)  # a sparse file: it takes what is used
+        block_bytes = max(10 << 30, shutil.disk_usage(self.folder).free // 2)  # a sparse file: it takes the used space
         settings = {"fsid": str(uuid.uuid4()), "osd": str(uuid.uuid4()), **ports}
         (self.folder / "settings.json").write_text(json.dumps(settings))
         self.configuration.write_text(CONFIGURATION.format(folder=self.folder, block_bytes=block_bytes, **settings))
@@ -192,14 +192,14 @@ class LocalS3:
             aws_secret_access_key=secret_key,
             region_name=REGION,
         )
-        client.create_bucket(Bucket=BUCKET)  # once more is no error
+        client.create_bucket(Bucket=BUCKET)  # repeating it is no error
         client.put_object(Bucket=BUCKET, Key=".first", Body=b"")  # the gateway makes its pools for it: seconds
         client.delete_object(Bucket=BUCKET, Key=".first")
 
     # --- daemons ------------------------------------------------------------------------------------------------------
 
     def _start_daemon(self, program: str, *arguments: str) -> subprocess.Popen:
-        """Its own session: a Ctrl-C in the terminal that started it is not for it. The pid goes to a file of ours."""
+        """Start a daemon in its own session, out of reach of Ctrl-C in the terminal. Writes its pid to a file."""
         with open(self.folder / "log" / f"{program}.out", "ab") as output:
             process = subprocess.Popen(
                 [program, "--foreground", "--conf", str(self.configuration), *arguments],
@@ -223,7 +223,7 @@ class LocalS3:
             time.sleep(0.05)
 
     def _running(self, program: str) -> int | None:
-        """Its pid, if that process still is what we started: the same program on our configuration."""
+        """The daemon's pid, if that process still is the one started: the same program with our configuration."""
         try:
             pid = int(self._pid_file(program).read_text())
             with contextlib.suppress(ChildProcessError):
@@ -259,7 +259,7 @@ def run(program: str, *arguments: str) -> str:
 
 
 def install() -> None:
-    """Install what is missing. LocalS3Error where that cannot be done."""
+    """Install missing packages. Raises LocalS3Error if that is impossible."""
     if all(shutil.which(program) for program in PROGRAMS):
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):

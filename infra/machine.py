@@ -1,4 +1,4 @@
-"""What a process of a run asks of the machine it is on."""
+"""This machine's folders, threads, GPUs and code version, for the processes of a run."""
 
 import logging
 import math
@@ -18,25 +18,25 @@ def default_store() -> str:
 
 
 def local_folder() -> Path:
-    """What is of this machine and of no run: Prefect's database, logs, converted models. Git ignores it."""
+    """The folder of this machine's data outside runs: Prefect's database, logs, converted models. Git ignores it."""
     return Path.cwd() / ".tba" / ".local"
 
 
 def policy_cache(run: str) -> Path:
-    """Where this machine's processes share their copies of a run's newest policies."""
+    """The folder in which this machine's processes share copies of a run's newest policies."""
     return local_folder() / "policies" / run
 
 
 def cpu_threads(num_processes: int) -> int:
-    """Threads for each of so many processes that work at the same time, on this machine's cores."""
+    """Threads for each of this many concurrent processes on this machine's cores."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 def take_gpu(index: int, num_processes: int) -> float:
-    """Makes one of this machine's GPUs this process' own, or shares it where so many processes have fewer GPUs.
+    """Assigns one of this machine's GPUs to this process; processes share GPUs if there are fewer GPUs than processes.
 
-    Which one says `index`. By CUDA_VISIBLE_DEVICES, so to be called before this process uses CUDA. Returns the share of
-    its memory that is this process'; without a GPU 1.
+    `index` chooses the GPU. Sets CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA. Returns this process's
+    share of the GPU's memory; 1 without a GPU.
     """
     import torch
 
@@ -61,7 +61,7 @@ def code_version() -> str:
 
 
 def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
-    """One that tells whose it is, should this process be killed before it removes it."""
+    """A temporary folder whose name has its owner, for removal after a kill of this process."""
     return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
 
 

@@ -11,7 +11,7 @@ DEPLOYMENT = "tba/train"
 
 
 class StackError(RuntimeError):
-    """The stack could not be started, or something of it died. The message ends with the tail of a log."""
+    """The stack did not start, or one of its processes died. The message ends with the tail of a log."""
 
 
 def is_loopback(url: str) -> bool:
@@ -29,17 +29,17 @@ def api(url: str, settings: dict | None = None) -> Iterator:
 
 
 def configured_url() -> str | None:
-    """What Prefect itself would use in this folder: environment, else prefect.toml, else the active profile."""
+    """The URL that Prefect itself would use in this folder: environment, else prefect.toml, else the active profile."""
     from prefect.settings import get_current_settings
 
     return os.environ.get("PREFECT_API_URL") or get_current_settings().api.url
 
 
 def find(ours: str | None, say: Callable[[str], None]) -> str | None:
-    """The URL of a server to use: the one PREFECT_API_URL asks for, else ours or the configured one. None: start one.
+    """The URL of a server to use: PREFECT_API_URL's, else ours or the configured one. None: start one.
 
-    ours: the URL that this project's stack uses already. Raises StackError where none may be started instead:
-    PREFECT_API_URL names another machine's, or another than the running stack's."""
+    ours: the URL that this project's stack uses already. Raises StackError if no server may be started instead:
+    PREFECT_API_URL names another machine's server, or another server than the running stack's."""
     asked = "PREFECT_API_URL" in os.environ
     candidates = (configured_url(), ours) if asked else (ours, configured_url())
     for url in dict.fromkeys(filter(None, candidates)):
@@ -65,7 +65,7 @@ def find(ours: str | None, say: Callable[[str], None]) -> str | None:
 
 
 def version(url: str, timeout_s: float = 10) -> str | None:
-    """The Prefect version that answers at this URL; None if there is none."""
+    """The version of the Prefect server at this URL; None if none answers."""
     import httpx
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
@@ -89,7 +89,7 @@ def free_port(preferred: int) -> int:
 
 
 def create_work_pool(url: str) -> str:
-    """Make sure of the work pool; returns its type."""
+    """Create the work pool if it is missing; returns its type."""
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
     from prefect.workers.process import ProcessWorker
@@ -104,7 +104,7 @@ def create_work_pool(url: str) -> str:
 
 
 def unfinished(client, flows: list[str]) -> list:
-    """Flow runs of these flows that have not come to an end, as prefect.client.schemas.FlowRun."""
+    """Flow runs of these flows that have not ended, as prefect.client.schemas.FlowRun."""
     from prefect.client.schemas.filters import (
         FlowFilter,
         FlowFilterName,

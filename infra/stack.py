@@ -1,13 +1,13 @@
 """The local stack: a Prefect server, the work pool `tba`, the deployments of prefect.yaml and a worker.
 
-    up()      reuses the server that answers, else starts one on loopback; deploys; starts a worker if ours is not there
-    leave()   the end of `tba train`: stops the stack unless `tba up` or another `tba train` still wants it
-    down()    stops exactly what this project started
+    up()      reuses the server that answers, else starts one on loopback; deploys; starts our worker if it is missing
+    leave()   the end of `tba train`: stops the stack unless `tba up` or another `tba train` still uses it
+    down()    stops exactly the processes that this project started
 
-Two lives. `tba up` starts daemons in sessions of their own. `tba train` without a running stack starts children in its
+`tba up` starts daemons in sessions of their own. `tba train` without a running stack starts children in its
 own process group, so that a SIGKILL to the group takes all of it, flow processes included (Prefect's process worker
-opens no sessions). What was started is written to `.tba/.local/stack.json` with each process's start time, so that a
-recycled pid is never signalled; what a killed stack left there is recognised by the same means.
+opens no sessions). `.tba/.local/stack.json` records each started process with its start time, so that
+a recycled pid is never signalled. The start time also identifies the remains of a killed stack.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of all 
 
 @dataclass
 class State:
-    """What stack.json holds."""
+    """The content of stack.json."""
 
     url: str | None = None
     """API of the server that the processes talk to."""
     own_server: bool = False
-    """The server there is ours."""
+    """This project started the server."""
     keep: bool = False
-    """`tba up` asked for it, so only `tba down` stops it."""
+    """`tba up` started the stack, so only `tba down` stops it."""
     users: list[Process] = field(default_factory=list)
     """`tba train` processes that rely on it."""
     processes: dict[str, Process] = field(default_factory=dict)
-    """What we started: `server` (unless one was there) and `worker`."""
+    """The started processes: `server` (unless one was running) and `worker`."""
 
 
 def local_folder(project: Path) -> Path:
-    """Where logs, state and Prefect's database of this project are."""
+    """The folder of this project's logs, state and Prefect database."""
     return project / ".tba" / ".local"
 
 
@@ -82,7 +82,7 @@ def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
 
 
 def _stop_started(project: Path, state: State, before: dict[str, Process]) -> None:
-    """What was not there before."""
+    """Stop the processes that are not in `before`."""
     started = {name for name, process in state.processes.items() if process != before.get(name)}
     if "server" in started:
         _stop(project, state.processes)
@@ -92,7 +92,7 @@ def _stop_started(project: Path, state: State, before: dict[str, Process]) -> No
 
 
 def leave(project: Path, say: Callable[[str], None] = print) -> None:
-    """The end of an up(keep=False): stop the stack, unless someone else still wants it."""
+    """The end of an up(keep=False): stop the stack, unless it is still in use."""
     with _locked_state(project) as state:
         state.users = [user for user in state.users if user.pid != os.getpid()]
         if state.processes and not state.keep and not state.users:
@@ -101,7 +101,7 @@ def leave(project: Path, say: Callable[[str], None] = print) -> None:
 
 
 def down(project: Path) -> list[str]:
-    """Stop what this project started, whoever uses it. Returns the names of what was running."""
+    """Stop this project's stack, even if it is in use. Returns the names of the processes that ran."""
     with _locked_state(project) as state:
         names = sorted(state.processes)
         _stop(project, state.processes)
@@ -110,7 +110,7 @@ def down(project: Path) -> list[str]:
 
 
 def check(project: Path) -> None:
-    """Raise StackError if something that we started has died."""
+    """Raise StackError if a process of the stack has died."""
     state = _read_state(project)
     for name, process in state.processes.items():
         if process.find() is None:
@@ -118,7 +118,7 @@ def check(project: Path) -> None:
 
 
 def running_url(project: Path) -> str | None:
-    """The API of the server that this project's stack talks to; None where nothing of it runs."""
+    """The API of the server that this project's stack talks to; None if no process of it runs."""
     state = _read_state(project)
     return state.url if any(process.find() for process in state.processes.values()) else None
 
@@ -180,7 +180,7 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
 
 
 def _deploy(project: Path, state: State) -> str | None:
-    """What went wrong, if anything did."""
+    """Deploy prefect.yaml. Returns the failure, or None."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     environment = _environment(project, state)
     environment |= {"PREFECT_API_REQUEST_TIMEOUT": str(ANSWER_TIMEOUT_S), "PREFECT_CLIENT_MAX_RETRIES": "2"}
@@ -193,7 +193,7 @@ def _deploy(project: Path, state: State) -> str | None:
 
 
 def _start(project: Path, state: State, name: str, command: list[str], keep: bool) -> Process:
-    """Start `prefect <command>`, logging to <name>.log, and record it before anything else can go wrong."""
+    """Start `prefect <command>`, logging to <name>.log, and record it at once."""
     with open(local_folder(project) / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", *command],
@@ -228,7 +228,7 @@ def _environment(project: Path, state: State) -> dict[str, str]:
 
 
 def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
-    """Stop our server, which does not answer, and what it ran. StackError where another `tba train` relies on it."""
+    """Stop our hung server and its processes. Raises StackError if another `tba train` relies on it."""
     if state.users:
         raise StackError(
             f"Our Prefect server does not answer, and `tba train` (pid {state.users[0].pid}) waits for it. `tba down` "
@@ -242,7 +242,7 @@ def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
 
 
 def _stop(project: Path, processes: dict[str, Process]) -> None:
-    """Worker and flows, then the server, so that flows can report how they ended."""
+    """Stop worker and flows, then the server, so that flows can report their end."""
     entry = processes.pop("server", None)
     _stop_workers(project, entry)
     processes.clear()
@@ -251,14 +251,14 @@ def _stop(project: Path, processes: dict[str, Process]) -> None:
 
 
 def _stop_workers(project: Path, spared: Process | None) -> None:
-    """All that the stack runs but the server: also flow processes, and theirs, that have lost their parents."""
+    """Stop all processes of the stack but `spared`, the server: also orphaned flow processes and their children."""
     processes = find_processes(STACK_VARIABLE, str(project))
     stop_processes([process for process in processes if spared is None or process.pid != spared.pid])
 
 
 @contextlib.contextmanager
 def _locked_state(project: Path) -> Iterator[State]:
-    """The state without what is dead, written back on leaving (removed when nothing is left). One process at a time."""
+    """The state without dead processes, written back on leaving (removed when none is left). One process at a time."""
     folder = local_folder(project)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "stack.lock", "w") as lock:
