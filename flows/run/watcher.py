@@ -99,7 +99,7 @@ class ServerView:
                 self._closing.wait(SERVER_POLL_S)
 
     def _ask(self, url: str, config: "RunConfig") -> str:
-        """Nothing before the server has answered once."""
+        """Asks the server; shows nothing until it has answered once."""
         from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
         from flows.run import flow_runs

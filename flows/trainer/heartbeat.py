@@ -40,7 +40,7 @@ class Heartbeat:
         self._beat = self._beat | {"state": state, "step": step} | facts
 
     def end(self, state: str, message: str = "") -> None:
-        """The last beat."""
+        """Ends the thread and writes the last beat."""
         self._closing.set()
         self._thread.join()
         self._beat = self._beat | {"state": state, "message": message}
