@@ -1,4 +1,4 @@
-"""A run in a store as a short training would have left it: what commands that only read are tried on."""
+"""A run in a store, as after a short training, for tests of commands that only read."""
 
 import json
 

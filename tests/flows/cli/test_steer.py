@@ -1,15 +1,15 @@
-"""What somebody asks of a run while it trains: stop, more and fewer Searchers.
+"""Requests to a running run: stop, change the number of Searchers.
 
 Claims
-- the flow keeps as many Searchers as were asked for last, across its own lives; a new one has a name of its own
+- the flow keeps the last requested number of Searchers, across its restarts; a new one has a name of its own
 - a Searcher that gave up on a silent Trainer is started again, as often as that takes; at the final policy none is
-- so is one that fell and had committed a round; one that falls again and again at the same round ends the run
-- who is to leave is told so in the store and nobody takes its name; the first, which evaluates, stays
-- a Searcher that is to leave finishes its round and begins no other
-- the Trainer's process hears within a heartbeat that it is to stop, once
-- a store that is away changes nothing, nor does a Prefect server that is away during the final evaluation
-- `tba searchers` refuses what is no change, what would leave nobody to evaluate, and a finished run
-- `tba stop` waits until the Trainer says that it has stopped, and says so; refuses where nobody trains
+- so is one that failed after a committed round; repeated failure at the same round ends the run
+- the store tells a surplus Searcher to leave, and its name is not used again; the first, which evaluates, stays
+- a Searcher told to leave finishes its round and begins no other
+- the Trainer's process reads a stop request within a heartbeat, once
+- an unreachable store changes nothing, nor does an unreachable Prefect server during the final evaluation
+- `tba searchers` refuses an unchanged number, a number that leaves no Searcher to evaluate, and a finished run
+- `tba stop` waits until the Trainer reports its stop, and prints it; it refuses a run without a live Trainer
 
 Run: pytest tests/flows/cli/test_steer.py
 """

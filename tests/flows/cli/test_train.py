@@ -4,11 +4,11 @@ Claims
 - bad input ends with status 2 and one line a mistake (field, value got, rule), before anything is started or written
 - options and --set come together in one RunConfig; a run is called after its task; local paths become absolute
 - a finished run prints its summary and starts nothing
-- what the input check refuses, and a Trainer of which Prefect does not know, end the command before it submits
+- a refused input, or a Trainer unknown to Prefect, ends the command before it submits
 - `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
 - a second Ctrl-C waits until the run is stopped
-- what runs elsewhere is stopped by the worker there
-- a flow whose machine died is followed no more, also where the server's record says that it runs
+- the worker of another machine stops the flow runs there
+- a flow whose machine died is no longer followed, even if the server's record says that it runs
 - without a terminal, progress is plain lines, each with every field the heartbeat has
 
 Run: pytest tests/flows/cli/test_train.py

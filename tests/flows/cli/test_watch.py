@@ -3,7 +3,7 @@
 Claims
 - at 80, 100 and 60 columns it shows the run's newest numbers, once, no line wider than the terminal
 - it redraws in place: nothing scrolls away while it runs, and after a change of size nothing of the old size is left
-- a Trainer that falls silent, a store that is away and comes back, are said and survived; no library says anything
+- it reports and survives a silent Trainer and a store that is unreachable for a time; no library prints anything
 - when the run is finished it prints the summary and ends
 
 Run: pytest tests/flows/cli/test_watch.py -m slow
