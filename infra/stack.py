@@ -32,6 +32,7 @@ from infra.processes import find_processes, stop_processes
 from storage.process_identity import Process
 
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
+DEPLOY_TRIES = 3
 ANSWER_TIMEOUT_S = 30  # of a call that deploys, made three times where nothing comes; an idle server takes milliseconds
 WORKER_QUERY_S = 2  # Prefect polls every 10 s; a run of minutes should not begin with that
 STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of all that its stack runs
@@ -180,16 +181,23 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
 
 
 def _deploy(project: Path, state: State) -> str | None:
-    """Deploy prefect.yaml. Returns the failure, or None."""
+    """Deploy prefect.yaml. Returns the failure, or None.
+
+    Prefect answers 503 while another of its own writes locks its SQLite file, for longer than its client tries again on
+    a busy machine. A deployment changes nothing when it is repeated.
+    """
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     environment = _environment(project, state)
     environment |= {"PREFECT_API_REQUEST_TIMEOUT": str(ANSWER_TIMEOUT_S), "PREFECT_CLIENT_MAX_RETRIES": "2"}
-    done = subprocess.run(
-        command, cwd=project, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    if done.returncode:
-        return f"`prefect deploy --all` failed.\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return None
+    for _ in range(DEPLOY_TRIES):
+        done = subprocess.run(
+            command, cwd=project, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        if not done.returncode:
+            return None
+        if "503 Service Unavailable" not in done.stdout + done.stderr:
+            break
+    return f"`prefect deploy --all` failed.\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
 
 def _start(project: Path, state: State, name: str, command: list[str], keep: bool) -> Process:
