@@ -77,6 +77,7 @@ def plain_greedy(base: Path, other: Path, tokens: list[list[int]]) -> dict[Path,
     return answers
 
 
+@pytest.mark.slow
 def test_transformers_swaps_policies_in_place(base, other, tokens):
     engine, expected = TransformersEngine(base, **LIMITS), plain_greedy(base, other, tokens)
     for folder in (base, other, base):
@@ -112,6 +113,7 @@ def check_samples(engine, base, tokens) -> None:
     assert len({tuple(response.tokens) for response in responses[0]}) > 1
 
 
+@pytest.mark.slow
 def test_transformers_answers_as_the_policy_does_whatever_its_folder_asks_of_chats(base, tokens, tmp_path):
     """Instruct models come with a repetition penalty and the like, which vLLM with its own parameters does not add."""
     for file in base.iterdir():
@@ -122,6 +124,7 @@ def test_transformers_answers_as_the_policy_does_whatever_its_folder_asks_of_cha
     assert greedy_tokens(asked, tokens) == greedy_tokens(plain, tokens)
 
 
+@pytest.mark.slow
 def test_transformers_samples_with_their_logprobs(base, tokens):
     check_samples(TransformersEngine(base, **LIMITS), base, tokens)
 

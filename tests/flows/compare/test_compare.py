@@ -25,6 +25,7 @@ from tests.storage.buffer_runs import commit
 from tests.storage.helpers import NOON, OWNER, start_python
 
 
+@pytest.mark.slow
 def test_an_arm_is_run_once(tmp_path):
     arm = Arm("tb", 2, {"steps": 3, "learning_rate": 1e-3})
     with Bench(tmp_path.as_uri(), tmp_path / "first.safetensors", print) as bench:

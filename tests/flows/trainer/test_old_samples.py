@@ -200,6 +200,7 @@ def trained(first_policy: Path, folder: Path, lag: int, residual_weight: str) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [32, pytest.param(64, marks=pytest.mark.apart)])
 def test_old_samples_teach_with_the_taper_and_unteach_without(first_policy, tmp_path, lag):
     tapered = trained(first_policy, tmp_path / "tapered", lag, "tapered")
