@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 QUIET_S = 15.0  # several heartbeats: a longer silence is shown
 SERVER_POLL_S = 5.0
+ANSWER_TIMEOUT_S = 2.0  # of the Prefect server; the end of `tba watch` waits for a request in progress
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,13 @@ class ServerView:
     def __init__(self, store: RunStore) -> None:
         self.words = ""
         self._closing = threading.Event()
-        threading.Thread(target=self._ask_on, args=(store,), daemon=True).start()
+        self._thread = threading.Thread(target=self._ask_on, args=(store,), daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
+        """Ends the thread. If it outlives the interpreter, DuckDB prints a page about leaked objects."""
         self._closing.set()
+        self._thread.join(2 * ANSWER_TIMEOUT_S)
 
     def _ask_on(self, store: RunStore) -> None:
         os.environ.setdefault("DO_NOT_TRACK", "1")  # or Prefect prints what it collects, into the live table
@@ -106,7 +110,7 @@ class ServerView:
         from infra import prefect_server
 
         try:
-            with prefect_server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
+            with prefect_server.api(url, {PREFECT_API_REQUEST_TIMEOUT: ANSWER_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
                 return _words(flow_runs.unfinished(client, config))
         except Exception:  # no server answers
             return "Prefect: no answer from the server" if self.words else ""
