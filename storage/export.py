@@ -31,6 +31,7 @@ def export(store: RunStore, path: Path) -> bool:
                 _copy(connection, store)
             else:
                 _view_files(connection, folder.absolute())
+            connection.execute(sql("create_counts"))
             for name in VIEWS:
                 connection.execute(sql(f"view_{name}"))
         os.replace(partial, path)

@@ -85,6 +85,7 @@ def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
     for name, (folder, columns) in STORED.items():
         connection.register(f"stored_{name}", dataset(store, folder, columns))
     connection.register("stored_attempts", attempts_table(store))
+    connection.execute(sql("create_counts"))
     for name in VIEWS:
         connection.execute(sql(f"view_{name}"))
     connection.execute(_SETTINGS)

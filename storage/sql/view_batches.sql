@@ -1,12 +1,8 @@
 -- The drawn slots of every batch that counts.
--- What counts: no later attempt resumed from before the step (storage/ledger.py).
 CREATE VIEW batches AS
 SELECT *
 FROM stored_batches
-WHERE NOT EXISTS (
-    SELECT 1 FROM stored_attempts AS later
-    WHERE later.attempt > stored_batches.attempt AND later.resumed_from < stored_batches.step
-);
+WHERE counts(stored_batches.attempt, stored_batches.step);
 
 COMMENT ON VIEW batches IS 'One row a drawn slot of every batch; without steps that a resumed Trainer undid.';
 COMMENT ON COLUMN batches.attempt IS 'Which life of the Trainer drew it.';

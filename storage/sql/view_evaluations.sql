@@ -1,11 +1,8 @@
--- The evaluations that count. What counts: no later attempt resumed from before the policy's step (storage/ledger.py).
+-- The evaluations that count.
 CREATE VIEW evaluations AS
 SELECT *
 FROM stored_evaluations
-WHERE NOT EXISTS (
-    SELECT 1 FROM stored_attempts AS later
-    WHERE later.attempt > stored_evaluations.attempt AND later.resumed_from < stored_evaluations.policy_step
-);
+WHERE counts(stored_evaluations.attempt, stored_evaluations.policy_step);
 
 COMMENT ON VIEW evaluations IS 'One row an evaluated policy; without policies that a resumed Trainer undid.';
 COMMENT ON COLUMN evaluations.attempt IS 'Which life of the Trainer published it; NULL in runs of an older version.';

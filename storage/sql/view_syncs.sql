@@ -1,11 +1,8 @@
--- The syncs that count. What counts: no later attempt resumed from before the step (storage/ledger.py).
+-- The syncs that count.
 CREATE VIEW syncs AS
 SELECT *
 FROM stored_syncs
-WHERE NOT EXISTS (
-    SELECT 1 FROM stored_attempts AS later
-    WHERE later.attempt > stored_syncs.attempt AND later.resumed_from < stored_syncs.step
-);
+WHERE counts(stored_syncs.attempt, stored_syncs.step);
 
 COMMENT ON VIEW syncs IS 'One row a searcher in a sync: the rounds that the buffer took in; more rows where a round is missing between them.';
 COMMENT ON COLUMN syncs.attempt IS 'Which life of the Trainer took them in.';

@@ -1,11 +1,8 @@
--- The training steps that count. What counts: no later attempt resumed from before the step (storage/ledger.py).
+-- The training steps that count.
 CREATE VIEW training_steps AS
 SELECT *
 FROM stored_training_steps
-WHERE NOT EXISTS (
-    SELECT 1 FROM stored_attempts AS later
-    WHERE later.attempt > stored_training_steps.attempt AND later.resumed_from < stored_training_steps.step
-);
+WHERE counts(stored_training_steps.attempt, stored_training_steps.step);
 
 COMMENT ON VIEW training_steps IS 'One row a training step; without steps that a resumed Trainer undid.';
 COMMENT ON COLUMN training_steps.attempt IS 'Which life of the Trainer took it.';
