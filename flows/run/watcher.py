@@ -110,7 +110,9 @@ class ServerView:
         from infra import prefect_server
 
         try:
-            with prefect_server.api(url, {PREFECT_API_REQUEST_TIMEOUT: ANSWER_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
+            with prefect_server.api(
+                url, {PREFECT_API_REQUEST_TIMEOUT: ANSWER_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 0}
+            ) as client:
                 return _words(flow_runs.unfinished(client, config))
         except Exception:  # no server answers
             return "Prefect: no answer from the server" if self.words else ""
