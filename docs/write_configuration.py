@@ -28,7 +28,7 @@ lists the differences.
 | Environment variable | Meaning |
 |---|---|
 | `TBA_STORE` | root URL of the store, if no store is named |
-| `PREFECT_API_URL` | URL of the Prefect server |
+| `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of a Prefect server of one's own |
 | `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
 """
 OF_THIS_PLACE = {"store": "`.tba/` here"}  # defaults that depend on the working folder

@@ -178,7 +178,10 @@ def check_server(project: Path) -> Finding:
         return Finding("server", FAULT, f"Prefect cannot be imported: {error}", REINSTALL)
     url = os.environ.get("PREFECT_API_URL") or stack.running_url(project) or prefect_server.configured_url()
     url = url or f"http://127.0.0.1:{DEFAULT_PORT}/api"
-    found = prefect_server.version(url, SERVER_TIMEOUT_S)
+    try:
+        found = prefect_server.version(url, SERVER_TIMEOUT_S, stack.credentials(project, url))
+    except prefect_server.AccessRefused as error:
+        return Finding("server", FAULT, str(error), "set PREFECT_API_AUTH_STRING to it, or unset PREFECT_API_URL")
     if found is not None:
         if not prefect_server.is_compatible(found):
             return Finding(
@@ -190,6 +193,13 @@ def check_server(project: Path) -> Finding:
         what = f"Prefect {found} at {url}; this client is {client_version}"
         if Version(found) < Version(client_version):
             return Finding("server", WARNING, f"{what}, which may ask for more than it knows", "upgrade the server")
+        if prefect_server.is_open(url):
+            return Finding(
+                "server",
+                WARNING,
+                f"{what}; it asks for no authentication string, so whoever reaches it can run code",
+                "tba down, if it is this project's; else set PREFECT_SERVER_API_AUTH_STRING there (docs/security.md)",
+            )
         return Finding("server", OK, what)
     if not prefect_server.is_loopback(url):
         return Finding(

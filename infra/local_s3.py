@@ -267,7 +267,8 @@ def install() -> None:
             f"Ceph is not installed; as root: apt-get install --no-install-recommends {' '.join(PACKAGES)}"
         )
     quiet = {"stdout": subprocess.DEVNULL, "env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}}
-    subprocess.run(["apt-get", "update", "-qq"], **quiet)  # an index that is stale may still do
+    update = ["apt-get", "update", "-qq"]
+    subprocess.run(update, **quiet)  # an index that is stale may still do
     install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
     if subprocess.run(install, **quiet).returncode:
         raise LocalS3Error(f"apt-get cannot install {' '.join(PACKAGES)}")

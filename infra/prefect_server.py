@@ -4,14 +4,20 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 WORK_POOL = "tba"
 DEPLOYMENT = "tba/train"
+OPEN_TIMEOUT_S = 10
 
 
 class StackError(RuntimeError):
     """The stack did not start, or one of its processes died. The message ends with the tail of a log."""
+
+
+class AccessRefused(StackError):
+    """The server asks for an authentication string that it was not given."""
 
 
 def is_loopback(url: str) -> bool:
@@ -20,7 +26,7 @@ def is_loopback(url: str) -> bool:
 
 @contextlib.contextmanager
 def api(url: str, settings: dict | None = None) -> Iterator:
-    """Prefect's client for this URL, with the credentials of the user's own Prefect settings."""
+    """Prefect's client for this URL, with the user's own Prefect settings but for `settings` (stack.credentials)."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -29,22 +35,37 @@ def api(url: str, settings: dict | None = None) -> Iterator:
 
 
 def configured_url() -> str | None:
-    """The URL that Prefect itself would use in this folder: environment, else prefect.toml, else the active profile."""
+    """The URL of a server of the user's own: PREFECT_API_URL in the environment or .env, else a prefect.toml of theirs.
+
+    The prefect.toml of this project is a link, which names the server that its stack started last. The active profile
+    does not count: it is of the user's other projects.
+    """
+    from dotenv import dotenv_values
     from prefect.settings import get_current_settings
 
-    return os.environ.get("PREFECT_API_URL") or get_current_settings().api.url
+    if url := os.environ.get("PREFECT_API_URL") or dotenv_values(".env").get("PREFECT_API_URL"):
+        return url
+    own = Path("prefect.toml")
+    return get_current_settings().api.url if own.exists() and not own.is_symlink() else None
 
 
-def find(ours: str | None, say: Callable[[str], None]) -> str | None:
+def find(ours: str | None, say: Callable[[str], None], credentials: dict | None = None) -> str | None:
     """The URL of a server to use: PREFECT_API_URL's, else ours or the configured one. None: start one.
 
-    ours: the URL that this project's stack uses already. Raises StackError if no server may be started instead:
-    PREFECT_API_URL names another machine's server, or another server than the running stack's."""
+    ours: the URL that this project's stack uses already; credentials: stack.credentials of it. Raises StackError if no
+    server may be started instead: PREFECT_API_URL names another machine's server, one that refuses us, or another
+    server than the running stack's."""
     asked = "PREFECT_API_URL" in os.environ
     candidates = (configured_url(), ours) if asked else (ours, configured_url())
     for url in dict.fromkeys(filter(None, candidates)):
-        found = version(url)
-        if found is None:
+        refused = False
+        try:
+            found = version(url, settings=credentials if url == ours else None)
+        except AccessRefused:
+            found, refused = None, True
+        if refused:
+            problem = "it asks for an authentication string, and PREFECT_API_AUTH_STRING is not that one"
+        elif found is None:
             problem = "nothing answers there"
         elif not is_compatible(found):
             problem = f"it is Prefect {found}, whose API differs from this client's"
@@ -55,26 +76,44 @@ def find(ours: str | None, say: Callable[[str], None]) -> str | None:
             )
         else:
             return url
-        if not is_loopback(url):
+        if not is_loopback(url) or (refused and asked):
+            remedy = "Set PREFECT_API_AUTH_STRING" if refused else "Start that server"
             raise StackError(
-                f"PREFECT_API_URL is {url}, but {problem}. Start that server, or unset PREFECT_API_URL for a local one."
+                f"PREFECT_API_URL is {url}, but {problem}. {remedy}, or unset PREFECT_API_URL for a local one."
             )
-        if found is not None:
+        if found is not None or refused:
             say(f"Not using the server at {url}: {problem}.")
     return None
 
 
-def version(url: str, timeout_s: float = 10) -> str | None:
-    """The version of the Prefect server at this URL; None if none answers."""
+def version(url: str, timeout_s: float = 10, settings: dict | None = None) -> str | None:
+    """The version of the Prefect server at this URL; None if none answers. Raises: AccessRefused.
+
+    settings: stack.credentials, if it may be a server of ours."""
     import httpx
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
+    quick = {PREFECT_API_REQUEST_TIMEOUT: timeout_s, PREFECT_CLIENT_MAX_RETRIES: 0}
     try:
-        with api(url, {PREFECT_API_REQUEST_TIMEOUT: timeout_s, PREFECT_CLIENT_MAX_RETRIES: 0}) as client:
+        with api(url, {**quick, **(settings or {})}) as client:
             answer = client.api_version()
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code == httpx.codes.UNAUTHORIZED:
+            raise AccessRefused(f"The Prefect server at {url} asks for another authentication string.") from error
+        return None
     except (httpx.HTTPError, ValueError):  # nothing listens, or something that speaks no HTTP, or no JSON
         return None
     return answer if isinstance(answer, str) else None
+
+
+def is_open(url: str) -> bool:
+    """Whether the server answers without an authentication string."""
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/admin/version", timeout=OPEN_TIMEOUT_S).is_success
+    except httpx.HTTPError:
+        return False
 
 
 def free_port(preferred: int) -> int:
@@ -88,13 +127,13 @@ def free_port(preferred: int) -> int:
     raise StackError("No free port on 127.0.0.1.")
 
 
-def create_work_pool(url: str) -> str:
-    """Create the work pool if it is missing; returns its type."""
+def create_work_pool(url: str, credentials: dict) -> str:
+    """Create the work pool if it is missing; returns its type. credentials: stack.credentials."""
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
     from prefect.workers.process import ProcessWorker
 
-    with api(url) as client:
+    with api(url, credentials) as client:
         try:
             return client.read_work_pool(WORK_POOL).type
         except ObjectNotFound:

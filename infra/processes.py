@@ -1,4 +1,4 @@
-"""Finds this machine's processes by environment variable, and stops them."""
+"""Finds this machine's processes by environment variable or port, and stops them."""
 
 import contextlib
 
@@ -15,6 +15,15 @@ def find_processes(variable: str, value: str) -> list[psutil.Process]:
             if process.environ().get(variable) == value:
                 found.append(process)
     return found
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    """Whether it is this process that listens on the TCP port: another account's may have taken it first."""
+    try:
+        connections = process.net_connections("tcp")
+    except psutil.Error:
+        return False
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
 
 
 def stop_processes(processes: list[psutil.Process]) -> None:

@@ -7,7 +7,8 @@
 `tba up` starts daemons in sessions of their own. `tba train` without a running stack starts children in its
 own process group, so that a SIGKILL to the group takes all of it, flow processes included (Prefect's process worker
 opens no sessions). `.tba/.local/stack.json` records each started process with its start time, so that
-a recycled pid is never signalled. The start time also identifies the remains of a killed stack.
+a recycled pid is never signalled. The start time also identifies the remains of a killed stack. A server that we start
+wants an authentication string, which worker, deployments and commands carry (infra/server_access.py).
 """
 
 import contextlib
@@ -26,9 +27,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from infra import prefect_server
+from infra import prefect_server, server_access
 from infra.prefect_server import StackError
-from infra.processes import find_processes, stop_processes
+from infra.processes import find_processes, listens, stop_processes
 from storage.process_identity import Process
 
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
@@ -86,7 +87,7 @@ def _stop_started(project: Path, state: State, before: dict[str, Process]) -> No
     """Stop the processes that are not in `before`."""
     started = {name for name, process in state.processes.items() if process != before.get(name)}
     if "server" in started:
-        _stop(project, state.processes)
+        _stop(project, state)
     elif started and (worker := state.processes.pop("worker").find()):
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, and what was raised says why
             stop_processes([*worker.children(recursive=True), worker])
@@ -98,14 +99,14 @@ def leave(project: Path, say: Callable[[str], None] = print) -> None:
         state.users = [user for user in state.users if user.pid != os.getpid()]
         if state.processes and not state.keep and not state.users:
             say("Stopping the local stack.")
-            _stop(project, state.processes)
+            _stop(project, state)
 
 
 def down(project: Path) -> list[str]:
     """Stop this project's stack, even if it is in use. Returns the names of the processes that ran."""
     with _locked_state(project) as state:
         names = sorted(state.processes)
-        _stop(project, state.processes)
+        _stop(project, state)
         state.keep = False
         return names
 
@@ -124,6 +125,25 @@ def running_url(project: Path) -> str | None:
     return state.url if any(process.find() for process in state.processes.values()) else None
 
 
+def credentials(project: Path, url: str) -> dict:
+    """The settings with which Prefect's client reaches the server at this URL, if our stack started it and it serves.
+
+    Empty for another server: it gets the user's own settings, and never our authentication string."""
+    from prefect.settings import PREFECT_API_AUTH_STRING
+
+    state = _read_state(project)
+    server = state.processes.get("server")
+    if state.url != url or not server or not (process := server.find()) or not listens(process, urlsplit(url).port):
+        return {}
+    return {PREFECT_API_AUTH_STRING: server_access.auth_string(local_folder(project))}
+
+
+def page_hint(project: Path, url: str) -> str:
+    """How to enter the page of the server at this URL, in parentheses; empty if it is not ours."""
+    file = local_folder(project) / server_access.STRING_FILE
+    return f" (the page asks once for the string in {file})" if credentials(project, url) else ""
+
+
 def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
     """The last lines of the log of `server` or `worker` (the worker's carries its flows' output), and its path."""
     path = local_folder(project) / f"{name}.log"
@@ -135,7 +155,8 @@ def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
 
 
 def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None], again: bool = True) -> None:
-    url = prefect_server.find(state.url if state.processes else None, say)
+    ours = state.url if state.processes else None
+    url = prefect_server.find(ours, say, ours and credentials(project, ours))
     if url is None:
         if "server" in state.processes:  # alive, yet it does not answer
             _stop_hung(project, state, say)
@@ -143,14 +164,15 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
     else:
         say(f"Using the Prefect server at {url}.")
         state.url, state.own_server = url, "server" in state.processes
-    pool_type = prefect_server.create_work_pool(state.url)
+        _refuse_open_server(state, say)
+    pool_type = prefect_server.create_work_pool(state.url, credentials(project, state.url))
     if "worker" not in state.processes and pool_type == "process":  # another type of pool has workers of its own
         name = f"{work_queue(project)}@{socket.gethostname()}"
         command = ["worker", "start", "--pool", prefect_server.WORK_POOL, "--type", "process", "--name", name]
         command += ["--work-queue", work_queue(project), "--work-queue", "default"]
         _start(project, state, "worker", command, keep)
     failure = _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
-    if failure and again and state.own_server and prefect_server.version(state.url) is None:
+    if failure and again and state.own_server and _version(project, state.url) is None:
         # Prefect 3.7's server can hang for good as an automation is created, if it reads them at that moment (Prefect's
         # issue 23055). 3.8.6 does not, but its worker opens sessions, so a kill of our process group would leave flows.
         _stop_hung(project, state, say)
@@ -162,6 +184,7 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
 
 
 def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
+    folder = local_folder(project)
     configured = prefect_server.configured_url()
     preferred = (configured and prefect_server.is_loopback(configured) and urlsplit(configured).port) or 4200
     port = prefect_server.free_port(preferred)
@@ -170,14 +193,36 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
     state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
     say(f"Starting a Prefect server at {state.url} (about ten seconds).")
     command = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--analytics-off"]
-    process = _start(project, state, "server", command, keep)
+    string = server_access.auth_string(folder)
+    process = _start(project, state, "server", command, keep, server_access.server_environment(state.url, string))
     deadline = time.monotonic() + SERVER_START_TIMEOUT_S
-    while prefect_server.version(state.url) is None:
+    while not credentials(project, state.url) or _version(project, state.url) is None:
         if process.find() is None or time.monotonic() > deadline:
             raise StackError(f"The Prefect server did not start.\n{log_tail(project, 'server')}")
         time.sleep(0.2)
+    server_access.write_settings(folder, state.url, string)
     if port != preferred:
-        say(f"Port {preferred} is taken. For the prefect command: export PREFECT_API_URL={state.url}")
+        say(f"Port {preferred} is taken by another process; the server has port {port}.")
+
+
+def _refuse_open_server(state: State, say: Callable[[str], None]) -> None:
+    """Raises StackError if our server answers without an authentication string; warns of another one that does."""
+    if not prefect_server.is_open(state.url):
+        return
+    if state.own_server:
+        raise StackError(
+            f"The Prefect server of this project at {state.url} was started by an earlier version of tba, without an "
+            "authentication string: web pages and other accounts of this machine could start flows. Run `tba down`, "
+            "then the same command again; runs that it stops resume by theirs."
+        )
+    say(
+        f"WARNING: {state.url} asks for no authentication string: whoever reaches it can run code here "
+        "(docs/security.md)."
+    )
+
+
+def _version(project: Path, url: str) -> str | None:
+    return prefect_server.version(url, settings=credentials(project, url))
 
 
 def _deploy(project: Path, state: State) -> str | None:
@@ -200,13 +245,15 @@ def _deploy(project: Path, state: State) -> str | None:
     return f"`prefect deploy --all` failed.\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
 
-def _start(project: Path, state: State, name: str, command: list[str], keep: bool) -> Process:
-    """Start `prefect <command>`, logging to <name>.log, and record it at once."""
+def _start(
+    project: Path, state: State, name: str, command: list[str], keep: bool, more: dict[str, str] | None = None
+) -> Process:
+    """Start `prefect <command>`, logging to <name>.log, and record it at once. more: environment variables."""
     with open(local_folder(project) / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", *command],
             cwd=project,
-            env=_environment(project, state),
+            env=_environment(project, state) | (more or {}),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -231,7 +278,9 @@ def _environment(project: Path, state: State) -> dict[str, str]:
         STACK_VARIABLE: str(project),
     }
     if state.own_server:  # a server that was there before may need the credentials of the user's own PREFECT_HOME
-        environment["PREFECT_HOME"] = str(local_folder(project) / "prefect")
+        folder = local_folder(project)
+        environment["PREFECT_HOME"] = str(folder / "prefect")
+        environment["PREFECT_API_AUTH_STRING"] = server_access.auth_string(folder)
     return environment
 
 
@@ -243,17 +292,19 @@ def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
             f"stops all of it; runs resume.\n{log_tail(project, 'server')}"
         )
     say("The Prefect server has stopped answering. Starting another; runs that it had resume by their commands.")
-    _stop(project, state.processes)
+    _stop(project, state)
 
 
 # --- stopping, and the state's file -----------------------------------------------------------------------------------
 
 
-def _stop(project: Path, processes: dict[str, Process]) -> None:
+def _stop(project: Path, state: State) -> None:
     """Stop worker and flows, then the server, so that flows can report their end."""
-    entry = processes.pop("server", None)
+    entry = state.processes.pop("server", None)
     _stop_workers(project, entry)
-    processes.clear()
+    state.processes.clear()
+    if state.own_server:  # whoever takes the port next is not told the string
+        server_access.write_settings(local_folder(project), state.url, None)
     if entry and (process := entry.find()):
         stop_processes([process])
 
@@ -268,7 +319,7 @@ def _stop_workers(project: Path, spared: Process | None) -> None:
 def _locked_state(project: Path) -> Iterator[State]:
     """The state without dead processes, written back on leaving (removed when none is left). One process at a time."""
     folder = local_folder(project)
-    folder.mkdir(parents=True, exist_ok=True)
+    server_access.make_private(folder)
     with open(folder / "stack.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         state = _read_state(project)

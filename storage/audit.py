@@ -1,8 +1,12 @@
 """Audit: the whole buffer against the quality gate's suite, with Great Expectations' Data Docs as a site in the store.
 
 audits/20261121T120000Z/index.html     the first page; each audit has a folder of its own
+
+Data Docs write offending values into their pages as they are. The text of a shard is not trusted, so it is escaped
+before it is judged.
 """
 
+import html
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,6 +54,15 @@ def _validate(facts: pa.Table, folder: Path, run: str) -> list[str]:
     suite = context.suites.add(gx.ExpectationSuite(name="trajectories", expectations=expectations()))
     definition = gx.ValidationDefinition(name="buffer", data=batch, suite=suite)
     context.validation_definitions.add(definition)
-    report = definition.run(batch_parameters={"dataframe": facts.to_pandas()}, result_format="SUMMARY")
+    report = definition.run(batch_parameters={"dataframe": _escaped(facts).to_pandas()}, result_format="SUMMARY")
     context.build_data_docs()
-    return [describe(result) for result in report.results if not result.success]
+    return [html.unescape(describe(result)) for result in report.results if not result.success]
+
+
+def _escaped(facts: pa.Table) -> pa.Table:
+    """The facts with all text escaped for HTML. Different texts stay different, and those that are allowed the same."""
+    for index, field in enumerate(facts.schema):
+        if pa.types.is_string(field.type):
+            texts = [text and html.escape(text) for text in facts[field.name].to_pylist()]
+            facts = facts.set_column(index, field, pa.array(texts, field.type))
+    return facts

@@ -11,6 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tba.imports import check_function_name, is_function_name
+
 
 class Settings(BaseModel):
     """Unknown names are errors (a misspelt setting must not be ignored) and values never change during a run."""
@@ -64,6 +66,15 @@ class TaskSettings(Settings):
     @classmethod
     def _data_by_name(cls, data: object) -> object:
         return importable_name(data) if callable(data) else data
+
+    @model_validator(mode="after")
+    def _functions_may_be_imported(self):
+        for reward in self.rewards:
+            if reward != "task":
+                check_function_name(reward.partition("(")[0], "task.rewards")
+        if self.data is not None and is_function_name(self.data):
+            check_function_name(self.data, "task.data")
+        return self
 
     @model_validator(mode="after")
     def _rewards_have_weights(self):

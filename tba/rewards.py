@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol
 
+from tba.imports import load_function
 from tba.tasks.base import Problem, Task
-from tba.tasks.rows import load_function
 
 TASK = "task"  # in place of module:function: the task's own reward
 
@@ -159,7 +159,7 @@ class RewardedTask:
 def load_reward(name: str) -> FunctionReward:
     """The reward called `module:function`, or `module:function(…)` for one that a function returns.
 
-    Raises: ValueError: there is no such module or function, or its arguments are not literals.
+    Raises: ValueError: there is no such function, it may not be imported, or its arguments are not literals.
     """
     path, parenthesis, arguments = name.partition("(")
     function = load_function(path, "reward")

@@ -144,7 +144,7 @@ class Searcher:
 
     def _questions(self, number: int) -> list[Question]:
         """The questions of a round: the same whenever it is tried again."""
-        chance = random.Random(f"{self._identity.seed}/{self._identity.name}/{number}")
+        chance = random.Random(f"{self._identity.seed}/{self._identity.name}/{number}")  # noqa: S311 - repeatable
         problems = chance.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
         return [Question(problem, problem.encode(self._tokenizer), *self._explored(chance)) for problem in problems]
 

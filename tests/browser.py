@@ -70,6 +70,12 @@ class Page:
         """The value of a JavaScript expression."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
+    def result_of(self, promise: str):
+        """The value that a JavaScript promise comes to."""
+        answer = self.call("Runtime.evaluate", expression=promise, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
     def wait(self, condition: str, timeout_s: float = 60) -> None:
         """Until a JavaScript expression is true."""
         deadline = time.monotonic() + timeout_s
@@ -84,15 +90,15 @@ class Page:
 
 
 @contextmanager
-def browser(folder: Path):
-    """A Page of a new Chromium with its profile in `folder`; skips where there is none."""
+def browser(folder: Path, *flags: str):
+    """A Page of a new Chromium with its profile in `folder` and more `flags`; skips where there is none."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("there is no chromium here: apt-get install chromium")
     from websockets.sync.client import connect
 
     process = subprocess.Popen(
-        [program, *FLAGS, f"--user-data-dir={folder}", "about:blank"],
+        [program, *FLAGS, *flags, f"--user-data-dir={folder}", "about:blank"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

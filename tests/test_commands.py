@@ -75,9 +75,10 @@ class Project:
             ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
         ).stdout.splitlines()
         for name in listed:
-            if (REPOSITORY / name).exists():
+            if os.path.lexists(REPOSITORY / name):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(REPOSITORY / name, folder / name)  # with its age: make compares it with the environment's
+                # with its age: make compares it with the environment's; prefect.toml stays a link
+                shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
         (folder / ".venv").symlink_to(REPOSITORY / ".venv")
         (folder / "sitecustomize.py").write_text(NO_VLLM)
         settings = folder / "tba" / "config.py"

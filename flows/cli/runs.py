@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flows.cli.common import AsJson, StoreOption, fail, store_url
+from flows.cli.common import AsJson, StoreOption, fail, say, store_url
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,7 +39,7 @@ def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(status) for status in statuses], default=str, indent=2))
     elif not statuses:
-        typer.echo(f"There are no runs in {url}. `tba train` starts one.")
+        say(f"There are no runs in {url}. `tba train` starts one.")
     else:
         from flows.cli.console import console
 
@@ -48,8 +48,8 @@ def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
 
 def _runs_table(statuses: "list[RunStatus]") -> "RenderableType":
     from rich.table import Table
-    from rich.text import Text
 
+    from flows.cli.console import styled
     from flows.report.text import duration
 
     table = Table()
@@ -61,7 +61,7 @@ def _runs_table(statuses: "list[RunStatus]") -> "RenderableType":
     for status in statuses:
         table.add_row(
             status.run,
-            Text(status.state, STATE_STYLES[status.state]),
+            styled(status.state, STATE_STYLES[status.state]),
             f"{status.step}/{status.steps}" if status.steps else str(status.step),
             "" if status.accuracy is None else f"{status.accuracy:.3f}",
             "" if status.best_accuracy is None else f"{status.best_accuracy:.3f}",

@@ -62,8 +62,10 @@ def _batch_parts(run: str, step: int, facts: dict, rows: list[dict]) -> "Iterato
     from rich.table import Table
     from rich.text import Text
 
-    yield Text(f"Run {run}, step {step}", "bold")
-    yield Text("   ".join(f"{name} {_short(facts[name])}" for name in STEP_FACTS if facts.get(name) is not None))
+    from flows.cli.console import styled
+
+    yield styled(f"Run {run}, step {step}", "bold")
+    yield styled("   ".join(f"{name} {_short(facts[name])}" for name in STEP_FACTS if facts.get(name) is not None))
     for index, of_prompt in groupby(rows, key=lambda row: row["prompt_index"]):
         group = list(of_prompt)
         table = Table(box=None, padding=(0, 1))
@@ -73,18 +75,18 @@ def _batch_parts(run: str, step: int, facts: dict, rows: list[dict]) -> "Iterato
         table.add_column("response", overflow="fold", header_style="dim")
         for row in group:
             mark = (row["policy_fingerprint"] or "")[:6]
-            response = Text("(expired)", "dim") if row["response"] is None else Text(_line(row["response"]))
+            response = styled("(expired)", "dim") if row["response"] is None else _line(row["response"])
             table.add_row(
                 str(row["times"]),
                 f"{row['reward']:.3g}",
                 f"{row['draw_probability']:.3f}",
                 str(row["staleness"]),
-                Text.assemble(str(row["policy_step"]), (f" {mark}", "dim")),
-                Text("recent", "cyan") if row["recent"] else "",
+                Text.assemble(styled(str(row["policy_step"])), styled(f" {mark}", "dim")),
+                styled("recent", "cyan") if row["recent"] else "",
                 response,
             )
-        yield Text(f"\nPrompt {index}: {group[0]['prompt_id']}", "bold")
-        yield Text(group[0]["prompt"] or "(expired)", "cyan")
+        yield styled(f"\nPrompt {index}: {group[0]['prompt_id']}", "bold")
+        yield styled(group[0]["prompt"] or "(expired)", "cyan")
         yield table
 
 

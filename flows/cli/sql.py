@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, say
 
 if TYPE_CHECKING:
     from storage.store import RunStore
@@ -51,13 +51,11 @@ def sql(
 
 def _prompt(store: "RunStore", form: Format) -> None:
     """Answers what is typed, query after query."""
-    typer.echo(
-        f"Run {store.run!r}, read-only. End a query with ';'. SHOW TABLES; lists the views. \\q or Ctrl-D leaves."
-    )
+    say(f"Run {store.run!r}, read-only. End a query with ';'. SHOW TABLES; lists the views. \\q or Ctrl-D leaves.")
     with _history():
         for statement in statements():
             if reason := _answer(store, statement, form):
-                typer.echo(reason, err=True)
+                say(reason, err=True)
 
 
 def statements() -> Iterator[str]:

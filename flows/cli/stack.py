@@ -2,7 +2,7 @@
 
 import typer
 
-from flows.cli.common import fail, project_folder
+from flows.cli.common import fail, project_folder, say
 
 app = typer.Typer()
 
@@ -15,11 +15,13 @@ def up() -> None:
     """
     from infra import stack
 
+    project = project_folder()
     try:
-        url = stack.up(project_folder(), keep=True, say=typer.echo)
+        url = stack.up(project, keep=True, say=say)
     except stack.StackError as error:
         fail(str(error))
-    typer.echo(f"The stack is up: {url.removesuffix('/api')}. `tba down` stops what was started here.")
+    page = f"{url.removesuffix('/api')}{stack.page_hint(project, url)}"
+    say(f"The stack is up: {page}. `tba down` stops what was started here.")
 
 
 @app.command()
@@ -31,4 +33,4 @@ def down() -> None:
     from infra import stack
 
     stopped = stack.down(project_folder())
-    typer.echo(f"Stopped: {', '.join(stopped)}." if stopped else "Nothing of this project's stack was running.")
+    say(f"Stopped: {', '.join(stopped)}." if stopped else "Nothing of this project's stack was running.")

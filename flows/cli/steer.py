@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, say
 
 app = typer.Typer()
 
@@ -33,7 +33,7 @@ def stop(run: RunName, store: StoreOption = None) -> None:
         if not is_alive(run_store, beat):
             fail(f"Run {run!r} has no live Trainer, so there is nothing to stop.", status=2)
         requests.ask_to_stop(run_store)
-        typer.echo(f"Asked the Trainer of run {run!r} to stop after its step.")
+        say(f"Asked the Trainer of run {run!r} to stop after its step.")
         deadline = time.monotonic() + STOP_PATIENCE_S
         while (beat := read_heartbeat(run_store) or {}).get("state") not in ("stopped", "finished", "failed"):
             if time.monotonic() > deadline:
@@ -48,7 +48,7 @@ def stop(run: RunName, store: StoreOption = None) -> None:
     if beat["state"] == "failed":
         fail(f"The Trainer failed at step {beat['step']}: {beat.get('message')}")
     again = "" if beat["state"] == "finished" else " The same `tba train` resumes it."
-    typer.echo(f"Run {run!r} {beat['state']} at step {beat['step']}.{again}")
+    say(f"Run {run!r} {beat['state']} at step {beat['step']}.{again}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # -1 is no option
@@ -97,4 +97,4 @@ def searchers(
         typer.echo(json.dumps({"run": run, "before": before, "wanted": wanted, "alive": alive}))
         return
     when = "within seconds" if alive else "when the next `tba train` resumes the run, which has no live Trainer now"
-    typer.echo(f"Run {run!r} will have {wanted} Searchers (before: {before}). This takes effect {when}.")
+    say(f"Run {run!r} will have {wanted} Searchers (before: {before}). This takes effect {when}.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.common import StoreOption, complete_run, fail, project_folder, store_url
+from flows.cli.common import StoreOption, complete_run, fail, project_folder, say, store_url
 from flows.cli.settings import config_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def train(
     from storage.summary import read_summary
 
     if (summary := read_summary(run_store)) is not None:
-        typer.echo(f"Run {config.run!r} is finished. To train on, choose another name.")
+        say(f"Run {config.run!r} is finished. To train on, choose another name.")
         _print_summary(summary)
         return
     _train(project, config, run_store)
@@ -84,7 +84,7 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
 
     try:
         for warning in check_inputs(config):
-            typer.echo(f"WARNING: {warning}", err=True)
+            say(f"WARNING: {warning}", err=True)
         return RunStore(config.store, config.run)
     except (ValueError, OSError, ImportError, StoreError) as error:
         fail(str(error), status=2)
@@ -99,11 +99,11 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
 
     submitted = False
     try:
-        url = stack.up(project, keep=False, say=typer.echo)
-        old = read_heartbeat(store)
-        with prefect_server.api(url) as client:
+        url = stack.up(project, keep=False, say=say)
+        old, credentials = read_heartbeat(store), stack.credentials(project, url)
+        with prefect_server.api(url, credentials) as client:
             flow_run, submitted = _live_or_new(client, config, store, is_new=old is None)
-            typer.echo(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}")
+            say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}{stack.page_hint(project, url)}")
             state = _follow(FlowRunView(project, client, flow_run), store, old if submitted else None)
         if not state.is_completed():
             fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
@@ -112,12 +112,12 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     except KeyboardInterrupt:
         if submitted:
             with _uninterrupted():
-                flow_runs.cancel(url, flow_run)
-        typer.echo(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
+                flow_runs.cancel(url, credentials, flow_run)
+        say(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
         raise typer.Exit(130) from None
     finally:
         with _uninterrupted():
-            stack.leave(project, say=typer.echo)
+            stack.leave(project, say=say)
     _tell_end(project, store, state.name)
 
 
@@ -126,12 +126,12 @@ def _live_or_new(client, config: "RunConfig", store: "RunStore", is_new: bool) -
     from flows.run import flow_runs
 
     if flow_run := flow_runs.live_run(client, config):
-        typer.echo(f"Run {config.run!r} is already training: following it.")
+        say(f"Run {config.run!r} is already training: following it.")
         return flow_run, False
     _refuse_live_trainer(store)
     if num_dead := flow_runs.mark_crashed(client, config):
-        typer.echo(f"Ended {num_dead} flow runs that a killed stack, flow or machine left unfinished.")
-    typer.echo(f"{'Starting' if is_new else 'Resuming'} run {config.run!r}.")
+        say(f"Ended {num_dead} flow runs that a killed stack, flow or machine left unfinished.")
+    say(f"{'Starting' if is_new else 'Resuming'} run {config.run!r}.")
     return flow_runs.submit(client, config), True
 
 
@@ -143,7 +143,7 @@ def _tell_end(project: Path, store: "RunStore", state: str) -> None:
 
     if state == "Stopped":
         beat = read_heartbeat(store) or {}
-        typer.echo(f"Stopped at step {beat.get('step')}, as requested. The same command resumes the run.")
+        say(f"Stopped at step {beat.get('step')}, as requested. The same command resumes the run.")
     elif summary := read_summary(store):
         _print_summary(summary)
     else:

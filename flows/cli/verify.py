@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, say
 
 app = typer.Typer()
 
@@ -35,8 +35,8 @@ def verify(
         typer.echo(json.dumps({"run": run} | asdict(report), indent=1))
     else:
         for fault in report.faults:
-            typer.echo(f"{fault.kind}: {fault.path}: {fault.message}")
-        typer.echo(
+            say(f"{fault.kind}: {fault.path}: {fault.message}")
+        say(
             f"{len(report.faults)} faults in {report.num_trajectories} trajectories of {report.num_shards} shards, "
             f"{report.num_steps} training steps, {report.num_policies} published policies."
         )

@@ -1,9 +1,16 @@
-"""Formats numbers, durations and values for readers."""
+"""Formats numbers, durations, values and foreign text for readers."""
 
 import json
+import re
 from datetime import datetime
 
 MAX_TEXT = 1500  # characters shown of a prompt or response
+
+# Control characters except tab and newline, those that reorder text or break lines unseen, and halves of characters,
+# which no terminal can be sent.
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufff9-\ufffb]"
+)
 
 
 def number(value: float) -> str:
@@ -35,7 +42,15 @@ def long_duration(seconds: float | None) -> str:
     return "–" if seconds is None else duration(seconds, " ")
 
 
+def printable(text: str) -> str:
+    """The text with each character that could control a terminal written as Python writes it: `\\x1b`, `\\u202e`.
+
+    For all that comes from a model or a store. Rich's markup is not its concern: flows.cli.console has that off."""
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def clip(text: str) -> str:
+    text = printable(text)
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT:,} more characters)"
 
 

@@ -87,9 +87,10 @@ def submit(client, config: RunConfig):
     )
 
 
-def cancel(url: str, flow_run) -> None:
+def cancel(url: str, credentials: dict, flow_run) -> None:
     """Stop a flow run and the Searchers that it started. If the server still answers, their records get the new state.
 
+    credentials: stack.credentials of the server.
     After Ctrl-C in a terminal the server may not answer: as a child of `tba train` it gets the signal too."""
     import httpx
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
@@ -97,7 +98,8 @@ def cancel(url: str, flow_run) -> None:
     from prefect.states import Cancelled
 
     family = [flow_run]
-    with contextlib.suppress(httpx.HTTPError), prefect_server.api(url, {PREFECT_API_REQUEST_TIMEOUT: 5}) as client:
+    settings = {**credentials, PREFECT_API_REQUEST_TIMEOUT: 5}
+    with contextlib.suppress(httpx.HTTPError), prefect_server.api(url, settings) as client:
         children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]))
         family += [r for r in client.read_flow_runs(flow_run_filter=children) if not r.state.is_final()]
         family[0] = client.read_flow_run(flow_run.id)  # it was submitted some time ago

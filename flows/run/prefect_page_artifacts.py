@@ -15,7 +15,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 
 from flows.config import RunConfig
 from flows.report.image import curves_url
-from flows.report.text import duration
+from flows.report.text import duration, printable
 from storage.store import RunStore, transfer_all
 
 STEPS_SHOWN = 20  # in the table
@@ -49,8 +49,8 @@ class Artifacts:
         if beat.get("seconds_left") is not None:
             words.append(f"{duration(beat['seconds_left'])} left")
         if beat.get("message"):
-            words.append(beat["message"])
-        words += [f"ALARM: {message}" for message in beat.get("alarms", {}).values()]
+            words.append(_plain(beat["message"]))
+        words += [f"ALARM: {_plain(message)}" for message in beat.get("alarms", {}).values()]
         description = f"Run {self._store.run}: {', '.join(words)}"
         self._show("progress", artifacts.create_progress_artifact, "progress", 100 * step / steps, description)
         self._show(
@@ -94,6 +94,11 @@ class Artifacts:
                 self._steps.pop()  # undone by the resume that this row is of
             self._steps.append(row)
         self._last_read = paths[-1] if paths else self._last_read
+
+
+def _plain(text: str) -> str:
+    """As Markdown, which descriptions are, that shows the text as it is. A heartbeat is a file of the store."""
+    return re.sub(r"([\\`*_\[\]<>#|~&])", r"\\\1", printable(text))
 
 
 def _rounded(value):

@@ -107,12 +107,11 @@ class ServerView:
         from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
         from flows.run import flow_runs
-        from infra import prefect_server
+        from infra import prefect_server, stack
 
+        quick = {PREFECT_API_REQUEST_TIMEOUT: ANSWER_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 0}
         try:
-            with prefect_server.api(
-                url, {PREFECT_API_REQUEST_TIMEOUT: ANSWER_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 0}
-            ) as client:
+            with prefect_server.api(url, {**stack.credentials(Path.cwd(), url), **quick}) as client:
                 return _words(flow_runs.unfinished(client, config))
         except Exception:  # no server answers
             return "Prefect: no answer from the server" if self.words else ""

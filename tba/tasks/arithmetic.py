@@ -31,7 +31,7 @@ class Arithmetic:
         """`seed` decides which sums are held out. Raises: ValueError: `data` is given."""
         if data is not None:
             raise ValueError(f"task.data: got {data!r}; arithmetic is generated and reads no data: leave it out")
-        rng = random.Random(f"arithmetic/{seed}")
+        rng = random.Random(f"arithmetic/{seed}")  # noqa: S311 - repeatable
         sums = [(a, b) for a in range(10, 100) for b in range(10, a + 1) if (a, b) not in WORKED]
         rng.shuffle(sums)
         self.heldout = _both_orders(sums[:NUM_HELDOUT_SUMS])

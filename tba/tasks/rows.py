@@ -4,17 +4,15 @@ Rows are mappings from column to value. Each has its location, so that an error 
 """
 
 import hashlib
-import importlib
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tba.imports import FILES, is_function_name, load_function
 from tba.tasks.base import Problem
 
 HELDOUT_ONE_IN = 10  # share of the problems held out where a dataset comes without a test split
-FILES = (".jsonl", ".parquet")
 
 Rows = Iterable[tuple[str, Mapping]]
 
@@ -26,10 +24,10 @@ def read_rows(data: str, columns: Sequence[str], config: str | None = None) -> t
         columns: the columns that every row must have.
     Raises: ValueError: the data is missing or cannot be read; when iterated: a row is broken or lacks a column.
     """
-    if data.endswith(FILES) or Path(data).is_file():
-        train, heldout = _read_file(Path(data), columns), None
-    elif ":" in data:
+    if is_function_name(data):
         train, heldout = _call(data), None
+    elif data.endswith(FILES) or Path(data).is_file():
+        train, heldout = _read_file(Path(data), columns), None
     else:
         train, heldout = _read_hub(data, columns, config)
     return _checked(train, columns), None if heldout is None else _checked(heldout, columns)
@@ -128,26 +126,3 @@ def _call(name: str) -> Rows:
         return [(f"{name}, row {number}", row) for number, row in enumerate(rows())]
     except Exception as error:  # the function is the user's: it may raise anything
         raise ValueError(f"task.data: {name} failed ({type(error).__name__}: {error})") from error
-
-
-def load_function(name: str, field: str):
-    """The function called `module:function`; the module is any that Python can import here.
-
-    Raises: ValueError: there is no such module or function; the message begins with `field`.
-    """
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(f"{field}: got {name!r}; write module:function, such as my_rewards:brief, or task")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as with `python -m`: modules in the working folder
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module's code is the user's: it may raise anything
-        raise ValueError(f"{field} {name}: cannot import {module_name} ({type(error).__name__}: {error})") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(
-            f"{field} {name}: {module_name} has no function {function_name!r}; it has {', '.join(own) or 'none'}"
-        )
-    return function

@@ -43,7 +43,7 @@ class Verifier:
             if (status := process.wait()) > 0:
                 raise RuntimeError(f"math-verify's process ended with status {status}; its output is above")
             # SIGALRM: at the limit
-            log.warning("%s ended the comparison with %s: %.200r", signal.Signals(-status).name, answer, response)
+            log.warning("%s ended the comparison with %r: %.200r", signal.Signals(-status).name, answer, response)
             return False
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from infra import prefect_server, stack
+from infra import prefect_server, server_access, stack
 from infra.processes import find_processes
 
 REPOSITORY = Path(__file__).parents[2]
@@ -55,6 +55,7 @@ main()
 def make_project(folder: Path) -> Path:
     (folder / "flows").mkdir(parents=True)
     shutil.copy(REPOSITORY / "prefect.yaml", folder)
+    shutil.copy(REPOSITORY / "prefect.toml", folder, follow_symlinks=False)
     entrypoints = set(re.findall(r"entrypoint: (\S+):(\w+)", (folder / "prefect.yaml").read_text()))
     for file, function in entrypoints:
         (folder / file).write_text(STAND_IN.format(name=Path(file).stem, function=function))
@@ -62,12 +63,21 @@ def make_project(folder: Path) -> Path:
     return folder
 
 
-def tba(project: Path, *arguments: str, url: str) -> subprocess.Popen:
-    """`tba ...` in the project's folder, as the leader of a process group as a shell's job is."""
+def string_of(project: Path) -> str:
+    """The authentication string of the server that this project's stack started."""
+    return server_access.auth_string(stack.local_folder(project))
+
+
+def tba(project: Path, *arguments: str, url: str, string: str | None = None) -> subprocess.Popen:
+    """`tba ...` in the project's folder, as the leader of a process group as a shell's job is.
+
+    string: the authentication string of another project's server."""
     script = project / "command" / "run_tba.py"  # its folder, not the project's, is first on its import path
     script.parent.mkdir(exist_ok=True)
     script.write_text(COMMAND)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PREFECT_API_URL": url}
+    if string:
+        environment["PREFECT_API_AUTH_STRING"] = string
     return subprocess.Popen(
         [sys.executable, str(script), *arguments],
         cwd=project,
@@ -98,10 +108,10 @@ def processes_of(project: Path) -> list[psutil.Process]:
     return find_processes(stack.STACK_VARIABLE, str(project))
 
 
-def states(url: str, run: str) -> list[str]:
+def states(project: Path, url: str, run: str) -> list[str]:
     """The names of the states of the flow runs of tba/train that trained this run, in order of start."""
     from prefect.client.schemas.filters import FlowRunFilter
 
-    with prefect_server.api(url) as client:
+    with prefect_server.api(url, stack.credentials(project, url)) as client:
         flow_runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [run]}))
     return [r.state_name for r in sorted(flow_runs, key=lambda r: r.created)]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import prefect
 import pytest
+from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 from typer.testing import CliRunner
 
 from flows.cli.app import app
@@ -38,14 +39,15 @@ def project(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def server_of_version(monkeypatch):
-    """server_of_version(text) -> port of an HTTP server that answers /api/admin/version with it, and is configured."""
+    """server_of_version(text, wants_string) -> port of a configured HTTP server that answers /api/admin/version so."""
     servers = []
 
-    def serve(version: str) -> int:
+    def serve(version: str, wants_string: bool = False) -> int:
         class Answer(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = json.dumps(version).encode() if self.path == "/api/admin/version" else b"null"
-                self.send_response(200)
+                refused = wants_string and not self.headers.get("Authorization")
+                self.send_response(401 if refused else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -101,9 +103,18 @@ def test_an_older_server_that_is_understood_is_a_warning(project, server_of_vers
 
 
 def test_a_server_of_this_version_is_well(project, server_of_version):
-    port = server_of_version(prefect.__version__)
-    finding = doctor.check_server(project)
+    port = server_of_version(prefect.__version__, wants_string=True)
+    with temporary_settings({PREFECT_API_AUTH_STRING: "me:mine"}):
+        finding = doctor.check_server(project)
     assert (finding.state, f":{port}/" in finding.what) == ("ok", True)
+    finding = doctor.check_server(project)
+    assert finding.state == "fault" and "set PREFECT_API_AUTH_STRING" in finding.remedy
+
+
+def test_a_server_that_asks_for_no_string_is_a_warning(project, server_of_version):
+    server_of_version(prefect.__version__)
+    finding = doctor.check_server(project)
+    assert finding.state == "warning" and "whoever reaches it can run code" in finding.what
 
 
 def test_a_store_below_a_file_cannot_be_written(project):

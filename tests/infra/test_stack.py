@@ -24,7 +24,7 @@ import pytest
 from infra import prefect_server, processes, stack
 from infra.processes import stop_processes
 from storage.process_identity import Process
-from tests.infra.project import make_project, processes_of, states, tba, unused_url, wait_for
+from tests.infra.project import make_project, processes_of, states, string_of, tba, unused_url, wait_for
 
 
 @pytest.fixture
@@ -46,16 +46,16 @@ def test_a_taken_port_is_left_alone_and_a_second_up_starts_nothing(server, monke
 
 @pytest.mark.slow
 def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
-    _, url, _ = server
-    command = tba(project, "train", "quick", url=url)
+    first, url, _ = server
+    command = tba(project, "train", "quick", url=url, string=string_of(first))
     output, _ = command.communicate(timeout=240)
     assert command.returncode == 0, output
     assert f"Using the Prefect server at {url}" in output
     assert "step 3/4" in output and "0.750" in output  # progress, then the summary
     assert processes_of(project) == []
-    assert prefect_server.version(url)
+    assert prefect_server.version(url, settings=stack.credentials(first, url))
 
-    again = tba(project, "train", "quick", url=url)
+    again = tba(project, "train", "quick", url=url, string=string_of(first))
     output, _ = again.communicate(timeout=240)
     assert again.returncode == 0 and "finished" in output and "0.750" in output
 
@@ -85,7 +85,7 @@ def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypa
     assert command.returncode == 130
     assert "tba train patient --seed 2" in output
     assert {process.pid for process in processes_of(project)} == before  # the stack that was there, and no flow
-    assert states(url, "patient") == ["Cancelled"]
+    assert states(project, url, "patient") == ["Cancelled"]
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_u
     assert stack.up(project, keep=False, say=said.append) == url
     assert any("The Prefect server has stopped answering. Starting another" in line for line in said)
     assert not before & set(processes_of(project))
-    with prefect_server.api(url) as client:
+    with prefect_server.api(url, stack.credentials(project, url)) as client:
         assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)
     stack.leave(project)
     assert stack.down(project) == ["server", "worker"]  # `tba up` had asked for it

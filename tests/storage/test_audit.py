@@ -3,6 +3,7 @@
 - A sound buffer has no faults, and a browsable site: index.html and a page for the validation, in the store.
 - Faults that no single shard shows (an id twice, a round missing) and those of one shard are each named.
 - What has expired is not judged.
+- Text of a shard is text in the site: no tag of it is one of the page's.
 
 pytest tests/storage/test_audit.py
 """
@@ -60,3 +61,16 @@ def test_what_has_expired_is_no_fault(run):
     delete_superseded(run, timedelta(0))
     assert len(run.list("trajectories")) == 2
     assert audit(run, VOCAB)[1] == []
+
+
+def test_no_text_of_a_shard_is_html(run):
+    """Of a shard that passed no gate, as one who may write to the store can put it there."""
+    evil = "<img src=x onerror=alert(1)>"
+    bad = make_shard("s2", 0, finish_reason=evil, trajectory_id=f"{evil}<script>alert(2)</script>'\"")
+    run.put(shard_path("s2", 0), parquet_bytes(bad))
+    page, faults = audit(run, VOCAB)
+    site = [run.get(path) for path in run.list(page.rpartition("/")[0]) if path.endswith(".html")]
+    assert not any(b"<img src=x" in html or b"<script>alert" in html for html in site)
+    assert any(b"onerror=alert(1)" in html for html in site)  # it is shown, as text
+    text = "\n".join(faults)
+    assert f"finish_reason is stop or length: broken by 4 of 16, where (finish_reason) is ['{evil}'" in text

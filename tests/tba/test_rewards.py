@@ -150,9 +150,9 @@ def test_trls_length_penalty_is_made_by_a_call():
     [
         ("half", "write module:function"),
         ("no_such_module:half", r"cannot import no_such_module \(ModuleNotFoundError"),
-        ("math:half", "math has no function 'half'"),
-        ("math:gcd(__import__('os'))", "cannot be called so .*malformed node"),
-        ("math:gcd(4, 6", "cannot be called so .*SyntaxError"),
+        ("scipy.special:half", r"scipy\.special has no function 'half'"),
+        (f"{__name__}:longer(__import__('os'))", "cannot be called so .*malformed node"),
+        (f"{__name__}:longer(4", "cannot be called so .*SyntaxError"),
     ],
 )
 def test_a_name_that_gives_no_function_is_refused(name, message):

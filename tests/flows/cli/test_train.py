@@ -185,7 +185,7 @@ def test_a_second_interrupt_waits_until_the_run_is_stopped(project, monkeypatch)
 
     monkeypatch.setattr(stack, "up", lambda *_, **__: "http://127.0.0.1:1/api")
     monkeypatch.setattr(stack, "leave", lambda *_, **__: stopped.append("stack"))
-    monkeypatch.setattr(prefect_server, "api", lambda url: contextlib.nullcontext())
+    monkeypatch.setattr(prefect_server, "api", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(flow_runs, "live_run", lambda *_: None)
     monkeypatch.setattr(flow_runs, "mark_crashed", lambda *_: 0)
     monkeypatch.setattr(flow_runs, "submit", lambda *_: SimpleNamespace(id=uuid4()))
@@ -234,7 +234,7 @@ def test_what_runs_elsewhere_is_ended_by_the_worker_there(config, monkeypatch):
     waiting = flow_run("search", config, Scheduled(), parent=uuid4())
     client = RemoteServer(flow, searcher, waiting)
     monkeypatch.setattr(prefect_server, "api", lambda *_: contextlib.nullcontext(client))
-    flow_runs.cancel(client.api_url, SimpleNamespace(id=flow.id, state=Scheduled()))  # as it was submitted
+    flow_runs.cancel(client.api_url, {}, SimpleNamespace(id=flow.id, state=Scheduled()))  # as it was submitted
     assert [run.state.name for run in (flow, searcher, waiting)] == ["Cancelling", "Cancelling", "Cancelled"]
 
 

@@ -13,6 +13,7 @@ Run: pytest tests/flows/run/test_prefect_page.py -m "apart or not apart"
 """
 
 import json
+import os
 import time
 from collections import Counter
 from itertools import product
@@ -26,7 +27,7 @@ from infra import prefect_server, stack
 from storage import attempts, policies
 from storage.store import RunStore
 from tests.browser import LAPTOP, PHONE, browser
-from tests.infra.project import REPOSITORY, make_project, processes_of, wait_for
+from tests.infra.project import REPOSITORY, make_project, processes_of, string_of, wait_for
 
 STEPS = 12
 # The real flow; only its checks, and what the Trainer's process runs, are stood in for.
@@ -101,15 +102,19 @@ def search(store: str, run: str, name: str, evaluates: bool, place: int) -> None
 @pytest.fixture(scope="module")
 def room(server, tmp_path_factory):
     """A project on the stack that is there, with the automation on: (client, store's root URL)."""
-    _, url, _ = server
+    first, url, _ = server
     project = make_project(tmp_path_factory.mktemp("room"))
     (project / "trainer.py").write_text(TRAINER.format(steps=STEPS))
     (project / "flows" / "train.py").write_text(TRAIN.format(trainer=str(project / "trainer.py")))
     (project / "flows" / "search.py").write_text(SEARCH)
     before, audit, after = (project / "prefect.yaml").read_text().partition("audit the buffer of a finished run")
     (project / "prefect.yaml").write_text(before + audit + after.replace("enabled: false", "enabled: true", 1))
-    with pytest.MonkeyPatch.context() as patch:
+    from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
+
+    string = string_of(first)  # as a server of one's own has it: in the environment, and so in Prefect's settings
+    with pytest.MonkeyPatch.context() as patch, temporary_settings({PREFECT_API_AUTH_STRING: string}):
         patch.setenv("PREFECT_API_URL", url)
+        patch.setenv("PREFECT_API_AUTH_STRING", string)
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         stack.up(project, keep=True, say=lambda _: None)
         try:
@@ -250,6 +255,7 @@ def test_the_page_shows_a_run_on_every_screen(room, tmp_path):
     }
     with browser(tmp_path / "profile") as tab:
         tab.open(root, width=LAPTOP)
+        tab.evaluate(f"localStorage.setItem('prefect-password', btoa({os.environ['PREFECT_API_AUTH_STRING']!r}))")
         for (name, (path, expected)), width, scheme in product(pages.items(), (LAPTOP, PHONE), ("light", "dark")):
             # Prefect's page is dark until somebody switches it on the page, whatever the system says
             tab.evaluate(f"localStorage.setItem('color-scheme', JSON.stringify({scheme!r}))")

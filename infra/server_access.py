@@ -1,0 +1,59 @@
+"""Access to the Prefect server that a project's stack starts: an authentication string, which every request must carry.
+
+    .tba/.local/prefect_auth_string    the string: made at the first start and kept, since browsers remember it
+    .tba/.local/prefect.toml           URL and, while the server runs, string: Prefect's settings in the project's
+                                       folder, where prefect.toml is a link to this file
+
+Both have mode 600 in a folder of mode 700. Processes get the string in their environment, which other accounts cannot
+read; it is on no command line and in no database.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+STRING_FILE, SETTINGS_FILE = "prefect_auth_string", "prefect.toml"
+USER = "tba"  # Prefect asks for user:password
+NUM_RANDOM_BYTES = 32
+
+
+def make_private(folder: Path) -> None:
+    """Creates the folder if it is missing, and takes others' access to it. Raises: OSError: it is another account's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+
+def auth_string(folder: Path) -> str:
+    """The authentication string of this folder's server; made if there is none."""
+    file = folder / STRING_FILE
+    try:
+        known = file.read_text().strip()
+    except FileNotFoundError:
+        known = ""
+    if not known:
+        known = f"{USER}:{secrets.token_urlsafe(NUM_RANDOM_BYTES)}"
+        _write_private(file, f"{known}\n")
+    return known
+
+
+def write_settings(folder: Path, url: str, string: str | None) -> None:
+    """Writes Prefect's settings for this server. string: None once the server is stopped, since another may follow."""
+    secret = [f"auth_string = {json.dumps(string)}"] if string else []
+    _write_private(folder / SETTINGS_FILE, "\n".join(["[api]", f'url = "{url}"', *secret, ""]))
+
+
+def server_environment(url: str, string: str) -> dict[str, str]:
+    """The server's own settings: it wants the string, and answers pages of its own origin only."""
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": string,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url.removesuffix("/api"),
+    }
+
+
+def _write_private(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as target:
+        target.write(text)
+    temporary.replace(file)

@@ -1,0 +1,85 @@
+"""Functions that settings name as `module:function`: of rewards and data, from the working folder or a package.
+
+A configuration may come from others, through Prefect's API or a shared store. So Python's own modules (`os:system`) and
+this project's are refused, before anything is imported. It is no sandbox: an installed package has functions, too, that
+start a process (docs/security.md).
+"""
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+
+OURS = {"flows", "infra", "storage", "tba"}
+FILES = (".jsonl", ".parquet")
+
+
+def is_function_name(data: str) -> bool:
+    """Whether `task.data` names a function, not a file or a dataset."""
+    return ":" in data and not data.endswith(FILES) and not Path(data).is_file()
+
+
+def check_function_name(name: str, field: str) -> None:
+    """Imports nothing. Raises: ValueError: such a function may not be imported; the message begins with `field`."""
+    module, _, function = name.partition(":")
+    parts = [*module.split("."), function]
+    if not all(part.isidentifier() for part in parts):
+        raise ValueError(f"{field}: got {name!r}; write module:function, such as my_rewards:brief, or task")
+    if any(part.startswith("__") for part in parts):
+        raise ValueError(f"{field}: got {name!r}; a name that begins with '__' is Python's own. Name a function")
+    if parts[0] in OURS:
+        raise ValueError(
+            f"{field}: got {name!r}; {parts[0]} is a part of this project, which has no such functions. Write one in a "
+            "file of the working folder"
+        )
+    if _is_pythons(parts[0]):
+        raise ValueError(
+            f"{field}: got {name!r}; {parts[0]} is of Python's standard library. Name a function of the working folder "
+            f"or of an installed package; a file of yours that is called {parts[0]}.py needs another name"
+        )
+
+
+def load_function(name: str, field: str):
+    """The function called `module:function`.
+
+    Raises: ValueError: it may not be imported, or there is none; the message begins with `field`.
+    """
+    check_function_name(name, field)
+    module_name, _, function_name = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as with `python -m`: modules in the working folder
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module's code is the user's: it may raise anything
+        raise ValueError(f"{field} {name}: cannot import {module_name} ({type(error).__name__}: {error})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise ValueError(
+            f"{field} {name}: {module_name} has no function {function_name!r}; it has {', '.join(own) or 'none'}"
+        )
+    home = _home(function)
+    if _is_pythons(home.partition(".")[0]):
+        raise ValueError(
+            f"{field} {name}: {function_name} is imported there from {home}, of Python's standard library. Name a "
+            "function that is defined in the working folder or in an installed package"
+        )
+    return function
+
+
+def _is_pythons(package: str) -> bool:
+    """Whether it is of the standard library, and no file of the working folder takes its place."""
+    if package not in sys.stdlib_module_names:
+        return False
+    folder, loaded = Path.cwd(), sys.modules.get(package)
+    if loaded is not None:
+        file = getattr(loaded, "__file__", None)
+        return file is None or folder not in Path(file).parents[:2]
+    return not (folder / f"{package}.py").is_file() and not (folder / package / "__init__.py").is_file()
+
+
+def _home(function) -> str:
+    """The module that defines the function, also one with some of its arguments given."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or ""
