@@ -49,18 +49,18 @@ def configured_url() -> str | None:
     return get_current_settings().api.url if own.exists() and not own.is_symlink() else None
 
 
-def find(ours: str | None, say: Callable[[str], None], credentials: dict | None = None) -> str | None:
+def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[str], dict]) -> str | None:
     """The URL of a server to use: PREFECT_API_URL's, else ours or the configured one. None: start one.
 
-    ours: the URL that this project's stack uses already; credentials: stack.credentials of it. Raises StackError if no
-    server may be started instead: PREFECT_API_URL names another machine's server, one that refuses us, or another
+    ours: the URL that this project's stack uses already; credentials: stack.credentials of a URL. Raises StackError if
+    no server may be started instead: PREFECT_API_URL names another machine's server, one that refuses us, or another
     server than the running stack's."""
     asked = "PREFECT_API_URL" in os.environ
     candidates = (configured_url(), ours) if asked else (ours, configured_url())
     for url in dict.fromkeys(filter(None, candidates)):
         refused = False
         try:
-            found = version(url, settings=credentials if url == ours else None)
+            found = version(url, settings=credentials(url))
         except AccessRefused:
             found, refused = None, True
         if refused:

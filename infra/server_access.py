@@ -24,16 +24,20 @@ def make_private(folder: Path) -> None:
     folder.chmod(0o700)
 
 
+def known_string(folder: Path) -> str | None:
+    """The authentication string of this folder's server; None before its first start."""
+    try:
+        return (folder / STRING_FILE).read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
 def auth_string(folder: Path) -> str:
     """The authentication string of this folder's server; made if there is none."""
-    file = folder / STRING_FILE
-    try:
-        known = file.read_text().strip()
-    except FileNotFoundError:
-        known = ""
-    if not known:
+    known = known_string(folder)
+    if known is None:
         known = f"{USER}:{secrets.token_urlsafe(NUM_RANDOM_BYTES)}"
-        _write_private(file, f"{known}\n")
+        _write_private(folder / STRING_FILE, f"{known}\n")
     return known
 
 

@@ -22,6 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -125,23 +126,30 @@ def running_url(project: Path) -> str | None:
     return state.url if any(process.find() for process in state.processes.values()) else None
 
 
-def credentials(project: Path, url: str) -> dict:
-    """The settings with which Prefect's client reaches the server at this URL, if our stack started it and it serves.
-
-    Empty for another server: it gets the user's own settings, and never our authentication string."""
-    from prefect.settings import PREFECT_API_AUTH_STRING
-
+def is_ours(project: Path, url: str) -> bool:
+    """Whether it is the server that this project's stack started that listens at this URL."""
     state = _read_state(project)
     server = state.processes.get("server")
-    if state.url != url or not server or not (process := server.find()) or not listens(process, urlsplit(url).port):
-        return {}
-    return {PREFECT_API_AUTH_STRING: server_access.auth_string(local_folder(project))}
+    process = server.find() if server and state.url == url else None
+    return process is not None and listens(process, urlsplit(url).port)
+
+
+def credentials(project: Path, url: str) -> dict:
+    """Settings with which Prefect's client reaches the server at this URL: if it is ours, our authentication string.
+
+    Another server gets the user's own settings, and never our string."""
+    from prefect.settings import PREFECT_API_AUTH_STRING
+
+    if is_ours(project, url):
+        return {PREFECT_API_AUTH_STRING: server_access.auth_string(local_folder(project))}
+    ours = server_access.known_string(local_folder(project))  # prefect.toml has it while our server runs
+    return {PREFECT_API_AUTH_STRING: None} if ours and PREFECT_API_AUTH_STRING.value() == ours else {}
 
 
 def page_hint(project: Path, url: str) -> str:
     """How to enter the page of the server at this URL, in parentheses; empty if it is not ours."""
     file = local_folder(project) / server_access.STRING_FILE
-    return f" (the page asks once for the string in {file})" if credentials(project, url) else ""
+    return f" (the page asks once for the string in {file})" if is_ours(project, url) else ""
 
 
 def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
@@ -156,7 +164,7 @@ def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
 
 def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None], again: bool = True) -> None:
     ours = state.url if state.processes else None
-    url = prefect_server.find(ours, say, ours and credentials(project, ours))
+    url = prefect_server.find(ours, say, partial(credentials, project))
     if url is None:
         if "server" in state.processes:  # alive, yet it does not answer
             _stop_hung(project, state, say)
@@ -196,7 +204,7 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
     string = server_access.auth_string(folder)
     process = _start(project, state, "server", command, keep, server_access.server_environment(state.url, string))
     deadline = time.monotonic() + SERVER_START_TIMEOUT_S
-    while not credentials(project, state.url) or _version(project, state.url) is None:
+    while not is_ours(project, state.url) or _version(project, state.url) is None:
         if process.find() is None or time.monotonic() > deadline:
             raise StackError(f"The Prefect server did not start.\n{log_tail(project, 'server')}")
         time.sleep(0.2)

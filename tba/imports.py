@@ -1,8 +1,8 @@
 """Functions that settings name as `module:function`: of rewards and data, from the working folder or a package.
 
-A configuration may come from others, through Prefect's API or a shared store. So Python's own modules (`os:system`) and
-this project's are refused, before anything is imported. It is no sandbox: an installed package has functions, too, that
-start a process (docs/security.md).
+A configuration may come from others: run.json is in a store. So Python's own modules (`os:system`) and this project's
+are refused, before anything is imported. Of a package, only what looks like a reward is called: packages have
+functions, too, that start a process (docs/security.md).
 """
 
 import functools
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 OURS = {"flows", "infra", "storage", "tba"}
+OF_THE_REPOSITORY = {"docs", "tests"}  # in a checkout they lie in the working folder, and are not the user's
 FILES = (".jsonl", ".parquet")
 
 
@@ -67,6 +68,13 @@ def load_function(name: str, field: str):
     return function
 
 
+def is_users_own(name: str) -> bool:
+    """Whether a loaded `module:function` is a file of the working folder that the user has written."""
+    package = name.partition(":")[0].partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return package not in OF_THE_REPOSITORY and file is not None and Path.cwd() in list(Path(file).parents)[:2]
+
+
 def _is_pythons(package: str) -> bool:
     """Whether it is of the standard library, and no file of the working folder takes its place."""
     if package not in sys.stdlib_module_names:
@@ -74,7 +82,7 @@ def _is_pythons(package: str) -> bool:
     folder, loaded = Path.cwd(), sys.modules.get(package)
     if loaded is not None:
         file = getattr(loaded, "__file__", None)
-        return file is None or folder not in Path(file).parents[:2]
+        return file is None or folder not in list(Path(file).parents)[:2]
     return not (folder / f"{package}.py").is_file() and not (folder / package / "__init__.py").is_file()
 
 

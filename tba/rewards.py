@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol
 
-from tba.imports import load_function
+from tba.imports import is_users_own, load_function
 from tba.tasks.base import Problem, Task
 
 TASK = "task"  # in place of module:function: the task's own reward
+COLUMNS = ("completions", "completion_ids", "prompts")  # a reward function takes at least one of them
 
 
 class Rewarding(Protocol):
@@ -159,10 +160,12 @@ class RewardedTask:
 def load_reward(name: str) -> FunctionReward:
     """The reward called `module:function`, or `module:function(…)` for one that a function returns.
 
-    Raises: ValueError: there is no such function, it may not be imported, or its arguments are not literals.
+    Raises: ValueError: there is no such function, it may not be imported or called, or its arguments are not literals.
     """
     path, parenthesis, arguments = name.partition("(")
     function = load_function(path, "reward")
+    if not is_users_own(path):
+        _check_looks_like_reward(function, name, is_called=bool(parenthesis))
     if not parenthesis:
         return FunctionReward(function, path)
     try:
@@ -173,6 +176,27 @@ def load_reward(name: str) -> FunctionReward:
     except Exception as error:  # not Python, not literals, or refused by the function
         raise ValueError(f"reward {name}: cannot be called so ({type(error).__name__}: {error})") from error
     return FunctionReward(made, path, parenthesis + arguments)
+
+
+def _check_looks_like_reward(function: Callable, name: str, is_called: bool) -> None:
+    """Before a package's function is called with anything: most packages have some that start a process or read code.
+
+    Raises: ValueError: it is not of TRL's signature, or, if `is_called`, not annotated to return a function.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        signature = inspect.Signature()
+    if isinstance(function, type) or (
+        "Callable" not in str(signature.return_annotation)
+        if is_called
+        else not set(COLUMNS) & set(signature.parameters)
+    ):
+        rule = "is annotated to return a Callable" if is_called else f"takes one of {', '.join(COLUMNS)}"
+        raise ValueError(
+            f"reward {name}: of an installed package, only a function that {rule} may be a reward. Write one in a file "
+            "of the working folder that calls it"
+        )
 
 
 def _checked(

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
 from infra import doctor, prefect_server, server_access, stack
 from infra.processes import listens, stop_processes
@@ -152,13 +153,13 @@ def test_commands_in_the_projects_folder_have_the_string(server):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Completed" in done.stdout + done.stderr
 
-    heartbeat = project / ".tba" / "patient" / "trainer" / "heartbeat.json"
-    training = tba(project, "train", "patient", "--seed", "2", url=url)
+    heartbeat = project / ".tba" / "watched" / "trainer" / "heartbeat.json"
+    training = tba(project, "train", "watched", "--seed", "2", url=url)
     try:
         wait_for(lambda: heartbeat.exists() or training.poll() is not None)
-        recorded = {"run": "patient", "seed": 2}  # the stand-in writes none
+        recorded = {"run": "watched", "seed": 2}  # the stand-in writes none
         (heartbeat.parents[1] / "run.json").write_text(json.dumps(recorded))
-        watching = tba(project, "watch", "patient", url=url)
+        watching = tba(project, "watch", "watched", url=url)
         with watching.stdout as lines:
             assert any("Prefect: " in line or "step 3/4" in line for line in lines), "it never spoke"
             watching.kill()
@@ -167,8 +168,8 @@ def test_commands_in_the_projects_folder_have_the_string(server):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(project)
-            view = ServerView(RunStore(config["store"], "patient"))
-            wait_for(lambda: "patient running" in view.words, timeout_s=60)
+            view = ServerView(RunStore(config["store"], "watched"))
+            wait_for(lambda: "watched running" in view.words, timeout_s=60)
             view.close()
     finally:
         training.terminate()  # as Ctrl-C
@@ -262,6 +263,8 @@ def test_another_process_at_our_port_is_not_told_the_string(project):
         sleeper.wait()
     assert set(heard) == {None}
     assert stack.credentials(project, url) == {}  # nobody listens any more
+    with temporary_settings({PREFECT_API_AUTH_STRING: string_of(project)}):  # as prefect.toml has it
+        assert stack.credentials(project, "http://elsewhere:4200/api") == {PREFECT_API_AUTH_STRING: None}
 
 
 def test_an_open_server_of_an_earlier_version_is_refused(project, monkeypatch):
@@ -283,12 +286,10 @@ def test_a_server_of_ones_own_is_used_with_its_string_or_named(project, monkeypa
         url = f"http://127.0.0.1:{port}/api"
         monkeypatch.setenv("PREFECT_API_URL", url)
         with pytest.raises(stack.StackError, match=r"asks for an authentication string.*Set PREFECT_API_AUTH_STRING"):
-            prefect_server.find(None, lambda _: None)
+            prefect_server.find(None, lambda _: None, lambda _: {})
         assert "PREFECT_API_AUTH_STRING" in doctor.check_server(project).remedy
-        from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
-
         with temporary_settings({PREFECT_API_AUTH_STRING: "me:mine"}):
-            assert prefect_server.find(None, lambda _: None) == url
+            assert prefect_server.find(None, lambda _: None, lambda _: {}) == url
 
 
 def test_a_server_that_asks_for_nothing_is_warned_of():
@@ -308,7 +309,7 @@ def test_a_server_at_the_usual_port_that_nobody_named_is_not_used(project, monke
         server_access.make_private(stack.local_folder(project))
         server_access.write_settings(stack.local_folder(project), url, None)  # our server had this port once
         assert prefect_server.configured_url() is None
-        assert prefect_server.find(None, lambda _: None) is None
+        assert prefect_server.find(None, lambda _: None, lambda _: {}) is None
     assert heard == []
 
 

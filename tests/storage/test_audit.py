@@ -73,4 +73,4 @@ def test_no_text_of_a_shard_is_html(run):
     assert not any(b"<img src=x" in html or b"<script>alert" in html for html in site)
     assert any(b"onerror=alert(1)" in html for html in site)  # it is shown, as text
     text = "\n".join(faults)
-    assert f"finish_reason is stop or length: broken by 4 of 16, where (finish_reason) is ['{evil}'" in text
+    assert f"finish_reason is stop or length: broken by 4 of 20, where (finish_reason) is ['{evil}'" in text

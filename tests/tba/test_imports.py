@@ -62,6 +62,9 @@ import json
 def brief(completions, **columns):
     return [0.0] * len(completions)
 
+def made(n):
+    return brief
+
 shorter = partial(brief)
 shell = partial(system, "true")
 
@@ -113,9 +116,9 @@ def test_what_a_module_took_from_python_is_refused(folder, name):
         load_function(f"my_rewards:{name}", "task.data")
 
 
-@pytest.mark.parametrize("name", ["brief", "shorter", "graded"])
+@pytest.mark.parametrize("name", ["brief", "shorter", "graded", "made(3)"])
 def test_functions_of_the_working_folder_are_loaded(folder, name):
-    assert load_reward(f"my_rewards:{name}").name == name
+    assert load_reward(f"my_rewards:{name}").path == f"my_rewards:{name.partition('(')[0]}"
     assert TaskSettings(rewards=[f"my_rewards:{name}"]).rewards == (f"my_rewards:{name}",)
 
 

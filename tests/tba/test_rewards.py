@@ -11,6 +11,7 @@ python -m pytest tests/tba/test_rewards.py
 """
 
 import importlib.util
+from collections.abc import Callable
 
 import pytest
 
@@ -37,7 +38,7 @@ def half(prompts, completions, **columns):
     return [0.5] * len(completions)
 
 
-def longer(n):
+def longer(n) -> Callable:
     def longer_than(completions, **columns):
         return [float(len(text) > n) for text in completions]
 
@@ -151,6 +152,11 @@ def test_trls_length_penalty_is_made_by_a_call():
         ("half", "write module:function"),
         ("no_such_module:half", r"cannot import no_such_module \(ModuleNotFoundError"),
         ("scipy.special:half", r"scipy\.special has no function 'half'"),
+        ("scipy.special:logit", "of an installed package, only a function that takes one of completions"),
+        ("psutil:Popen(['true'])", "only a function that is annotated to return a Callable"),
+        ("torch.hub:load('somebody/repository')", "only a function that is annotated to return a Callable"),
+        ("pandas:read_pickle('file.pkl')", "only a function that is annotated to return a Callable"),
+        ("tests.storage.helpers:start_python('1')", "only a function that is annotated to return a Callable"),
         (f"{__name__}:longer(__import__('os'))", "cannot be called so .*malformed node"),
         (f"{__name__}:longer(4", "cannot be called so .*SyntaxError"),
     ],
