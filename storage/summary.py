@@ -3,6 +3,7 @@
 import json
 from datetime import UTC, datetime, timedelta
 from statistics import median
+from typing import Any
 
 from storage import attempts, policies, queries
 from storage.store import RunStore
@@ -13,8 +14,8 @@ _PATH = "summary.json"
 
 
 def read_summary(store: RunStore) -> dict | None:
-    """What a finished run came to; None before its end."""
-    return store.read_json(_PATH)
+    """What a finished run came to; None before its end. DamagedRecord: it cannot be read."""
+    return store.read_json(_PATH, dict[str, Any], remedy="Delete it: the same `tba train` writes it again.")
 
 
 def is_finished(store: RunStore) -> bool:

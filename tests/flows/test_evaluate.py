@@ -28,7 +28,6 @@ from flows import evaluate, search
 from flows.cli.console import summary_table
 from flows.config import RunConfig
 from flows.search import EvaluationBudget
-from flows.searcher.policy_feed import next_policy
 from storage import attempts, ledger, policies
 from storage.store import RunStore
 from storage.summary import summarise
@@ -309,14 +308,6 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
     shown = console.file.getvalue()
     assert re.search(r"Best policy [ │]+policies/step=00000002 ", shown)
     assert re.search(r"Accuracy of the best policy [ │]+0\.875", shown)
-
-
-def test_a_synchronous_searcher_waits_for_another_policy(monkeypatch):
-    seen = iter(["old", "old", "new"])
-    monkeypatch.setattr("flows.searcher.policy_feed.policies.latest_policy", lambda store: next(seen))
-    monkeypatch.setattr("flows.searcher.policy_feed.POLL_S", 0)
-    pulse = SimpleNamespace(is_silent=lambda: False)
-    assert next_policy(None, pulse, after="old") == "new"
 
 
 @pytest.mark.parametrize(

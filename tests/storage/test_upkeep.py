@@ -109,7 +109,7 @@ def trained(tmp_path):
 def checkpoint(store, step: int, tmp_path) -> None:
     (tmp_path / "local").mkdir(exist_ok=True)
     (tmp_path / "local" / "state.json").write_text("{}")
-    checkpoints.save_checkpoint(store, step, tmp_path / "local")
+    checkpoints.save_checkpoint(store, step, tmp_path / "local", attempt=1)
 
 
 def test_an_unfinished_run_keeps_what_a_resume_needs(trained, tmp_path):
