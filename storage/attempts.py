@@ -19,9 +19,9 @@ import re
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel
 
 from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, Superseded
 from storage.process_identity import Identity
@@ -46,6 +46,18 @@ class _Attempt:
     owner: Identity
     created_at: Annotated[str, AfterValidator(_is_time)]  # UTC, ISO 8601
     checkpoint: str | None = None  # its folder; "": from scratch; None: an older version did not record it
+
+
+class _Heartbeat(BaseModel, extra="allow"):
+    """The fields of trainer/heartbeat.json that are computed with; the others are metrics."""
+
+    state: str | None = None
+    step: int = 0
+    steps: int | None = None
+    message: str | None = None
+    alarms: dict[str, str] = {}
+    num_inserted: int | None = None
+    seconds_left: float | None = None
 
 
 def start_attempt(
@@ -155,10 +167,10 @@ def heartbeat(store: RunStore, beat: dict) -> None:
 
 
 def read_heartbeat(store: RunStore) -> dict | None:
-    """The newest sign of life; None before the first. DamagedRecord: it is no JSON object."""
-    return store.read_json(
-        HEARTBEAT, dict[str, Any], remedy="A live Trainer replaces it within seconds; else delete it."
-    )
+    """The newest sign of life, with a state and a step; None before the first. DamagedRecord: it is another thing."""
+    remedy = "A live Trainer replaces it within seconds; if there is none, delete it."
+    found = store.read_json(HEARTBEAT, _Heartbeat, remedy=remedy)
+    return found and {"state": found.state, "step": found.step} | found.model_dump(exclude_unset=True)
 
 
 def raw_heartbeat(store: RunStore) -> bytes | None:

@@ -64,7 +64,7 @@ def run_status(store: RunStore) -> RunStatus:
     return RunStatus(
         run=store.run,
         state=state,
-        step=known.get("steps", 0) if summary else beat.get("step", 0),
+        step=(known.get("steps") if summary else beat.get("step")) or 0,
         steps=store.read_json("run.json", _Settings).train.get("steps"),
         accuracy=ledger.accuracy(store, evaluated[-1]) if evaluated else None,
         best_accuracy=best.accuracy if best else None,

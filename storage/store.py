@@ -33,7 +33,7 @@ from storage.errors import (
 )
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-RESTORE = "Restore the file from a copy of the store; `tba verify` names every file that is damaged."
+RESTORE = "Restore the file from a copy of the store; `tba verify` names the others that are damaged."
 _PARALLEL_TRANSFERS = 8  # hides the latency of an object store without flooding it
 
 

@@ -15,7 +15,7 @@ from storage import attempts, ledger, policies, requests, summary
 from storage.errors import DamagedRecord
 from storage.status import all_runs
 from storage.store import RunStore
-from tests.storage.helpers import OWNER
+from tests.storage.helpers import NOON, OWNER
 
 DAMAGES = {"0 bytes": b"", "cut short": b'{"step"', "foreign": b'{"a": 1}', "no object": b"7", "no text": b"\xff\x00"}
 READERS = {
@@ -31,7 +31,7 @@ READERS = {
     "summary.json": summary.read_summary,
     "run.json": load_run,
 }
-ANY_OBJECT = ("trainer/heartbeat.json", "summary.json")  # their fields are read with defaults
+ANY_OBJECT = ("trainer/heartbeat.json", "summary.json")  # their fields have defaults
 
 
 @pytest.fixture
@@ -51,12 +51,30 @@ def publish(store: RunStore, tmp_path, step: int) -> policies.PolicyRef:
 def test_the_error_names_path_cause_and_remedy(run, path, damage):
     run.put(path, DAMAGES[damage])
     if damage == "foreign" and path in ANY_OBJECT:
-        assert READERS[path](run) == {"a": 1}
+        assert READERS[path](run)["a"] == 1
         return
     with pytest.raises(DamagedRecord) as error:
         READERS[path](run)
     assert path in str(error.value) and run.url in str(error.value)
     assert any(remedy in str(error.value) for remedy in ("Restore", "replaces it", "Delete it"))
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("trainer/heartbeat.json", {"step": "three"}),
+        ("trainer/heartbeat.json", {"alarms": []}),
+        ("summary.json", {"trajectories": "many"}),
+        ("trainer/attempt=00000001.json", {"attempt": 1, "resumed_from": 0, "owner": OWNER, "created_at": "noon"}),
+        ("trainer/attempt=00000001.json", {"attempt": 1, "resumed_from": 0, "owner": {}, "created_at": str(NOON)}),
+    ],
+)
+def test_fields_of_another_type_are_named(run, path, content):
+    run.put(path, json.dumps(content).encode())
+    with pytest.raises(DamagedRecord, match=path):
+        READERS[path](run)
+    (status,) = all_runs(run.url)
+    assert status.state == "unreadable" and path in status.message
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
