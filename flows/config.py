@@ -7,7 +7,8 @@ from pydantic import Field, field_validator, model_validator
 
 from infra.machine import default_store
 from storage.buffer import Sampling
-from storage.store import check_run_name
+from storage.errors import DamagedRecord
+from storage.store import RESTORE, check_run_name
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
 
 
@@ -142,8 +143,16 @@ class RunConfig(Settings):
 
 
 def load_run(store) -> RunConfig:
-    """The configuration that a run was created with. Raises: storage.errors.NotFound: there is no such run."""
-    return RunConfig(**_settings(store.get("run.json")), store=store.url)
+    """The configuration that a run was created with.
+
+    Raises: storage.errors.NotFound: there is no such run; storage.errors.DamagedRecord: run.json cannot be read.
+    """
+    try:
+        return RunConfig(**_settings(store.get("run.json")), store=store.url)
+    except ValueError as error:
+        raise DamagedRecord(
+            f"cannot read run.json (run {store.run} in {store.url}): it holds no settings of a run ({error}). {RESTORE}"
+        ) from error
 
 
 def read_recorded(run_json: bytes) -> dict:
@@ -152,5 +161,8 @@ def read_recorded(run_json: bytes) -> dict:
 
 
 def _settings(run_json: bytes) -> dict:
-    """The settings in a run.json, without a setting that evaluate_share has replaced."""
-    return {name: value for name, value in json.loads(run_json).items() if name != "evaluate_interval"}
+    """The settings in a run.json, without a setting that evaluate_share has replaced. Raises: ValueError."""
+    recorded = json.loads(run_json)
+    if not isinstance(recorded, dict):
+        raise ValueError(f"got {recorded!r:.80}, expected a JSON object")
+    return {name: value for name, value in recorded.items() if name not in ("evaluate_interval", "store")}

@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import load_run
 from flows.run.prefect_page_lineage import asset_key
-from flows.searcher.policy_feed import TrainerPulse, deliver, next_policy
+from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import start_searcher_task
 from storage import ledger, policies, quality, requests, shards
 from storage.errors import AlreadyExists
@@ -40,20 +40,17 @@ def search(store: str, run: str, name: str = "s0", evaluates: bool = False, plac
     config = load_run(run_store)
     first = number = shards.next_round(run_store, name)
     searcher = start_searcher_task(config, name, first, place)
-    pulse, budget, newest = TrainerPulse(run_store), EvaluationBudget(config.evaluate_share), None
-    while policy := next_policy(run_store, pulse, after=newest if config.synchronous else None):
+    feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
+    budget = EvaluationBudget(config.evaluate_share)
+    while policy := feed.next():
         if requests.is_to_leave(run_store, name):
             get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
             break
-        if policy != newest:
-            if not (served := deliver(run_store, searcher, policy)):
-                continue
-            newest = policy
-            if evaluates and (policy.step == 0 or policy.final or budget.allows()):
-                budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
+        if feed.is_new and evaluates and (policy.step == 0 or policy.final or budget.allows()):
+            budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
         if policy.final:
             break
-        as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number, served)
+        as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number, feed.served)
         number += 1
     return number - first
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
 from flows.trainer import ALREADY_TRAINING
 from storage import attempts, ledger, policies, requests
-from storage.errors import AlreadyTraining
+from storage.errors import AlreadyTraining, DamagedRecord
 from storage.store import RunStore
 from storage.summary import read_summary, summarise
 
@@ -136,18 +135,25 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
     )
     try:
         while process.poll() is None and not over.wait(POLL_S):
-            if not began.is_set() and attempts.trainer(run_store) == (socket.gethostname(), process.pid):
+            if not began.is_set() and is_trainer(run_store, process.pid):
                 began.set()
     finally:
         status = end(process)
     if over.is_set():
         return
     if status == ALREADY_TRAINING:
+        owner = attempts.trainer(run_store)
         raise AlreadyTraining(
-            f"run {run} has another live Trainer: {attempts.trainer(run_store)}. Nothing was written."
+            f"run {run} has another live Trainer: host {owner.host}, pid {owner.pid}. Nothing was written."
         )
     if status:
         raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(run_store)}")
+
+
+def is_trainer(store: RunStore, pid: int) -> bool:
+    """Whether the latest attempt is of this process here, not of a process with its pid on a machine of this name."""
+    owner = attempts.trainer(store)
+    return owner is not None and owner.pid == pid and owner.is_running() is True
 
 
 def end(process: subprocess.Popen) -> int:
@@ -181,5 +187,7 @@ await_evaluation_task = task(
 
 
 def last_words(store: RunStore) -> str:
-    message = (attempts.read_heartbeat(store) or {}).get("message")
+    message = None
+    with contextlib.suppress(DamagedRecord):
+        message = (attempts.read_heartbeat(store) or {}).get("message")
     return message or "it was killed, or died before it could say why; the flow run's log has its output"

@@ -2,49 +2,88 @@
 
 trainer/attempt=00000001.json    one attempt of the Trainer, and its checkpoint
 trainer/heartbeat.json           the live Trainer's newest heartbeat
+
+A later attempt takes the run over. The Trainer that it supersedes may not know yet: its machine froze, or an upload of
+minutes is under way. So the fence has two sides:
+
+- a Trainer asks check_not_superseded right before the write that makes an object visible, and ends if it was superseded
+- a reader asks `counts`: what an attempt stored after a later one took the run over counts for nobody
+
+The second side holds whatever the first one missed. The moment between question and write remains for two files that
+have one name for all attempts: trainer/heartbeat.json and policies/latest.json. The living Trainer's next write
+replaces them, and storage/policies.py does not follow a pointer of a superseded attempt.
 """
 
 import json
-import socket
+import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from typing import Annotated
 
-from storage.errors import AlreadyExists, AlreadyTraining, Superseded
-from storage.process_identity import Process
-from storage.store import RunStore
+from pydantic import AfterValidator, BaseModel
+
+from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, Superseded
+from storage.process_identity import Identity
+from storage.store import RESTORE, RunStore, transfer_all
 
 HEARTBEAT = "trainer/heartbeat.json"
+_ATTEMPT_NAME = re.compile(r"trainer/attempt=(?P<attempt>\d{8})\.json")
 _POLL_S = 0.2
 
 
-def start_attempt(store: RunStore, resumed_from: int, owner: dict, *, previous: int | None = None) -> int:
+def _is_time(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The content of trainer/attempt=….json."""
+
+    attempt: int
+    resumed_from: int
+    owner: Identity
+    created_at: Annotated[str, AfterValidator(_is_time)]  # UTC, ISO 8601
+    checkpoint: str | None = None  # its folder; "": from scratch; None: an older version did not record it
+
+
+class _Heartbeat(BaseModel, extra="allow"):
+    """The fields of trainer/heartbeat.json that are computed with; the others are metrics."""
+
+    state: str | None = None
+    step: int = 0
+    steps: int | None = None
+    message: str | None = None
+    alarms: dict[str, str] = {}
+    num_inserted: int | None = None
+    seconds_left: float | None = None
+
+
+def start_attempt(
+    store: RunStore, resumed_from: int, owner: dict, *, previous: int | None = None, checkpoint: str = ""
+) -> int:
     """Begin an attempt of the Trainer at a checkpoint's step (0: from scratch). Returns its number, counted from 1.
 
     owner: the process, as this_process returns it. previous: the attempt that refuse_live_trainer found to be over;
-    None: the latest. AlreadyTraining if another Trainer has begun since. The number fences: a later attempt takes the
-    run over, and entries that an earlier one writes after that do not count.
+    None: the latest. checkpoint: its folder. AlreadyTraining if another Trainer has begun since. The number fences: a
+    later attempt takes the run over, and entries that an earlier one writes after that do not count.
     """
     attempt = (latest_attempt(store) if previous is None else previous) + 1
-    record = {
-        "attempt": attempt,
-        "resumed_from": resumed_from,
-        "owner": owner,
-        "created_at": datetime.now(UTC).isoformat(),
-    }
+    record = _Attempt(attempt, resumed_from, Identity(**owner), datetime.now(UTC).isoformat(), checkpoint)
     try:
-        store.put_new(_attempt_path(attempt), json.dumps(record, indent=2).encode())
+        store.put_new(_attempt_path(attempt), json.dumps(asdict(record), indent=2).encode())
     except AlreadyExists:
-        raise _already_training(store, json.loads(store.get(_attempt_path(attempt)))) from None
+        raise _already_training(store, _read(store, _attempt_path(attempt))) from None
     return attempt
 
 
 def refuse_live_trainer(store: RunStore, watch_s: float) -> int:
     """The latest attempt's number, 0 if there is none. AlreadyTraining if its Trainer is alive (run_is_alive)."""
-    latest = list_attempts(store)[-1:]
+    latest = latest_attempt(store)
     if run_is_alive(store, watch_s):
         raise _already_training(store, list_attempts(store)[-1])
-    return latest[0]["attempt"] if latest else 0
+    return latest
 
 
 def _already_training(store: RunStore, record: dict) -> AlreadyTraining:
@@ -57,33 +96,65 @@ def _already_training(store: RunStore, record: dict) -> AlreadyTraining:
 
 def check_not_superseded(store: RunStore, attempt: int) -> None:
     """Superseded if a later attempt has begun. One look-up, cheap enough to make before each write."""
-    if store.exists(_attempt_path(attempt + 1)):
+    if is_superseded(store, attempt):
         raise Superseded(
             f"attempt {attempt} at run {store.run} writes no more: attempt {latest_attempt(store)} has begun, so "
             "another Trainer has taken over."
         )
 
 
+def is_superseded(store: RunStore, attempt: int) -> bool:
+    """Whether a later attempt has begun. One look-up."""
+    return store.exists(_attempt_path(attempt + 1))
+
+
+def counts(attempt: int, step: int, resumes: list[dict]) -> bool:
+    """Whether an object that an attempt stored for a step counts: no later attempt resumed from before that step.
+
+    resumes: as list_attempts returns them.
+    """
+    return all(step <= later["resumed_from"] for later in resumes if later["attempt"] > attempt)
+
+
 def latest_attempt(store: RunStore) -> int:
     """The newest attempt's number; 0 before the first."""
-    return max((record["attempt"] for record in list_attempts(store)), default=0)
+    names = map(_ATTEMPT_NAME.fullmatch, store.list("trainer"))
+    latest = max((int(name["attempt"]) for name in names if name), default=0)
+    while is_superseded(store, latest):  # a store that forgets an entry of a listing must not undo a takeover
+        latest += 1
+    return latest
 
 
 def list_attempts(store: RunStore) -> list[dict]:
-    """Every attempt's record (attempt, resumed_from, owner, created_at), oldest first."""
-    paths = [path for path in store.list("trainer") if path.startswith("trainer/attempt=")]
-    return [json.loads(store.get(path)) for path in paths]
+    """Every attempt's record (attempt, resumed_from, owner, created_at, checkpoint), oldest first.
+
+    Raises: DamagedRecord: one cannot be read.
+    """
+    paths = map(_attempt_path, range(1, latest_attempt(store) + 1))
+    return [record for record in transfer_all(lambda path: _read(store, path), paths) if record]
 
 
-def trainer(store: RunStore) -> tuple[str, int] | None:
-    """Host and pid of the latest attempt's Trainer; None before the first."""
+def _read(store: RunStore, path: str) -> dict | None:
+    """A record; None if there is none."""
+    found = store.read_json(path, _Attempt)
+    if found is not None and _attempt_path(found.attempt) != path:
+        raise DamagedRecord(
+            f"{path} (run {store.run} in {store.url}) is the record of attempt {found.attempt}. {RESTORE}"
+        )
+    return asdict(found) if found else None
+
+
+def trainer(store: RunStore) -> Identity | None:
+    """The process of the latest attempt's Trainer; None before the first."""
     latest = list_attempts(store)[-1:]
-    return (latest[0]["owner"]["host"], latest[0]["owner"]["pid"]) if latest else None
+    return Identity(**latest[0]["owner"]) if latest else None
 
 
 def first_attempt_at(store: RunStore) -> datetime:
     """When training began. NotFound before that."""
-    return datetime.fromisoformat(json.loads(store.get(_attempt_path(1)))["created_at"])
+    if (first := _read(store, _attempt_path(1))) is None:
+        raise NotFound(f"run {store.run} in {store.url} has not begun to train: {_attempt_path(1)} is not there")
+    return datetime.fromisoformat(first["created_at"])
 
 
 def _attempt_path(attempt: int) -> str:
@@ -96,38 +167,45 @@ def heartbeat(store: RunStore, beat: dict) -> None:
 
 
 def read_heartbeat(store: RunStore) -> dict | None:
-    """The newest sign of life; None before the first."""
-    return store.read_json(HEARTBEAT)
+    """The newest sign of life, with a state and a step; None before the first. DamagedRecord: it is another thing."""
+    remedy = "A live Trainer replaces it within seconds; if there is none, delete it."
+    found = store.read_json(HEARTBEAT, _Heartbeat, remedy=remedy)
+    return found and {"state": found.state, "step": found.step} | found.model_dump(exclude_unset=True)
+
+
+def raw_heartbeat(store: RunStore) -> bytes | None:
+    """As it is stored, to be compared with a later one; None before the first."""
+    try:
+        return store.get(HEARTBEAT)
+    except NotFound:
+        return None
 
 
 def run_is_alive(store: RunStore, watch_s: float) -> bool:
     """Whether a Trainer works on the run.
 
-    On this machine: whether its process exists. On another machine: whether its heartbeat changes within `watch_s`.
-    Compares no clocks. Takes up to `watch_s`, and no time if the process is known to be dead.
+    If its process can be looked up here (storage/process_identity.py): whether that process exists. Otherwise: whether
+    its heartbeat changes, each time within `watch_s`. Names of machines decide nothing, for clones and pods share them;
+    an attempt that an older version recorded has no more than a name. Compares no clocks. Takes up to twice `watch_s`,
+    and no time if the process is known to be dead.
     """
-    records = list_attempts(store)
-    if not records:
+    owner = trainer(store)
+    if owner is None:
         return False
-    owner = records[-1]["owner"]
-    beats = [read_heartbeat(store)]
+    beats = [raw_heartbeat(store)]
     deadline = time.monotonic() + watch_s
-    while not _is_gone(owner):
-        if (beat := read_heartbeat(store)) not in beats:
+    while (runs := owner.is_running()) is not False:
+        if (beat := raw_heartbeat(store)) not in beats:
             beats.append(beat)
+            deadline = time.monotonic() + watch_s
         if len(beats) > 2:  # one change may be the last heartbeat of a Trainer that lost its flow
             return True
         if time.monotonic() > deadline:
-            return owner["host"] == socket.gethostname()  # the process exists, but is silent: it starts, or hangs
+            return bool(runs)  # the process exists, but is silent: it starts, or hangs
         time.sleep(_POLL_S)
     return False
 
 
 def this_process() -> dict:
-    """This process, described so that another process of the machine can tell whether it still runs."""
-    return {"host": socket.gethostname()} | asdict(Process.current())
-
-
-def _is_gone(owner: dict) -> bool:
-    """Whether the process is known to be dead. On another machine this cannot be known."""
-    return owner["host"] == socket.gethostname() and Process(owner["pid"], owner["started"]).find() is None
+    """This process, described so that another process can tell whether it still runs (storage/process_identity.py)."""
+    return asdict(Identity.current())

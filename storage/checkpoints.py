@@ -1,57 +1,162 @@
 """Checkpoints: where training resumes.
 
-trainer/step=00000100/    whole once its state.json is there
+trainer/step=00000100-a0002/    of the second attempt; complete once its state.json is there
+trainer/step=00000100/          of an older version, which did not name the attempt
+
+A Trainer that was superseded may complete a checkpoint minutes later. It does not count (storage/attempts.py): no
+resume takes it, and the living Trainer deletes it. A checkpoint without an attempt in its name counts as the last
+attempt's that an older version began.
+
+A complete checkpoint whose files are torn is passed over for an older one that is whole.
 """
 
 import json
+import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
+from storage.attempts import check_not_superseded, counts, list_attempts
+from storage.errors import DamagedRecord, NotFound, StoreError, translate
 from storage.store import RunStore
 
-_CHECKPOINT_COMPLETE = "state.json"
-_CHECKPOINT_NAME = re.compile(r"step=(?P<step>\d{8})")
+_COMPLETE = "state.json"
+_NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4,}))?")
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
+
+logger = logging.getLogger(__name__)
 
 
-def checkpoint_path(step: int) -> str:
-    return f"trainer/step={step:08d}"
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's place in a run."""
+
+    step: int
+    attempt: int
+    path: str  # of the folder, inside the run
 
 
-def save_checkpoint(store: RunStore, step: int, local_folder: str | Path) -> None:
-    """Upload a checkpoint's folder; it counts once its state.json, copied last, is there."""
-    store.upload_folder(local_folder, checkpoint_path(step), last=_CHECKPOINT_COMPLETE)
+FROM_SCRATCH = Checkpoint(0, 0, "")
 
 
-def list_checkpoints(store: RunStore) -> list[int]:
-    """Steps of the complete checkpoints, in order."""
+@dataclass(frozen=True)
+class _State:
+    """What is checked of a checkpoint's state.json."""
+
+    step: int
+
+
+def checkpoint_path(step: int, attempt: int) -> str:
+    return f"trainer/step={step:08d}-a{attempt:04d}"
+
+
+def save_checkpoint(store: RunStore, step: int, local_folder: str | Path, attempt: int) -> None:
+    """Upload a checkpoint's folder; it is complete once its state.json, copied last, is there.
+
+    Superseded, and nothing is complete, if a later attempt has begun before state.json is copied.
+    """
+    store.upload_folder(
+        local_folder,
+        checkpoint_path(step, attempt),
+        last=_COMPLETE,
+        before_last=lambda: check_not_superseded(store, attempt),
+    )
+
+
+def list_checkpoints(store: RunStore) -> list[Checkpoint]:
+    """The complete checkpoints that count, in order of steps."""
+    return _complete(store, counting=True)
+
+
+def superseded_checkpoints(store: RunStore) -> list[Checkpoint]:
+    """The complete checkpoints that do not count, in order of steps: no run resumes from them."""
+    return _complete(store, counting=False)
+
+
+def newest_whole_checkpoint(store: RunStore) -> Checkpoint | None:
+    """The checkpoint to resume from. A warning names each newer one that is torn. None: none is whole."""
+    for checkpoint in reversed(list_checkpoints(store)):
+        if not (faults := checkpoint_faults(store, checkpoint)):
+            return checkpoint
+        logger.warning(
+            "checkpoint %s of run %s in %s is damaged, so an older one is taken: %s",
+            checkpoint.path, store.run, store.url, "; ".join(f"{path}: {fault}" for path, fault in faults),
+        )  # fmt: skip
+    return None
+
+
+def checkpoint_faults(store: RunStore, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Why training cannot resume from a complete checkpoint: (path, fault); empty if it is whole.
+
+    Raises: NotFound: it was deleted since it was listed.
+    """
+    faults = []
+    try:
+        if (state := store.read_json(f"{checkpoint.path}/{_COMPLETE}", _State)) is None:
+            raise NotFound(f"{checkpoint.path} (run {store.run} in {store.url}) is not there any more")
+        if state.step != checkpoint.step:
+            faults.append((checkpoint.path, f"its state.json is of step {state.step}"))
+    except DamagedRecord as error:
+        faults.append((checkpoint.path, f"its state.json does not say its step ({error})"))
+    weights = [path for path in store.list(checkpoint.path) if path.endswith(".safetensors")]
+    if not weights:
+        faults.append((checkpoint.path, "it has no safetensors file"))
+    of_files = ((path, _broken_safetensors(store, path)) for path in weights)
+    return faults + [(path, fault) for path, fault in of_files if fault]
+
+
+def delete_checkpoints(store: RunStore, keep: int, attempt: int) -> None:
+    """Delete all but the newest `keep` whole checkpoints, incomplete ones before them, and superseded ones.
+
+    If the store cannot tell now which are whole, nothing is deleted. Superseded if a later attempt has begun.
+    """
+    try:
+        whole = [found for found in list_checkpoints(store) if not checkpoint_faults(store, found)]
+    except StoreError as error:
+        logger.warning("old checkpoints are kept for now: %s", error)
+        return
+    if not (kept := whole[-keep:]):
+        return
+    before = {found for found in _named(store, list_attempts(store)) if found.step < kept[0].step}
+    doomed = before | set(superseded_checkpoints(store))
+    check_not_superseded(store, attempt)
+    for found in doomed:
+        store.delete_folder(found.path, first=_COMPLETE)
+
+
+def _complete(store: RunStore, *, counting: bool) -> list[Checkpoint]:
+    resumes = list_attempts(store)
     return [
-        step for step in _checkpoint_steps(store) if store.exists(f"{checkpoint_path(step)}/{_CHECKPOINT_COMPLETE}")
+        found
+        for found in _named(store, resumes)
+        if counts(found.attempt, found.step, resumes) == counting and store.exists(f"{found.path}/{_COMPLETE}")
     ]
 
 
-def delete_checkpoints(store: RunStore, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints, and the files of incomplete ones before them."""
-    kept = list_checkpoints(store)[-keep:]
-    for step in _checkpoint_steps(store):
-        if kept and step < kept[0]:
-            store.delete_folder(checkpoint_path(step), first=_CHECKPOINT_COMPLETE)
+def _named(store: RunStore, resumes: list[dict]) -> list[Checkpoint]:
+    """Every folder with a checkpoint's name, complete or not, in order of steps."""
+    of_older_version = [record["attempt"] for record in resumes if record["checkpoint"] is None]
+    names = [name for name in map(_NAME.fullmatch, store.folders("trainer")) if name]
+    found = [
+        Checkpoint(int(name["step"]), int(name["attempt"] or max(of_older_version, default=0)), f"trainer/{name[0]}")
+        for name in names
+    ]
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt))
 
 
-def _checkpoint_steps(store: RunStore) -> list[int]:
-    names = map(_CHECKPOINT_NAME.fullmatch, store.folders("trainer"))
-    return [int(name["step"]) for name in names if name]  # folders with other names are ignored
-
-
-def broken_safetensors(store: RunStore, path: str) -> str | None:
+def _broken_safetensors(store: RunStore, path: str) -> str | None:
     """Why the file cannot be whole, from its header and size alone: a checkpoint is large. None: no fault."""
     filesystem, base = store.arrow_filesystem()
-    with filesystem.open_input_file(f"{base}/{path}") as file:
-        size = file.size()
-        header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
-        try:
-            header = json.loads(file.read_at(min(header_length, size - 8), 8) if size > 8 else b"")
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"its header cannot be read ({error!r})"
+    try:
+        with filesystem.open_input_file(f"{base}/{path}") as file:
+            size = file.size()
+            header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
+            header = file.read_at(header_length, 8) if header_length <= min(size - 8, _LONGEST_HEADER) else b""
+    except OSError as error:
+        raise translate(error, "read", f"{path} (run {store.run} in {store.url})") from error
+    try:
+        ends = [tensor["data_offsets"][1] for name, tensor in json.loads(header).items() if name != "__metadata__"]
         expected = 8 + header_length + max(ends, default=0)
-        return None if size == expected else f"it has {size} bytes, its header says {expected}"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return f"its header cannot be read ({error!r})"
+    return None if size == expected else f"it has {size} bytes, its header says {expected}"

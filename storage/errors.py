@@ -31,6 +31,10 @@ class TornShard(StoreError):
     """A shard cannot be read, or does not hold trajectories."""
 
 
+class DamagedRecord(StoreError):
+    """A small file of the run (pointer, attempt, heartbeat, ledger entry, run.json) does not hold such a record."""
+
+
 class DamagedPolicy(StoreError):
     """A published policy's files differ from the published ones."""
 

@@ -18,11 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.attempts import list_attempts
+from storage.attempts import counts, list_attempts
+from storage.errors import DamagedRecord
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from storage.shards import check_searcher_id, parquet_bytes
-from storage.store import RunStore, transfer_all
+from storage.store import RESTORE, RunStore, transfer_all
 
+_SYNC_NAME = re.compile(r"syncs/attempt=\d{8}/sync=\d{8}\.parquet")
 _EVALUATION_NAME = re.compile(r"metrics/evaluations/step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?\.parquet")
 
 
@@ -74,8 +76,8 @@ def evaluations(store: RunStore) -> dict[int, str]:
 
 
 def accuracy(store: RunStore, path: str) -> float:
-    """path: of an evaluation."""
-    return pq.ParquetFile(pa.BufferReader(store.get(path))).read()["accuracy"][0].as_py()
+    """path: of an evaluation. DamagedRecord: it cannot be read."""
+    return _read(store, path, EVALUATION, ["accuracy"])[0]["accuracy"]
 
 
 def record_sync(store: RunStore, sync: Any) -> None:
@@ -107,16 +109,29 @@ def _stretches(numbers: list[int]) -> list[list[int]]:
 
 
 def effective_syncs(store: RunStore, step: int) -> list[dict]:
-    """SYNC rows up to `step` that count, in the order of syncs."""
+    """SYNC rows up to `step` that count, in the order of syncs. DamagedRecord: one cannot be read."""
     resumes = list_attempts(store)
+    needed = [name for name in SYNC.names if name != "num_trajectories"]  # which older versions did not record
 
     def read(path: str) -> list[dict]:
-        return pq.read_table(pa.BufferReader(store.get(path))).to_pylist()
+        return _read(store, path, SYNC, needed)
 
-    rows = [row for rows in transfer_all(read, store.list("syncs")) for row in rows]
+    paths = [path for path in store.list("syncs") if _SYNC_NAME.fullmatch(path)]
+    rows = [row for rows in transfer_all(read, paths) for row in rows]
     return [row for row in rows if row["step"] <= step and counts(row["attempt"], row["step"], resumes)]
 
 
-def counts(attempt: int, step: int, resumes: list[dict]) -> bool:
-    """Whether no later attempt resumed from before that step."""
-    return all(step <= later["resumed_from"] for later in resumes if later["attempt"] > attempt)
+def _read(store: RunStore, path: str, columns: pa.Schema, needed: list[str]) -> list[dict]:
+    """The rows of an entry. DamagedRecord: it is no Parquet file, has no row, or lacks a value that is needed."""
+    try:
+        table = pq.ParquetFile(pa.BufferReader(store.get(path))).read(use_threads=False)
+        fields = [columns.field(name) for name in table.column_names if name in columns.names]
+        rows = table.select([field.name for field in fields]).cast(pa.schema(fields)).to_pylist()
+        if not rows or None in [row.get(name) for row in rows for name in needed]:
+            raise ValueError(f"a ledger entry has values of {', '.join(needed)}, this file has not")
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DamagedRecord(
+            f"cannot read {path} (run {store.run} in {store.url}): it is empty, cut short or not of this program "
+            f"({type(error).__name__}: {error}). {RESTORE}"
+        ) from error
+    return rows

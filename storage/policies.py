@@ -16,33 +16,36 @@ policies/pruning.json            names the policies that the Trainer is about to
 Each side writes its own file first and reads the other's afterwards, so at least one of them sees the other. A Trainer
 that sees a policy held keeps it. A Searcher that sees its policy about to be pruned does not make it the best.
 best.json moves while the policy is held, so the Trainer looks for held policies first and for the best one afterwards.
+
+A superseded Trainer may still complete a policy, and may replace latest.json in the moment after its last check. The
+policy lies in its attempt's folder and is whole; it may become the best one, as every policy that a resume undoes may.
+A pointer of an attempt before the newest one that has published is not followed: latest_policy finds the newest one's
+policy by its policy.json. Before the new attempt has published, its predecessor's policy is served, but is not final if
+the resume undid it.
 """
 
 import json
-import os
-import re
+import logging
 import shutil
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from storage.errors import DamagedPolicy, NotFound, Superseded
-from storage.store import RunStore, transfer_all
+from storage.attempts import check_not_superseded, counts, is_superseded, list_attempts
+from storage.errors import DamagedPolicy, DamagedRecord, NotFound, Superseded
+from storage.policy_folder import MANIFEST, POLICY_NAME, Manifest, drop, folder_fault, into_cache, link_or_copy
+from storage.store import RESTORE, RunStore, transfer_all
 
-MANIFEST = "policy.json"
 LATEST = "policies/latest.json"
 BEST = "policies/best.json"
 _HELD = "policies/held"
 _PRUNING = "policies/pruning.json"
-_FOLDER = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
-_CACHED_POLICIES = 2  # the served policy, and the next one
-_STALE_DOWNLOAD_S = 3600  # the process of a download this old has died
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,30 +80,40 @@ def publish_policy(
 
     cache_dir: the folder of fetch_policy's copies on this machine. A copy is put there to save the download. On one
     filesystem the copy links to local_folder's files, so these must not be written to again. Superseded if a later
-    attempt has published: otherwise Searchers would alternate between two Trainers' policies.
+    attempt has begun, before policy.json or before the pointer: otherwise Searchers would alternate between two
+    Trainers' policies.
     """
     local_folder = Path(local_folder)
-    latest = latest_policy(store)
-    if latest is not None and latest.attempt > ref.attempt:
-        raise Superseded(
-            f"attempt {ref.attempt} at run {store.run} cannot publish policy step {ref.step}: attempt {latest.attempt} "
-            f"has published step {latest.step}, so another Trainer has taken over. Stop this one."
-        )
     files = {
         file.relative_to(local_folder).as_posix(): file.stat().st_size
         for file in sorted(local_folder.rglob("*"))
         if file.is_file() and file.name != MANIFEST
     }
     manifest = {"step": ref.step, "fingerprint": ref.fingerprint, "attempt": ref.attempt, "files": files}
-    (local_folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
-    store.upload_folder(local_folder, ref.path, last=MANIFEST)
+    (local_folder / MANIFEST).write_text(json.dumps(manifest | {"final": ref.final}, indent=2))
+    store.upload_folder(
+        local_folder, ref.path, last=MANIFEST, before_last=lambda: check_not_superseded(store, ref.attempt)
+    )
     ref = replace(ref, published_at=datetime.now(UTC).isoformat())
     if cache_dir is not None and store.local_path(ref.path) is None:
-        link = partial(shutil.copytree, local_folder, copy_function=_link, dirs_exist_ok=True)
+        link = partial(shutil.copytree, local_folder, copy_function=link_or_copy, dirs_exist_ok=True)
         with suppress(OSError):  # if the disk is full, Searchers download it
-            _into_cache(ref, Path(cache_dir), link)
-    store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
+            into_cache(_cached(ref, cache_dir), link)
+    point_to(store, ref)
     return ref
+
+
+def point_to(store: RunStore, ref: PolicyRef) -> None:
+    """Make policies/latest.json name a policy. Superseded if a later attempt has begun or has published."""
+    check_not_superseded(store, ref.attempt)
+    with suppress(DamagedRecord):  # it is about to be replaced
+        latest = _read_pointer(store, LATEST, PolicyRef)
+        if latest is not None and latest.attempt > ref.attempt:
+            raise Superseded(
+                f"attempt {ref.attempt} at run {store.run} cannot publish policy step {ref.step}: attempt "
+                f"{latest.attempt} has published step {latest.step}, so another Trainer has taken over. Stop this one."
+            )
+    store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
 
 
 def policy_path(step: int, attempt: int) -> str:
@@ -108,18 +121,82 @@ def policy_path(step: int, attempt: int) -> str:
 
 
 def latest_policy(store: RunStore) -> PolicyRef | None:
-    """The newest complete policy; None before the first."""
-    found = store.read_json(LATEST)
-    return PolicyRef(**found) if found else None
+    """The newest complete policy of the newest attempt that has published one; None before the first.
+
+    Raises: DamagedRecord: policies/latest.json cannot be read.
+    """
+    found = _read_pointer(store, LATEST, PolicyRef)
+    if found is None or not is_superseded(store, found.attempt):
+        return found
+    if newer := _newest_policy_after(store, found.attempt):
+        return newer
+    return found if counts(found.attempt, found.step, list_attempts(store)) else replace(found, final=False)
+
+
+def is_stored(store: RunStore, ref: PolicyRef) -> bool:
+    """Whether all files of a published policy are there, by their names."""
+    with suppress(DamagedRecord):
+        manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
+        return manifest is not None and {f"{ref.path}/{name}" for name in manifest.files} <= set(store.list(ref.path))
+    return False
+
+
+def is_latest(store: RunStore, ref: PolicyRef) -> bool:
+    """Whether policies/latest.json names the policy."""
+    with suppress(DamagedRecord):
+        return _read_pointer(store, LATEST, PolicyRef) == ref
+    return False
+
+
+def _newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
+    """The newest policy of later attempts whose files are there, without the help of latest.json."""
+    folders = [path.removesuffix(f"/{MANIFEST}") for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
+    later = [folder for folder in folders if _is_policy(folder) and _age(folder)[0] > attempt]
+    for folder in sorted(later, key=_age, reverse=True):
+        with suppress(DamagedRecord):
+            found = store.read_json(f"{folder}/{MANIFEST}", Manifest)
+            if found is not None and not found.pruned:
+                ref = PolicyRef(found.step, folder, found.fingerprint, found.final, found.attempt, published_at="")
+                return _checked(ref, f"{folder}/{MANIFEST}")
+    return None
+
+
+def _read_pointer(store: RunStore, path: str, kind: type[PolicyRef]) -> Any:
+    """None if there is none. DamagedRecord: it cannot be read."""
+    remedy = "The next policy that is published (best.json: evaluated) replaces it; `tba train` resumes the run."
+    found = store.read_json(path, kind, remedy=remedy)
+    return found and _checked(found, f"{path} (run {store.run} in {store.url})")
+
+
+def _checked(ref: PolicyRef, where: str) -> PolicyRef:
+    """The policy, if its names can become a path. DamagedRecord otherwise: they come from the store."""
+    if not _is_policy(ref.path) or set(ref.fingerprint) & set("/\\\0"):
+        raise DamagedRecord(
+            f"{where} names the policy {ref.path!r} of fingerprint {ref.fingerprint!r}, which is no policy's name. "
+            f"{RESTORE}"
+        )
+    return ref
+
+
+def _is_policy(folder: str) -> bool:
+    """Whether the folder's name is a policy's; others are ignored."""
+    parent, _, name = folder.rpartition("/")
+    return parent == "policies" and bool(POLICY_NAME.fullmatch(name))
+
+
+def _age(folder: str) -> tuple[int, int]:
+    """Attempt and step. A policy of a later attempt is newer, whatever its step."""
+    name = POLICY_NAME.fullmatch(Path(folder).name)
+    return int(name["attempt"] or 1), int(name["step"])
 
 
 def best_policy(store: RunStore) -> BestPolicy | None:
     """The complete policy with the highest held-out accuracy; None before the first evaluation.
 
     A resume may have undone its steps. It was trained and evaluated, so a crash does not remove it.
+    DamagedRecord: policies/best.json cannot be read.
     """
-    found = store.read_json(BEST)
-    return BestPolicy(**found) if found else None
+    return _read_pointer(store, BEST, BestPolicy)
 
 
 def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
@@ -128,8 +205,13 @@ def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
     If the Searcher is killed, its policy stays held until the next Searcher of that name holds another one.
     """
     store.put(_held_path(searcher), json.dumps(asdict(ref), indent=2).encode())
-    is_doomed = ref.path in (store.read_json(_PRUNING) or [])  # None: nothing has been pruned yet
-    return not is_doomed and "pruned" not in json.loads(store.get(f"{ref.path}/{MANIFEST}"))
+    try:
+        doomed = store.read_json(_PRUNING, list[str]) or []  # None: nothing has been pruned yet
+        manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
+    except DamagedRecord as error:
+        logger.warning("the policy may be pruned, so it cannot become the best one: %s", error)
+        return False
+    return ref.path not in doomed and manifest is not None and not manifest.pruned
 
 
 def release_policy(store: RunStore, searcher: str) -> None:
@@ -140,7 +222,11 @@ def release_policy(store: RunStore, searcher: str) -> None:
 
 def keep_if_best(store: RunStore, ref: PolicyRef, accuracy: float, num_problems: int) -> bool:
     """Point policies/best.json to a held policy, unless a better one was evaluated; of equal ones the newer wins."""
-    best = best_policy(store)
+    try:
+        best = best_policy(store)
+    except DamagedRecord as error:
+        logger.warning("this policy becomes the best one, because the best one is not known: %s", error)
+        best = None
     if best is not None and best.accuracy > accuracy:
         return False
     found = BestPolicy(**asdict(ref), accuracy=accuracy, num_problems=num_problems)
@@ -155,8 +241,10 @@ def _held_path(searcher: str) -> str:
 def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path:
     """A local folder with the whole policy: the store's own if the store is on this machine, else a copy in the cache.
 
-    The cache keeps the newest two. NotFound if the policy was pruned; DamagedPolicy if files are not as published.
+    The cache keeps the newest two. A copy of which a file was cut short or lost is removed and fetched anew. NotFound
+    if the policy was pruned; DamagedPolicy if files in the store are not as published.
     """
+    _checked(ref, f"run {store.run} in {store.url}")
     own = store.local_path(ref.path)
     if own is not None:
         _check_whole(store, ref, own)
@@ -166,91 +254,66 @@ def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path
         store.download_folder(ref.path, folder)
         _check_whole(store, ref, folder)
 
-    return _into_cache(ref, Path(cache_dir), download)
+    return into_cache(_cached(ref, cache_dir), download)
 
 
-def _into_cache(ref: PolicyRef, cache_dir: Path, fill: Callable[[Path], object]) -> Path:
-    """The cache's copy; if there is none, `fill` writes one. The copy is whole or absent, also after a kill."""
+def drop_cached_policy(ref: PolicyRef, cache_dir: str | Path) -> bool:
+    """Remove the cache's copy, so that the next fetch downloads it. False: there is none."""
+    return drop(_cached(ref, cache_dir))
+
+
+def _cached(ref: PolicyRef, cache_dir: str | Path) -> Path:
     # the fingerprint separates runs of one name in different stores
-    cached = cache_dir / f"{Path(ref.path).name}-{ref.fingerprint[:16]}"
-    if not cached.is_dir():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache_dir))
-        try:
-            fill(incoming)
-            with suppress(OSError):  # another process of this machine was faster: its copy is as good
-                os.rename(incoming, cached)
-        finally:
-            shutil.rmtree(incoming, ignore_errors=True)
-        _trim_cache(cache_dir)
-    return cached
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # on another filesystem, or on one without links
-        shutil.copyfile(source, target)
+    return Path(cache_dir) / f"{Path(ref.path).name}-{ref.fingerprint[:16]}"
 
 
 def _check_whole(store: RunStore, ref: PolicyRef, folder: Path) -> None:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        found = {name: (folder / name).stat().st_size for name in manifest["files"]}
+        fault = folder_fault(folder)
     except FileNotFoundError as error:
         raise NotFound(
             f"policy {ref.path} of run {store.run} in {store.url} is not there in full ({error}): it was pruned, or "
             "its files were removed by hand. Fetch the latest policy."
         ) from error
-    for name, published in manifest["files"].items():
-        if found[name] != published:
-            raise DamagedPolicy(
-                f"policy {ref.path} of run {store.run} in {store.url}: {name} has {found[name]} bytes, but {published} "
-                "were published. The store lost or changed it; publish the policy again."
-            )
-
-
-def _trim_cache(cache_dir: Path) -> None:
-    newest_first = sorted(cache_dir.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
-    policies = [folder for folder in newest_first if _FOLDER.match(folder.name)]
-    dead_downloads = [
-        folder
-        for folder in newest_first
-        if folder.name.startswith(".tmp-") and time.time() - folder.stat().st_mtime > _STALE_DOWNLOAD_S
-    ]
-    for folder in policies[_CACHED_POLICIES:] + dead_downloads:
-        shutil.rmtree(folder, ignore_errors=True)
+    if fault:
+        raise DamagedPolicy(
+            f"policy {ref.path} of run {store.run} in {store.url}: {fault}. The store lost or changed it; publish the "
+            "policy again."
+        )
 
 
 def published_policies(store: RunStore) -> dict[str, dict]:
-    """The policy.json of each policy ever published, by folder inside the run; pruned policies included."""
+    """The policy.json of each policy ever published, by folder inside the run; pruned policies included.
+
+    Raises: DamagedRecord: one cannot be read.
+    """
     paths = [path for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
-    manifests = transfer_all(lambda path: json.loads(store.get(path)), paths)
-    return {path.removesuffix(f"/{MANIFEST}"): manifest for path, manifest in zip(paths, manifests, strict=True)}
+    manifests = transfer_all(lambda path: store.read_json(path, dict[str, Any]), paths)
+    found = zip(paths, manifests, strict=True)
+    return {path.removesuffix(f"/{MANIFEST}"): manifest for path, manifest in found if manifest is not None}
 
 
 def prune_policies(store: RunStore, keep: int) -> None:
     """Delete the weights of all but the newest `keep` policies, the best one and those that Searchers hold.
 
     Their policy.json stays, marked as pruned. Policies of a later attempt are newer, whatever their step. A partial
-    policy, whose Trainer was killed, is deleted.
+    policy, whose Trainer was killed, is deleted. Nothing is pruned while best.json or a Searcher's file is damaged.
     """
-
-    def age(folder: str) -> tuple[int, int]:
-        match = _FOLDER.fullmatch(Path(folder).name)
-        return int(match["attempt"] or 1), int(match["step"])
-
     files: dict[str, list[str]] = defaultdict(list)
     for path in store.list("policies"):
         folder = "/".join(path.split("/")[:2])
-        if _FOLDER.fullmatch(Path(folder).name):  # other names are not policies
+        if _is_policy(folder):
             files[folder].append(path)
     unpruned = [folder for folder, paths in files.items() if paths != [f"{folder}/{MANIFEST}"]]
-    doomed = sorted(unpruned, key=age)[:-keep]
+    doomed = sorted(unpruned, key=_age)[:-keep]
     if not doomed:
         return
     store.put(_PRUNING, json.dumps(doomed).encode())
-    kept = _evaluated(store)
+    try:
+        kept = _evaluated(store)
+    except DamagedRecord as error:
+        logger.warning("no policy is pruned for now: which ones are evaluated is not known: %s", error)
+        return
     for folder in doomed:
         if folder not in kept:
             _delete_weights(store, folder, files[folder])
@@ -261,8 +324,13 @@ def _delete_weights(store: RunStore, folder: str, files: list[str]) -> None:
     if manifest not in files:
         store.delete_folder(folder, first=MANIFEST)
         return
+    try:
+        published = store.read_json(manifest, dict[str, Any])
+    except DamagedRecord as error:
+        logger.warning("policy %s is not pruned: %s", folder, error)
+        return
     # the mark comes first: files that are gone without it mean damage
-    store.put(manifest, json.dumps(json.loads(store.get(manifest)) | {"pruned": True}, indent=2).encode())
+    store.put(manifest, json.dumps((published or {}) | {"pruned": True}, indent=2).encode())
     for path in files:
         if path != manifest:
             with suppress(NotFound):  # somebody else is pruning too
@@ -273,7 +341,7 @@ def _evaluated(store: RunStore) -> set[str]:
     """Folders of the policies that Searchers hold, and of the best one; in this order (the module's docstring)."""
     folders = set()
     for path in store.list(_HELD):
-        if held := store.read_json(path):  # None: released since it was listed
-            folders.add(held["path"])
+        if held := store.read_json(path, PolicyRef, remedy="Delete it if no Searcher evaluates now."):
+            folders.add(held.path)  # None: released since it was listed
     best = best_policy(store)
     return folders | ({best.path} if best else set())

@@ -8,12 +8,22 @@ control/leaving/<name>    this Searcher ends after its current round
 
 import contextlib
 import json
+from dataclasses import dataclass
+
+from pydantic import NonNegativeInt
 
 from storage.errors import NotFound
 from storage.store import RunStore
 
 STOP = "control/stop.json"
 SEARCHERS = "control/searchers.json"
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The content of control/searchers.json."""
+
+    wanted: NonNegativeInt
 
 
 def ask_to_stop(store: RunStore) -> None:
@@ -33,9 +43,12 @@ def want_searchers(store: RunStore, number: int) -> None:
 
 
 def wanted_searchers(store: RunStore, configured: int) -> int:
-    """The number of Searchers to keep running: the newest request, else the configured number."""
-    asked = store.read_json(SEARCHERS)
-    return asked["wanted"] if asked else configured
+    """The number of Searchers to keep running: the newest request, else the configured number.
+
+    Raises: DamagedRecord: the request cannot be read.
+    """
+    asked = store.read_json(SEARCHERS, _Wanted, remedy="Ask again: `tba searchers` replaces it.")
+    return asked.wanted if asked else configured
 
 
 def ask_to_leave(store: RunStore, searcher: str) -> None:

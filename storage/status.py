@@ -1,11 +1,11 @@
 """What a run's store tells of the run: who works on it, how far it is. No server is asked, no model imported."""
 
-import json
-import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from storage import attempts, ledger, policies
+from storage.errors import StoreError
 from storage.store import RunStore, list_runs, transfer_all
 from storage.summary import read_summary
 
@@ -16,12 +16,20 @@ OLD = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
+class _Settings:
+    """The part of run.json that is read here."""
+
+    train: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """One run at a glance. None: not known yet."""
 
     run: str
     state: str
-    """finished; alive: a Trainer works on it; trained: its final policy is to be evaluated yet; failed; stopped."""
+    """finished; alive: a Trainer works on it; trained: its final policy is to be evaluated yet; failed; stopped;
+    unreadable: the message has the fault, and nothing else is known."""
     step: int
     steps: int | None
     """Policy steps done, and to do."""
@@ -37,7 +45,10 @@ class RunStatus:
 
 
 def run_status(store: RunStore) -> RunStatus:
-    """Takes up to `WATCH_S` where the run's Trainer is, or was until lately, on another machine."""
+    """Takes up to twice `WATCH_S` where the run's Trainer is, or was until lately, on another machine.
+
+    Raises: StoreError: a file of the run cannot be read.
+    """
     beat = attempts.read_heartbeat(store) or {}
     summary = read_summary(store)
     lives = attempts.list_attempts(store)
@@ -53,8 +64,8 @@ def run_status(store: RunStore) -> RunStatus:
     return RunStatus(
         run=store.run,
         state=state,
-        step=summary["steps"] if summary else beat.get("step", 0),
-        steps=json.loads(store.get("run.json")).get("train", {}).get("steps"),
+        step=(known.get("steps") if summary else beat.get("step")) or 0,
+        steps=store.read_json("run.json", _Settings).train.get("steps"),
         accuracy=ledger.accuracy(store, evaluated[-1]) if evaluated else None,
         best_accuracy=best.accuracy if best else None,
         trajectories=known.get("trajectories") or known.get("num_inserted") or 0,
@@ -64,10 +75,20 @@ def run_status(store: RunStore) -> RunStatus:
 
 
 def all_runs(url: str) -> list[RunStatus]:
-    """Every run of a store, the newest first; the waits for other machines' heartbeats overlap."""
-    statuses = transfer_all(lambda run: run_status(RunStore(url, run)), list_runs(url))
+    """Every run of a store, the newest first; the waits for other machines' heartbeats overlap.
+
+    A run that cannot be read has the fault as its message.
+    """
+    statuses = transfer_all(lambda run: _status_or_fault(RunStore(url, run)), list_runs(url))
     never = datetime.min.replace(tzinfo=UTC)
     return sorted(statuses, key=lambda status: (status.began_at or never, status.run), reverse=True)
+
+
+def _status_or_fault(store: RunStore) -> RunStatus:
+    try:
+        return run_status(store)
+    except StoreError as error:
+        return RunStatus(store.run, "unreadable", 0, None, None, None, 0, None, str(error))
 
 
 def is_alive(store: RunStore, beat: dict) -> bool:
@@ -75,13 +96,18 @@ def is_alive(store: RunStore, beat: dict) -> bool:
     owner = attempts.trainer(store)
     if owner is None or beat.get("state") in ("finished", "stopped", "failed"):
         return False
-    if owner[0] == socket.gethostname():
+    if owner.is_running() is not None:
         return attempts.run_is_alive(store, watch_s=0)
-    if "at" not in beat or datetime.now(UTC) - datetime.fromisoformat(beat["at"]) > OLD:
-        return False
-    return attempts.run_is_alive(store, WATCH_S)
+    return not _is_old(beat) and attempts.run_is_alive(store, WATCH_S)
+
+
+def _is_old(beat: dict) -> bool:
+    try:
+        return datetime.now(UTC) - datetime.fromisoformat(beat["at"]) > OLD
+    except (KeyError, TypeError, ValueError):  # no heartbeat, or another program's
+        return True
 
 
 def stage_of(heartbeat: dict) -> str:
     """In words: why the Trainer waits or how it ended, else its state."""
-    return heartbeat.get("message") or heartbeat["state"]
+    return heartbeat.get("message") or heartbeat.get("state") or "its heartbeat has no state"

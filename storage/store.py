@@ -13,15 +13,27 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pyarrow.fs
+from pydantic import TypeAdapter, ValidationError
 
 from storage.backends import LocalFolder, S3Prefix
-from storage.errors import AlreadyExists, NotFound, RunConfigMismatch, StoreError, StoreUnreachable, translate
+from storage.errors import (
+    AlreadyExists,
+    DamagedRecord,
+    NotFound,
+    RunConfigMismatch,
+    StoreError,
+    StoreUnreachable,
+    translate,
+)
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RESTORE = "Restore the file from a copy of the store; `tba verify` names the others that are damaged."
 _PARALLEL_TRANSFERS = 8  # hides the latency of an object store without flooding it
 
 
@@ -33,6 +45,11 @@ def check_run_name(run: str) -> str:
             "digit and has no '..': it becomes a folder. Choose another name."
         )
     return run
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
 
 
 def transfer_all(transfer: Callable, items: Iterable) -> list:
@@ -69,12 +86,21 @@ class RunStore:
         with self._errors("read", path):
             return self._files.get(path)
 
-    def read_json(self, path: str) -> dict | None:
-        """None if nothing is there."""
+    def read_json(self, path: str, kind: Any = Any, *, remedy: str = RESTORE) -> Any:
+        """A JSON file as an object of a type that pydantic can check. None if nothing is there.
+
+        Raises: DamagedRecord: it is no JSON, or JSON of another kind; the message ends with `remedy`.
+        """
         try:
-            return json.loads(self.get(path))
+            return _adapter(kind).validate_json(self.get(path))
         except NotFound:
             return None
+        except ValidationError as error:
+            faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".lstrip(": ") for fault in error.errors())
+            raise DamagedRecord(
+                f"cannot read {path} (run {self.run} in {self.url}): it is empty, cut short or not of this program "
+                f"({'; '.join(faults)}). {remedy}"
+            ) from error
 
     def exists(self, path: str) -> bool:
         with self._errors("look up", path):
@@ -105,16 +131,25 @@ class RunStore:
                 self._files.delete(f"{folder}/{first}")
             self._files.delete_folder(folder)
 
-    def upload_folder(self, local: str | Path, folder: str, *, last: str | None = None) -> None:
+    def upload_folder(
+        self,
+        local: str | Path,
+        folder: str,
+        *,
+        last: str | None = None,
+        before_last: Callable[[], object] = lambda: None,
+    ) -> None:
         """Copy every file of a local folder, replacing what is there.
 
         last: the file (its path inside the folder) to copy after all others: its presence means "complete".
+        before_last: called right before that; if it raises, the folder stays incomplete.
         """
         local = Path(local)
         names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
         with self._errors("upload to", folder):
             transfer_all(lambda name: self._files.put_file(f"{folder}/{name}", local / name), set(names) - {last})
             if last is not None:
+                before_last()
                 self._files.put_file(f"{folder}/{last}", local / last)
 
     def download_folder(self, folder: str, local: str | Path) -> None:
@@ -168,19 +203,27 @@ class RunStore:
         """Record the configuration (JSON values) of a new run, or check that an existing run has the same one.
 
         read: parses a run.json, which an older version may have written. Returns the recorded configuration.
-        RunConfigMismatch names every setting that differs.
+        RunConfigMismatch names every setting that differs; DamagedRecord: run.json cannot be read.
         """
         try:
             self.put_new("run.json", json.dumps(config, indent=2, sort_keys=True).encode())
         except AlreadyExists:
             self.check_config(config, read)
-        return json.loads(self.get("run.json"))
+        return self.read_json("run.json")
 
     def check_config(self, config: dict, read: Callable[[bytes], dict] = json.loads) -> None:
-        """RunConfigMismatch if the run exists with another configuration; names every setting that differs."""
+        """RunConfigMismatch if the run exists with another configuration; names every setting that differs.
+
+        DamagedRecord: run.json cannot be read.
+        """
         if not self.exists("run.json"):
             return
-        recorded = read(self.get("run.json"))
+        try:
+            recorded = read(self.get("run.json"))
+        except ValueError as error:
+            raise DamagedRecord(
+                f"cannot read {self._where('run.json')}: it holds no settings ({error}). {RESTORE}"
+            ) from error
         if differences := list(_differences(recorded, json.loads(json.dumps(config)))):
             raise RunConfigMismatch(
                 f"run {self.run!r} exists in {self.url} with another configuration: {'; '.join(differences)}. "

@@ -4,6 +4,8 @@ import json
 from datetime import UTC, datetime, timedelta
 from statistics import median
 
+from pydantic import BaseModel
+
 from storage import attempts, policies, queries
 from storage.store import RunStore
 
@@ -12,9 +14,17 @@ Interval = tuple[datetime, datetime]
 _PATH = "summary.json"
 
 
+class _Summary(BaseModel, extra="allow"):
+    """The fields of summary.json that are computed with."""
+
+    steps: int | None = None
+    trajectories: int | None = None
+
+
 def read_summary(store: RunStore) -> dict | None:
-    """What a finished run came to; None before its end."""
-    return store.read_json(_PATH)
+    """What a finished run came to; None before its end. DamagedRecord: it cannot be read."""
+    found = store.read_json(_PATH, _Summary, remedy="Delete it: the same `tba train` writes it again.")
+    return found and found.model_dump(exclude_unset=True)
 
 
 def is_finished(store: RunStore) -> bool:

@@ -56,7 +56,7 @@ def expire(store: RunStore, before: datetime | None, keep: int | None, min_size:
     """
     finished, steps = is_finished(store), checkpoints.list_checkpoints(store)
     parameters = {"before": before, "keep": keep, "min_size": min_size, "finished": finished}
-    parameters["checkpoint"] = steps[0] if steps else None
+    parameters["checkpoint"] = steps[0].step if steps else None
     with queries.connect(store) as connection:
         chosen = dict(connection.execute(sql("choose_expired"), parameters).fetchall())
     expired = expired_through(store)

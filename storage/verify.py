@@ -11,6 +11,7 @@ A killed process's unfinished writes are no fault. Pointers are read before the 
 
 import json
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -40,6 +41,7 @@ from storage.store import RunStore, transfer_all
 
 WARM_START = "warm_start/plan.json"  # a list of the sources that searchers warm0, warm1, ... are copies of
 ANY_VOCABULARY = 2**31  # token ids are int32
+_BETWEEN_WRITES_S = 2.0  # a Trainer's first policy is complete before latest.json names it
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
 _LEDGER = {
@@ -342,10 +344,18 @@ def _read_pointer(store: RunStore, path: str) -> dict | str | None:
 def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], shards: _Shards) -> Iterator[Fault]:
     for path, pointer in pointers.items():
         message = _pointer_fault(pointer, published)
+        if path == policies.LATEST and message is None and _is_of_superseded(pointer, published):
+            message = f"it names a policy of attempt {pointer['attempt']}, but a later attempt has published"
+            time.sleep(_BETWEEN_WRITES_S)
         if path == policies.LATEST and pointer is None and shards.ids:
             message = "it names no policy, but policies have sampled trajectories"
         if message and pointer == _read_pointer(store, path):  # otherwise it was replaced while policies were read
             yield Fault("broken pointer", path, message)
+
+
+def _is_of_superseded(pointer: dict | None, published: dict[str, dict]) -> bool:
+    newest = max((manifest["attempt"] for manifest in published.values()), default=0)
+    return pointer is not None and pointer["attempt"] < newest
 
 
 def _pointer_fault(pointer: dict | str | None, published: dict[str, dict]) -> str | None:
@@ -370,28 +380,14 @@ def _unpublished_speakers(shards: _Shards, published: dict[str, dict]) -> Iterat
 
 
 def _bad_checkpoints(store: RunStore) -> Iterator[Fault]:
-    for step in checkpoints.list_checkpoints(store):
-        with suppress(NotFound, FileNotFoundError):  # the Trainer has deleted it since it was listed
-            found = list(_bad_checkpoint(store, step))
-            if found and step in checkpoints.list_checkpoints(store):
-                yield from found
-
-
-def _bad_checkpoint(store: RunStore, step: int) -> Iterator[Fault]:
-    folder = checkpoints.checkpoint_path(step)
-    try:
-        recorded = json.loads(store.get(f"{folder}/state.json"))["step"]
-    except (ValueError, KeyError, TypeError) as error:
-        yield Fault("damaged checkpoint", folder, f"its state.json does not say its step ({error!r})")
-        return
-    if recorded != step:
-        yield Fault("damaged checkpoint", folder, f"its state.json is of step {recorded}")
-    weights = [path for path in store.list(folder) if path.endswith(".safetensors")]
-    if not weights:
-        yield Fault("damaged checkpoint", folder, "it has no safetensors file")
-    for path in weights:
-        if message := checkpoints.broken_safetensors(store, path):
-            yield Fault("damaged checkpoint", path, message)
+    for found in checkpoints.list_checkpoints(store):
+        with suppress(NotFound):  # the Trainer has deleted it since it was listed
+            faults = checkpoints.checkpoint_faults(store, found)
+            if faults and found in checkpoints.list_checkpoints(store):
+                yield from (Fault("damaged checkpoint", path, message) for path, message in faults)
+    for found in checkpoints.superseded_checkpoints(store):
+        message = f"attempt {found.attempt} was superseded from before step {found.step}: no run resumes from it"
+        yield Fault("superseded checkpoint", found.path, f"{message}, and the next checkpoint deletes it")
 
 
 def _some(ids: list[str]) -> str:

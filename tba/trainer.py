@@ -69,6 +69,10 @@ class Outbox(Protocol[Record_contra]):
         """The step's batch, and its row of the training ledger."""
 
     def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None: ...
+
+    def has_lost_policy(self) -> bool:
+        """Whether the newest policy that was published is no longer where Searchers fetch it."""
+
     def checkpoint(self, step: int, trainer: "Trainer") -> None: ...
 
 
@@ -361,7 +365,7 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
     while trainer.step < settings.steps:
         step = trainer.step + 1
         wait_started = time.monotonic()
-        batch = _await_batch(experience, outbox, step, poll_s)
+        batch = _await_batch(trainer, experience, outbox, poll_s)
         wait_s, started_at = time.monotonic() - wait_started, datetime.now(UTC)
         metrics = trainer.train_step(batch.draws)
         times: dict[str, float | datetime] = {
@@ -381,12 +385,17 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
             experience.sync(step + 1)
 
 
-def _await_batch(experience: Experience[Record], outbox: Outbox[Record], step: int, poll_s: float) -> Batch[Record]:
-    """The batch for a step, as soon as it can be drawn."""
+def _await_batch(
+    trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float
+) -> Batch[Record]:
+    """The batch for the next step, as soon as it can be drawn."""
+    step = trainer.step + 1
     while True:
         try:
             return experience.draw(step)
         except TooEarly as reason:
             outbox.status("waiting", step - 1, {"message": str(reason)})
+            if outbox.has_lost_policy():  # Searchers would wait for a policy, and this Trainer for their shards
+                outbox.publish(step - 1, trainer.weights(), final=False)
         time.sleep(poll_s)
         experience.sync(step)

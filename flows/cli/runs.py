@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-STATE_STYLES = {"finished": "green", "alive": "bold cyan", "failed": "red", "trained": "cyan", "stopped": "yellow"}
+STATE_STYLES = {
+    "finished": "green",
+    "alive": "bold cyan",
+    "failed": "red",
+    "trained": "cyan",
+    "stopped": "yellow",
+    "unreadable": "red",
+}
 
 
 @app.command()
@@ -44,6 +51,9 @@ def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
         from flows.cli.console import console
 
         console().print(_runs_table(statuses))
+        for status in statuses:
+            if status.state == "unreadable":
+                typer.echo(f"{status.run}: {status.message}", err=True)
 
 
 def _runs_table(statuses: "list[RunStatus]") -> "RenderableType":

@@ -2,7 +2,7 @@
 
 import json
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -78,7 +78,7 @@ def searchers(
     if by == 0 or change[0] not in "+-":
         fail(f"change: got {change!r}; write how many more or fewer, such as +1 or -1", status=2)
     try:
-        recorded = json.loads(run_store.get("run.json"))
+        recorded = run_store.read_json("run.json", dict[str, Any])
         if recorded.get("synchronous"):
             fail(f"change: run {run!r} is synchronous: one Searcher and the Trainer take turns", status=2)
         configured = recorded.get("searchers", 1)

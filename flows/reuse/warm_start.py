@@ -71,7 +71,7 @@ def make_plan(store: RunStore, sources: list) -> list[list]:
     plan = [{"url": source.url, "digest": source.digest, "parts": source.parts()} for source in sources]
     with contextlib.suppress(AlreadyExists):
         store.put_new(PLAN, json.dumps(plan).encode())
-    planned = json.loads(store.get(PLAN))
+    planned = store.read_json(PLAN, list[dict])
     for source, recorded in zip(sources, planned, strict=True):
         if source.digest != recorded["digest"]:
             raise ValueError(

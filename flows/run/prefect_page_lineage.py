@@ -41,7 +41,7 @@ class PublishedPolicies:
     def _show_policy(self, attempt: int, steps: range, step: int, final: bool = False) -> bool:
         """`steps`: the training steps since the previous policy. Returns False: there is no policy of this `step`."""
         path = policies.policy_path(step, attempt)
-        manifest = self._store.read_json(f"{path}/{policies.MANIFEST}")
+        manifest = self._store.read_json(f"{path}/{policies.MANIFEST}", policies.Manifest)
         if manifest is None:
             return False
         trained_on = self._shards_of(attempt, steps)
@@ -50,7 +50,7 @@ class PublishedPolicies:
             "store": self._store.url,
             "step": step,
             "path": path,
-            "fingerprint": manifest["fingerprint"],
+            "fingerprint": manifest.fingerprint,
             "attempt": attempt,
             "final": final,
             "num_shards": len(trained_on),

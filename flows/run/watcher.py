@@ -65,11 +65,11 @@ class Watcher:
         beat, quiet_s = self._beat, time.monotonic() - self._changed_at
         if beat is None:
             return "no Trainer has begun yet"
-        if beat["state"] == "stopped":
+        if beat.get("state") == "stopped":
             return "stopped; the same `tba train` resumes it"
-        if beat["state"] == "finished":
+        if beat.get("state") == "finished":
             return "trained; the final policy is being evaluated"
-        if beat["state"] == "failed":
+        if beat.get("state") == "failed":
             return f"failed: {stage_of(beat)}"
         if quiet_s > QUIET_S:
             return f"no sign of life from the Trainer for {duration(quiet_s)}"

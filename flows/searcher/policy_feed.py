@@ -4,14 +4,15 @@ Before: storage/policies.py publishes a policy; after: tba/searcher.py serves it
 """
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect import get_run_logger
 
 from infra.machine import policy_cache
 from storage import policies
-from storage.attempts import read_heartbeat
-from storage.errors import NotFound
+from storage.attempts import raw_heartbeat
+from storage.errors import DamagedPolicy, DamagedRecord, NotFound
 from storage.store import RunStore
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 # A Searcher ends by itself this long after the Trainer's last sign of life.
 TRAINER_SILENT_S = 180
 POLL_S = 0.5
+# A policy that was removed or damaged is tried again after this long, unless another one is published before.
+LOST_S = 10.0
 
 
 class TrainerPulse:
@@ -30,37 +33,95 @@ class TrainerPulse:
         self._last: bytes | None = None
 
     def is_silent(self) -> bool:
-        beat = read_heartbeat(self._store)
+        beat = raw_heartbeat(self._store)
         if beat != self._last:
             self._last, self._seen = beat, time.monotonic()
         return time.monotonic() - self._seen > TRAINER_SILENT_S
 
 
-def next_policy(
-    store: RunStore, pulse: TrainerPulse, after: policies.PolicyRef | None = None
-) -> policies.PolicyRef | None:
-    """The newest policy; waits for the first one, or for one other than `after`.
+class PolicyFeed:
+    """The policies that a Searcher's engine serves: the newest one that can be fetched.
 
-    Returns None: the Trainer has been silent for `TRAINER_SILENT_S`.
+    A policy that was removed or damaged does not stop the Searcher. It goes on with the policy that it serves, and
+    tries the other one again after `LOST_S`. Without one it waits: a Trainer that waits publishes a lost policy again
+    (flows/trainer/outbox.py), and one that trains publishes its next.
     """
-    while not pulse.is_silent():
-        if (policy := policies.latest_policy(store)) and policy != after:
-            return policy
-        time.sleep(POLL_S)
-    get_run_logger().warning("no sign of life from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)
-    return None
 
+    def __init__(self, store: RunStore, searcher: "Searcher", *, is_synchronous: bool = False) -> None:
+        """`is_synchronous`: each policy is for one round."""
+        self._store, self._searcher, self._is_synchronous = store, searcher, is_synchronous
+        self._pulse = TrainerPulse(store)
+        self._policy: policies.PolicyRef | None = None  # None: the engine serves none, or not all of its weights
+        self._lost: policies.PolicyRef | None = None
+        self._lost_at = 0.0
+        self._warned = ""
+        self.served: ServedPolicy | None = None
+        self.is_new = False
+        """Whether the last call of `next` changed the policy."""
 
-def deliver(store: RunStore, searcher: "Searcher", policy: policies.PolicyRef) -> "ServedPolicy | None":
-    """Makes the engine serve the policy. Returns None: the policy was deleted for a newer one before the fetch.
+    def next(self) -> policies.PolicyRef | None:
+        """The policy for the next round, which the engine serves. Waits for one.
 
-    Raises: RuntimeError: the engine's weights differ from the published ones.
-    """
-    try:
-        folder = policies.fetch_policy(store, policy, policy_cache(store.run))
-        served = searcher.load(folder, policy.step)
-    except (NotFound, FileNotFoundError):
+        Returns None: the Trainer has been silent for `TRAINER_SILENT_S`. Raises: RuntimeError: the engine's weights
+        differ from the published ones.
+        """
+        while not self._pulse.is_silent():
+            newest = self._newest()
+            self.is_new = newest is not None and self._is_to_try(newest) and self._deliver(newest)
+            if self.is_new or self._may_go_on(newest):
+                return self._policy
+            time.sleep(POLL_S)
+        get_run_logger().warning("no sign of life from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)
         return None
+
+    def _newest(self) -> policies.PolicyRef | None:
+        try:
+            return policies.latest_policy(self._store)
+        except DamagedRecord as error:  # the next policy replaces it
+            self._warn(str(error))
+            return None
+
+    def _is_to_try(self, newest: policies.PolicyRef) -> bool:
+        return newest != self._policy and (newest != self._lost or time.monotonic() - self._lost_at > LOST_S)
+
+    def _may_go_on(self, newest: policies.PolicyRef | None) -> bool:
+        """Whether the next round may be of the policy that is served already."""
+        if self._policy is None or self._is_synchronous:
+            return False
+        return newest in (None, self._policy) or not newest.final  # nobody trains on what comes after the final one
+
+    def _deliver(self, policy: policies.PolicyRef) -> bool:
+        """Makes the engine serve the policy. False: it cannot be fetched now."""
+        try:
+            folder = policies.fetch_policy(self._store, policy, policy_cache(self._store.run))
+            self._policy = None  # until the engine has all of the new weights
+            self.served = self._load(folder, policy)
+        except (NotFound, FileNotFoundError, DamagedPolicy) as error:
+            self._lost, self._lost_at = policy, time.monotonic()
+            self._warn(f"policy step {policy.step} cannot be fetched: {error}")
+            return False
+        self._policy = policy
+        return True
+
+    def _load(self, folder: Path, policy: policies.PolicyRef) -> "ServedPolicy":
+        """Loads the weights; if this machine's copy of them is damaged, once more from the store."""
+        try:
+            return load(self._searcher, folder, policy)
+        except Exception as error:  # a damaged file may raise any
+            if not policies.drop_cached_policy(policy, policy_cache(self._store.run)):
+                raise
+            self._warn(f"the copy {folder} of policy step {policy.step} is damaged and is fetched anew: {error}")
+        return load(self._searcher, policies.fetch_policy(self._store, policy, policy_cache(self._store.run)), policy)
+
+    def _warn(self, message: str) -> None:
+        if message != self._warned:  # not at every poll
+            get_run_logger().warning(message)
+        self._warned = message
+
+
+def load(searcher: "Searcher", folder: Path, policy: policies.PolicyRef) -> "ServedPolicy":
+    """Raises: RuntimeError: the engine's weights differ from the published ones."""
+    served = searcher.load(folder, policy.step)
     if served.fingerprint != policy.fingerprint:
         raise RuntimeError(
             f"searcher: the engine serves weights {served.fingerprint}, but policy step {policy.step} was published as "

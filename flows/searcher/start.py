@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import socket
 from typing import TYPE_CHECKING
 
 from prefect import task
@@ -69,5 +68,5 @@ def place_among_gpus(config: RunConfig, place: int | None) -> tuple[int, int]:
     `place`: as for `start_searcher`.
     """
     owner = attempts.trainer(RunStore(config.store, config.run))
-    trainers = config.train.processes if owner and owner[0] == socket.gethostname() else 0
+    trainers = config.train.processes if owner and owner.is_here() else 0
     return trainers + (config.searchers if place is None else place), trainers + max(config.searchers, 1)

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from flows.config import load_run
+from flows.config import RunConfig, load_run
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.heartbeat import Heartbeat
 from infra.machine import remove_leftovers
@@ -32,6 +32,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     If the run has its final policy (it was killed before the last evaluation), this does nothing.
 
     Raises: AlreadyTraining: another Trainer trains the run; nothing was written. Superseded: another took over.
+    RuntimeError: the run had a checkpoint, and none is whole now; nothing was written.
     """
     store = RunStore(store_url, run)
     config = load_run(store).on_devices(processes, zero_stage)
@@ -39,9 +40,13 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     if (policy := policies.latest_policy(store)) and policy.final:
         log.info("run %s has its final policy: nothing is left to train", run)
         return
-    steps = checkpoints.list_checkpoints(store)
-    resumed_from = steps[-1] if steps else 0
-    attempt = attempts.start_attempt(store, resumed_from, attempts.this_process(), previous=previous)
+    checkpoint = checkpoints.newest_whole_checkpoint(store)
+    if checkpoint is None:
+        refuse_to_lose_training(store, config, policy)
+        checkpoint = checkpoints.FROM_SCRATCH
+    attempt = attempts.start_attempt(
+        store, checkpoint.step, attempts.this_process(), previous=previous, checkpoint=checkpoint.path
+    )
     heart = Heartbeat(store, config, attempt, parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # the flow stops training by SIGTERM; Ctrl-C reaches every process
         signal.signal(number, lambda *_: heart.stop.set())
@@ -51,12 +56,29 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
         # Importing torch takes ten seconds: by then the flow has seen that the run is ours, and Searchers are starting.
         from flows.trainer.session import train_run
 
-        state = train_run(store, config, attempt, resumed_from, heart)
+        state = train_run(store, config, attempt, checkpoint, heart)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise
     finally:
         heart.end(state, message)
+
+
+def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies.PolicyRef | None) -> None:
+    """Refuses to begin at step 0 a run that had a checkpoint. A checkpoint is complete before the next but one begins.
+
+    Raises: RuntimeError.
+    """
+    lives = attempts.list_attempts(store)
+    reached = max((life["resumed_from"] for life in lives), default=0)
+    if latest is not None and latest.step > 2 * config.train.checkpoint_interval:
+        reached = max(reached, latest.step)
+    if reached:
+        raise RuntimeError(
+            f"run {store.run} in {store.url} has trained {reached} steps, but no checkpoint in trainer/ is whole. It "
+            f"does not begin at step 0. Restore trainer/ from a copy of the store, or begin another run with its "
+            f"trajectories: `tba train NEW --warm-start {store.run}`."
+        )
 
 
 def main(store: str, run: str, parent: str, *devices: str) -> int:

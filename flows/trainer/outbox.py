@@ -3,8 +3,10 @@
 Before: tba/trainer.py hands records and policies over; after: storage/policies.py publishes a policy.
 """
 
+import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import datetime
@@ -28,6 +30,10 @@ from tba.weights import fingerprint, write_weights
 KEPT_CHECKPOINTS = 2
 # A Searcher fetches the newest; one more may be in flight while the next is published, and one is spare.
 KEPT_POLICIES = 3
+# A Trainer that waits looks this often whether Searchers can still fetch its policy: three requests.
+LOOK_S = 10.0
+
+log = logging.getLogger("tba.learn")
 
 
 class StoreOutbox:
@@ -54,6 +60,8 @@ class StoreOutbox:
         self._pending: list[Future] = []
         self._newest_policy = self._newest_checkpoint = self._writer.submit(lambda: None)
         self._trackers = Trackers(store, config, attempt)
+        self._served: policies.PolicyRef | None = None  # published last
+        self._looked_at = time.monotonic()  # when it was last looked for in the store
 
     def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
         self._raise_what_failed()  # or the Trainer would wait for experience of a policy that was never published
@@ -62,6 +70,19 @@ class StoreOutbox:
         self._heart.tell(state, step, {"message": "", "alarms": self._alarms.on, **metrics})
         if self._heart.stop.is_set():
             raise Stopped
+
+    def has_lost_policy(self) -> bool:
+        """Whether the newest published policy was removed from the store. Looks every `LOOK_S`; mends latest.json."""
+        if not self._newest_policy.done() or self._served is None or time.monotonic() - self._looked_at < LOOK_S:
+            return False
+        self._looked_at = time.monotonic()
+        if not policies.is_stored(self._store, self._served):
+            log.warning("policy %s was removed from the store or damaged: it is published again", self._served.path)
+            return True
+        if not policies.is_latest(self._store, self._served):
+            log.warning("policies/latest.json was removed or damaged: it is written again")
+            policies.point_to(self._store, self._served)
+        return False
 
     def record(self, step: int, batch: Batch[pa.Table], metrics: Mapping[str, float | datetime | None]) -> None:
         self._later(self._writer, self._write_record, step, batch.record, metrics)
@@ -112,8 +133,8 @@ class StoreOutbox:
         with folder:
             for future in before:
                 future.result()  # record earlier steps first: a resumed run takes them as done
-            checkpoints.save_checkpoint(self._store, step, Path(folder.name))
-        checkpoints.delete_checkpoints(self._store, keep=KEPT_CHECKPOINTS)
+            checkpoints.save_checkpoint(self._store, step, Path(folder.name), self._attempt)
+        checkpoints.delete_checkpoints(self._store, KEPT_CHECKPOINTS, self._attempt)
 
     def _write_policy(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
         with temporary_folder("policy", self._store.run) as folder:
@@ -122,5 +143,6 @@ class StoreOutbox:
                     shutil.copy(file, folder)
             write_weights(weights, folder)
             policy = policies.policy_ref(step, fingerprint(weights.items()), attempt=self._attempt, final=final)
-            policies.publish_policy(self._store, folder, policy, policy_cache(self._store.run))
+            self._served = policies.publish_policy(self._store, folder, policy, policy_cache(self._store.run))
+        attempts.check_not_superseded(self._store, self._attempt)
         policies.prune_policies(self._store, keep=KEPT_POLICIES)

@@ -20,8 +20,10 @@ from tba.models import model_folder
 from tba.trainer import train
 
 
-def train_run(store: RunStore, config: RunConfig, attempt: int, resumed_from: int, heart: Heartbeat) -> str:
-    """Trains to the run's end or until it is told to stop, from the checkpoint of step `resumed_from` (0: from none).
+def train_run(
+    store: RunStore, config: RunConfig, attempt: int, checkpoint: checkpoints.Checkpoint, heart: Heartbeat
+) -> str:
+    """Trains to the run's end or until it is told to stop, from a checkpoint or from scratch.
 
     Returns "finished" or "stopped".
     """
@@ -29,17 +31,17 @@ def train_run(store: RunStore, config: RunConfig, attempt: int, resumed_from: in
     threads = cpu_threads(processes if config.synchronous else processes + config.searchers)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes started here
-    alarms = RunAlarms(store, resumed_from)
+    alarms = RunAlarms(store, checkpoint.step)
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
         trainer_of(folder, config.train, config.seed) as trainer,
     ):
-        if resumed_from:
+        if checkpoint != checkpoints.FROM_SCRATCH:
             with temporary_folder("resume", store.run) as local:
-                store.download_folder(checkpoints.checkpoint_path(resumed_from), Path(local))
+                store.download_folder(checkpoint.path, Path(local))
                 trainer.load(Path(local))
         buffer = ReplayBuffer(store, config.sampling, config.seed)
-        buffer.rebuild(resumed_from)
+        buffer.rebuild(checkpoint.step)
         awaits_shard = attempt > 1 and config.searchers > 0
         train(trainer, StoredExperience(store, buffer, attempt, alarms, awaits_shard=awaits_shard), outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"

@@ -34,6 +34,7 @@ from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id
 from storage.store import RunStore
 from tests.benchmarks.memory_buffer import MemoryBuffer
+from tests.storage.helpers import OWNER
 
 SHARD_ROWS, RESPONSES_PER_PROMPT, RESPONSE_TOKENS, PROMPT_TOKENS, CAPACITY = 1000, 20, 128, 40, 100
 SIZES = {"10k": 10_000, "1m": 1_000_000}
@@ -90,7 +91,7 @@ def make_shard(searcher: str, round_number: int, num_prompts: int) -> pa.Table:
 
 def make_run(store: RunStore, num_rows: int) -> None:
     """A run of `num_rows` trajectories, one sync a shard, every prompt at capacity."""
-    attempts.start_attempt(store, resumed_from=0, owner={})
+    attempts.start_attempt(store, resumed_from=0, owner=OWNER)
     for round_number in range(num_rows // SHARD_ROWS):
         commit_shard(store, make_shard("s0", round_number, num_rows // CAPACITY))
         number = round_number + 1

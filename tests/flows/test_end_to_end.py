@@ -123,7 +123,7 @@ def shards(run_folder: Path) -> dict[str, bytes]:
 def test_a_run_killed_in_mid_training_resumes_and_ends_as_if_nothing_had_happened(project):
     run_folder = project / ".tba" / "killed"
     process = train(project, "killed", "--steps", str(STEPS))
-    checkpoint = run_folder / "trainer" / "step=00000003" / "state.json"  # is written while training goes on
+    checkpoint = run_folder / "trainer" / "step=00000003-a0001" / "state.json"  # is written while training goes on
     wait_for(lambda: trained(run_folder, 5) and checkpoint.exists(), process)
     (during,) = sql(project, "killed", "SELECT count(*) AS n, count(DISTINCT trajectory_id) AS ids FROM trajectories")
     assert during["n"] == during["ids"] >= 32

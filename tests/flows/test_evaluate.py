@@ -28,7 +28,6 @@ from flows import evaluate, search
 from flows.cli.console import summary_table
 from flows.config import RunConfig
 from flows.search import EvaluationBudget
-from flows.searcher.policy_feed import next_policy
 from storage import attempts, ledger, policies
 from storage.store import RunStore
 from storage.summary import summarise
@@ -284,8 +283,8 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
         return NOON + timedelta(seconds=second)
 
     row = {"split": "heldout", "num_problems": 8, "mean_response_tokens": 4.0, "seconds": 2.0}
+    attempts.start_attempt(store, 0, OWNER)
     for attempt, resumed_from, began in ((1, 0, 0), (2, 1, 14)):
-        attempts.start_attempt(store, resumed_from, OWNER)
         times = {"started_at": at(began), "ended_at": at(began + 10)}
         for step in range(resumed_from + 1, 3):
             ledger.record_training_step(store, make_training_step(attempt, step) | times)
@@ -294,6 +293,8 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
         times |= {f"{name}ended_at": at(began + 10) for name in ("", "sampling_")}
         ledger.record_search_round(store, make_search_round("s0", number) | times)
     for attempt, step, accuracy, ended in ((1, 0, 0.25, 2), (1, 2, 0.875, 14), (2, 2, 0.75, 26)):
+        if attempt == 2:
+            attempts.start_attempt(store, 1, OWNER)
         ref = publish(store, tmp_path / "policy", step, attempt)
         assert policies.hold_policy(store, ref, "s0")
         policies.keep_if_best(store, ref, accuracy, 8)
@@ -309,14 +310,6 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
     shown = console.file.getvalue()
     assert re.search(r"Best policy [ │]+policies/step=00000002 ", shown)
     assert re.search(r"Accuracy of the best policy [ │]+0\.875", shown)
-
-
-def test_a_synchronous_searcher_waits_for_another_policy(monkeypatch):
-    seen = iter(["old", "old", "new"])
-    monkeypatch.setattr("flows.searcher.policy_feed.policies.latest_policy", lambda store: next(seen))
-    monkeypatch.setattr("flows.searcher.policy_feed.POLL_S", 0)
-    pulse = SimpleNamespace(is_silent=lambda: False)
-    assert next_policy(None, pulse, after="old") == "new"
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ from flows.cli import train
 from flows.cli.app import app
 from flows.run.preflight import check_inputs
 from flows.search import evaluate, search_round
-from flows.searcher.policy_feed import deliver
+from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import start_searcher
 from flows.trainer.__main__ import learn
-from storage.policies import best_policy, latest_policy
+from storage.policies import best_policy
 from storage.queries import query
 from storage.store import RunStore
 from tests.character_model import save_character_model
@@ -64,8 +64,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
         searcher = start_searcher(config, "s0", 0)
         search_round(store, searcher, 0, searcher.load(model, 0))
         learn(config.store, config.run, os.getppid())
-        policy = latest_policy(store)
-        deliver(store, searcher, policy)
+        policy = PolicyFeed(store, searcher).next()
         evaluate(store, searcher, "s0", 2, policy)
     rows = query(store, "SELECT prompt, rewards, reward FROM trajectories").to_pylist()
     assert len(rows) == 18 * 4

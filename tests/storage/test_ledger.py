@@ -10,16 +10,17 @@
 """
 
 import json
-import os
-import socket
 import threading
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import save_file
 
 from storage import attempts, checkpoints, ledger
 from storage.errors import AlreadyExists, AlreadyTraining, NotFound, StoreError, Superseded
@@ -178,7 +179,7 @@ def test_a_run_that_never_trained_is_not_alive(local_store):
 def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
     process = start_python("pass")
     process.wait()
-    attempts.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": process.pid, "started": 0.0})
+    attempts.start_attempt(local_store, 0, attempts.this_process() | {"pid": process.pid, "started": 0.0})
     attempts.heartbeat(local_store, {"step": 1})
     began = time.monotonic()
     assert not attempts.run_is_alive(local_store, watch_s=60)
@@ -220,7 +221,7 @@ def test_setting_the_clock_makes_no_trainer_another(local_store, monkeypatch):
 
 
 def test_another_process_under_the_pid_is_not_the_trainer(local_store):
-    attempts.start_attempt(local_store, 0, {"host": socket.gethostname(), "pid": os.getpid(), "started": 0.0})
+    attempts.start_attempt(local_store, 0, attempts.this_process() | {"started": 0.0})
     assert not attempts.run_is_alive(local_store, watch_s=60)
 
 
@@ -229,10 +230,15 @@ def test_another_process_under_the_pid_is_not_the_trainer(local_store):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint/trainer.safetensors").write_bytes(b"weights")
-    (tmp_path / "checkpoint/state.json").write_text("{}")
-    return tmp_path / "checkpoint"
+    """checkpoint(step) -> the local folder of one."""
+
+    def checkpoint(step: int) -> Path:
+        (tmp_path / "checkpoint").mkdir(exist_ok=True)
+        save_file({"weight": np.zeros(4, np.float32)}, tmp_path / "checkpoint/trainer.safetensors")
+        (tmp_path / "checkpoint/state.json").write_text(json.dumps({"step": step}))
+        return tmp_path / "checkpoint"
+
+    return checkpoint
 
 
 def test_a_checkpoint_counts_once_complete(store, checkpoint, monkeypatch):
@@ -248,21 +254,22 @@ def test_a_checkpoint_counts_once_complete(store, checkpoint, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(StoreError, match="network went away"):
         patch.setattr(store._files, "put_file", dies_at_the_weights)
-        checkpoints.save_checkpoint(store, 20, checkpoint)
+        checkpoints.save_checkpoint(store, 20, checkpoint(20), 1)
     assert checkpoints.list_checkpoints(store) == []
-    checkpoints.save_checkpoint(store, 20, checkpoint)
-    assert checkpoints.list_checkpoints(store) == [20]
-    assert store.get(f"{checkpoints.checkpoint_path(20)}/trainer.safetensors") == b"weights"
+    checkpoints.save_checkpoint(store, 20, checkpoint(20), 1)
+    (found,) = checkpoints.list_checkpoints(store)
+    assert (found.step, found.attempt, found.path) == (20, 1, checkpoints.checkpoint_path(20, 1))
+    assert checkpoints.checkpoint_faults(store, found) == []
 
 
 def test_the_newest_checkpoints_are_kept(store, checkpoint):
     attempts.start_attempt(store, 0, OWNER)
-    checkpoints.delete_checkpoints(store, keep=2)  # none yet
+    checkpoints.delete_checkpoints(store, keep=2, attempt=1)  # none yet
     for step in (20, 40, 60):
-        checkpoints.save_checkpoint(store, step, checkpoint)
-    store.put("trainer/step=00000030/trainer.safetensors", b"half")
-    store.put("trainer/step=00000080/trainer.safetensors", b"on its way")
-    checkpoints.delete_checkpoints(store, keep=2)
-    assert checkpoints.list_checkpoints(store) == [40, 60]
-    assert store.folders("trainer") == ["step=00000040", "step=00000060", "step=00000080"]
+        checkpoints.save_checkpoint(store, step, checkpoint(step), 1)
+    store.put("trainer/step=00000030-a0001/trainer.safetensors", b"half")
+    store.put("trainer/step=00000080-a0001/trainer.safetensors", b"on its way")
+    checkpoints.delete_checkpoints(store, keep=2, attempt=1)
+    assert [found.step for found in checkpoints.list_checkpoints(store)] == [40, 60]
+    assert store.folders("trainer") == ["step=00000040-a0001", "step=00000060-a0001", "step=00000080-a0001"]
     assert attempts.latest_attempt(store) == 1

@@ -67,6 +67,7 @@ def test_what_is_fetched_is_what_was_published(store, publish, tmp_path):
         "fingerprint": ref.fingerprint,
         "attempt": 1,
         "files": {"config.json": 2, "model.safetensors": 1040},
+        "final": True,
     }
 
 

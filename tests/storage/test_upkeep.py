@@ -16,7 +16,7 @@ import pytest
 from storage import attempts, checkpoints, queries, reward_versions, upkeep
 from storage.shards import commit_shard, expired_through, new_shards, next_round
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
-from tests.storage.helpers import NOON, make_shard
+from tests.storage.helpers import NOON, OWNER, make_shard
 
 NOW = timedelta(0)
 
@@ -109,7 +109,7 @@ def trained(tmp_path):
 def checkpoint(store, step: int, tmp_path) -> None:
     (tmp_path / "local").mkdir(exist_ok=True)
     (tmp_path / "local" / "state.json").write_text("{}")
-    checkpoints.save_checkpoint(store, step, tmp_path / "local")
+    checkpoints.save_checkpoint(store, step, tmp_path / "local", attempt=1)
 
 
 def test_an_unfinished_run_keeps_what_a_resume_needs(trained, tmp_path):
@@ -134,7 +134,7 @@ def test_a_rebuilt_buffer_goes_on_with_what_is_left(trained, tmp_path):
         batch = buffer.draw(7)
         assert batch.num_rows == 16 and {name[:11] for name in batch["trajectory_id"].to_pylist()} == {"s0-00000002"}
     assert buffer.num_taken_in == 24  # what has expired was drawn, too: samples_per_insert counts it
-    attempts.start_attempt(trained, resumed_from=6, owner={})
+    attempts.start_attempt(trained, resumed_from=6, owner=OWNER)
     assert buffer.sync(7, attempt=2).rounds == {"s0": [3, 4]}
     assert buffer.newest_sync == 4
 
@@ -145,5 +145,5 @@ def test_a_buffer_whose_recorded_rounds_have_all_expired_still_takes_in_what_fol
     buffer = new_buffer(trained)
     buffer.rebuild(2)
     assert (buffer.num_trajectories, buffer.newest_sync) == (0, 1)
-    attempts.start_attempt(trained, resumed_from=2, owner={})
+    attempts.start_attempt(trained, resumed_from=2, owner=OWNER)
     assert buffer.sync(3, attempt=2).rounds == {"s0": [4]}

@@ -82,16 +82,16 @@ def train(
         yield ledger.record_training_step(store, make_training_step(attempt, step))
         mark = publish(store, folder / "policy", step, attempt)
         if step % 5 in (0, 2):
-            checkpoint(store, folder / "checkpoint", step)
-            checkpoints.delete_checkpoints(store, keep=2)
+            checkpoint(store, folder / "checkpoint", step, attempt)
+            checkpoints.delete_checkpoints(store, keep=2, attempt=attempt)
         yield
 
 
-def checkpoint(store: RunStore, folder: Path, step: int) -> None:
+def checkpoint(store: RunStore, folder: Path, step: int, attempt: int) -> None:
     folder.mkdir(exist_ok=True)
     save_file({"policy.weight": np.zeros(4, np.float32)}, folder / "trainer.safetensors")
     (folder / "state.json").write_text(json.dumps({"step": step}))
-    checkpoints.save_checkpoint(store, step, folder)
+    checkpoints.save_checkpoint(store, step, folder, attempt)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_a_good_run_on_s3_has_no_fault(s3_store, tmp_path):
     make_run(s3_store, tmp_path / "work")
     assert faults(s3_store) == []
     s3_store.put(f"{policies.latest_policy(s3_store).path}/model.safetensors", b"half")
-    s3_store.put("trainer/step=00000005/trainer.safetensors", b"half")
+    s3_store.put("trainer/step=00000005-a0002/trainer.safetensors", b"half")
     assert [kind for kind, _ in faults(s3_store)] == ["damaged policy", "damaged checkpoint"]
 
 
@@ -171,7 +171,7 @@ def test_a_run_just_created_has_no_fault_and_one_that_is_not_there_is_an_error(l
 
 def test_what_killed_processes_leave_is_no_fault(good):
     good.put("policies/step=00000006-a0002/model.safetensors", b"half a policy")
-    good.put("trainer/step=00000006/trainer.safetensors", b"half a checkpoint")
+    good.put("trainer/step=00000006-a0002/trainer.safetensors", b"half a checkpoint")
     shards.quarantine_shard(good, make_shard("s0", 7, reward=float("nan")), ["reward is finite"])
     shards.commit_shard(good, make_shard("s1", 7, policy_step=5, policy_fingerprint=newest_fingerprint(good)))
     good.delete("metrics/search/searcher=s0/round=00000006.parquet")  # killed between shard and ledger
@@ -222,14 +222,14 @@ KEPT = "policies/step=00000003-a0002"
 PRUNED = "policies/step=00000001"
 BATCH = "batches/attempt=00000002/step=00000005.parquet"
 SYNC = "syncs/attempt=00000002/sync=00000005.parquet"
-CHECKPOINT = "trainer/step=00000005"
+CHECKPOINT = "trainer/step=00000005-a0002"
 STRAY = [
     "trajectories/.DS_Store",
     "trajectories/searcher=Foo/round=00000000.parquet",
     "trajectories/searcher=s0/round=00000003.parquet.bad",
     "expired/searcher=s0/notes.txt",
     "policies/.DS_Store",
-    "trainer/step=00000005.bak/state.json",
+    "trainer/step=00000005-a0002.bak/state.json",
 ]
 
 # S0[4] is a shard that nothing was trained on, S0[6] one of BATCH's.

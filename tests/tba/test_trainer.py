@@ -330,6 +330,9 @@ class Recorder:
         assert (metrics["publish_stall_s"] > 0) == (step in self.follows_a_policy)
         self.calls.append(("record", step))
 
+    def has_lost_policy(self):
+        return False
+
     def publish(self, step, weights, final):
         self.calls.append(("final" if final else "publish", step))
 
@@ -349,6 +352,22 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
         ("record", 3), ("checkpoint", 3),
         ("record", 4), ("publish", 4), ("sync", 5),
         ("record", 5), ("final", 5), ("sync", 6),
+    ]  # fmt: skip
+
+
+def test_a_policy_that_was_removed_while_the_loop_waits_is_published_again(model_folder):
+    """Otherwise Searchers would wait for a policy, and the Trainer for their shards."""
+
+    class Removed(Recorder):
+        def has_lost_policy(self):
+            return self.calls.count(("publish", 0)) < 2
+
+    recorder = Removed()
+    train(make_trainer(model_folder, steps=1), recorder, recorder, poll_s=0)
+    assert recorder.calls == [
+        ("publish", 0), ("sync", 1),
+        ("waiting", 0), ("publish", 0), ("sync", 1), ("waiting", 0), ("sync", 1),
+        ("record", 1), ("final", 1), ("sync", 2),
     ]  # fmt: skip
 
 

@@ -213,8 +213,8 @@ def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
 
     served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
     monkeypatch.setattr(search, "start_searcher_task", lambda *_: None)
-    monkeypatch.setattr(search, "next_policy", lambda *_, **__: served)
-    monkeypatch.setattr(search, "deliver", lambda *_: True)
+    feed = SimpleNamespace(next=lambda: served, is_new=False, served=None)
+    monkeypatch.setattr(search, "PolicyFeed", lambda *_, **__: feed)
     monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
     monkeypatch.setattr(search, "search_round", search_round)
     monkeypatch.setattr(search, "get_run_logger", lambda: logging.getLogger("test"))

@@ -7,7 +7,8 @@ Claims
 - a Trainer that froze while another took over ends when it wakes, and writes nothing more
 - a Trainer that is told to end (SIGTERM) does so between two steps, and says that it can be resumed
 - a Trainer whose flow is gone ends
-- the flow does not retry where the run is another's
+- the flow does not retry where the run is another's, nor takes the Trainer of a machine with its name for its own
+- a resume takes the newest whole checkpoint; a run that had one and has none that is whole does not begin at step 0
 
 Run: pytest tests/flows/trainer/test_one_trainer.py
 """
@@ -16,15 +17,21 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from flows.config import RunConfig
-from flows.train import may_succeed_later
+from flows.train import is_trainer, may_succeed_later
 from flows.trainer import ALREADY_TRAINING
-from storage import attempts
+from flows.trainer import __main__ as trainer_main
+from flows.trainer.__main__ import learn
+from storage import attempts, checkpoints, policies
 from storage.errors import AlreadyTraining
 from storage.store import RunStore
 from tests.storage.helpers import OWNER, start_python
@@ -35,7 +42,7 @@ import sys, time
 from types import SimpleNamespace
 from flows.trainer import __main__, heartbeat
 
-def train_run(store, config, attempt, resumed_from, heart):
+def train_run(store, config, attempt, checkpoint, heart):
     heart.tell("training", 1, {})
     print("training", flush=True)
     heart.stop.wait()
@@ -95,7 +102,7 @@ def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(s
     winner, loser = sorted(first_two, key=lambda process: process.poll() is not None)
     assert loser.returncode == ALREADY_TRAINING
     assert winner.stdout.readline() == "training\n" and winner.poll() is None
-    assert attempts.trainer(store)[1] == winner.pid
+    assert attempts.trainer(store).pid == winner.pid
     assert store.list("") == ["run.json", "trainer/attempt=00000001.json", attempts.HEARTBEAT]
     assert json.loads(store.get(attempts.HEARTBEAT))["owner"]["pid"] == winner.pid
 
@@ -105,7 +112,7 @@ def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(s
     begin(third)
     assert third.stdout.readline() == "training\n"
     assert time.monotonic() - killed_at < 5
-    assert (attempts.latest_attempt(store), attempts.trainer(store)[1]) == (2, third.pid)
+    assert (attempts.latest_attempt(store), attempts.trainer(store).pid) == (2, third.pid)
 
     third.send_signal(signal.SIGTERM)
     assert third.wait(timeout=START_S) == 0
@@ -141,6 +148,71 @@ def test_a_trainer_whose_flow_is_gone_ends(store, start):
     begin(orphan)
     assert orphan.wait(timeout=START_S) == 1
     assert not store.exists(attempts.HEARTBEAT)
+
+
+@pytest.fixture
+def resumed(store, monkeypatch):
+    """resumed() -> the checkpoint that a Trainer resumes from, which trains nothing."""
+    taken = []
+    session = SimpleNamespace(train_run=lambda *given: (taken.append(given[3]), "stopped")[1])
+    monkeypatch.setitem(sys.modules, "flows.trainer.session", session)
+    monkeypatch.setattr(trainer_main.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(attempts, "run_is_alive", lambda *_: False)  # this process, which was each Trainer
+
+    def resumed() -> checkpoints.Checkpoint:
+        learn(store.url, store.run, os.getppid())
+        return taken[-1]
+
+    return resumed
+
+
+def save_checkpoint(store: RunStore, folder: Path, step: int, attempt: int) -> str:
+    folder.mkdir(exist_ok=True)
+    save_file({"weight": np.zeros(4, np.float32)}, folder / "trainer.safetensors")
+    (folder / "state.json").write_text(json.dumps({"step": step}))
+    checkpoints.save_checkpoint(store, step, folder, attempt)
+    return checkpoints.checkpoint_path(step, attempt)
+
+
+def test_a_run_resumes_from_its_newest_whole_checkpoint(store, resumed, tmp_path):
+    assert resumed() == checkpoints.FROM_SCRATCH
+    whole, torn = (save_checkpoint(store, tmp_path / "checkpoint", step, 1) for step in (50, 100))
+    store.put(f"{torn}/trainer.safetensors", b"")
+    assert resumed().path == whole
+    assert attempts.list_attempts(store)[-1]["resumed_from"] == 50
+    save_checkpoint(store, tmp_path / "checkpoint", 100, 2)
+    assert resumed().path == "trainer/step=00000100-a0002"
+
+
+def test_a_run_that_lost_its_checkpoints_does_not_begin_at_step_0(store, resumed, tmp_path):
+    resumed()
+    whole = save_checkpoint(store, tmp_path / "checkpoint", 50, 1)
+    assert resumed().step == 50
+    store.put(f"{whole}/state.json", b"")
+    with pytest.raises(RuntimeError, match=r"has trained 50 steps, but no checkpoint .*--warm-start run"):
+        resumed()
+    assert attempts.latest_attempt(store) == 2
+
+
+def test_a_run_far_behind_its_first_checkpoint_does_not_begin_at_step_0(store, resumed, tmp_path):
+    interval = RunConfig().train.checkpoint_interval
+    (tmp_path / "policy").mkdir()
+    for step, may_begin in ((2 * interval, True), (2 * interval + 1, False)):
+        ref = policies.policy_ref(step, f"{step:032d}", attempt=attempts.latest_attempt(store) or 1)
+        policies.publish_policy(store, tmp_path / "policy", ref)
+        if may_begin:
+            assert resumed() == checkpoints.FROM_SCRATCH
+        else:
+            with pytest.raises(RuntimeError, match="does not begin at step 0"):
+                resumed()
+
+
+def test_a_flow_does_not_take_a_namesakes_trainer_for_its_own(store):
+    """Pods share names of hosts and pids."""
+    attempts.start_attempt(store, 0, attempts.this_process() | {"boot_id": "another"})
+    assert not is_trainer(store, os.getpid())
+    attempts.start_attempt(store, 0, attempts.this_process())
+    assert is_trainer(store, os.getpid()) and not is_trainer(store, os.getppid())
 
 
 def test_a_run_of_another_trainer_is_not_tried_again():

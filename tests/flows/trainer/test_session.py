@@ -8,6 +8,7 @@ Claims
 - a resumed run's first batch waits for a shard that is new, also where it had no checkpoint yet
 - a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
 - an error of its writers stops the Trainer, also where it waits
+- a Trainer that waits notices every few seconds that its policy was removed, and mends the pointer to it
 - what is published is what the Trainer hands over, and its fingerprint
 - a run's processes take a GPU each, its Trainer the first; where there are fewer, each has its share of the memory
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
@@ -233,7 +234,7 @@ def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, m
         session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary=10))
     )
     with pytest.raises(TooEarly, match=r"^resumed"):
-        session.train_run(store, RunConfig(), 2, 0, heart)
+        session.train_run(store, RunConfig(), 2, checkpoints.FROM_SCRATCH, heart)
 
 
 def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
@@ -260,6 +261,41 @@ def test_what_is_published_is_what_the_trainer_hands_over(store, outbox, tmp_pat
     ((_, weight),) = read_weights(folder)
     assert torch.equal(weight, published)
     assert (folder / "config.json").exists() and ref.fingerprint == fingerprint([("weight", weight)])
+
+
+def published(outbox, store) -> policies.PolicyRef:
+    outbox._newest_policy.result()
+    return policies.latest_policy(store)
+
+
+@pytest.mark.parametrize("file", ["weight", "policy.json"])
+def test_a_trainer_that_waits_notices_that_its_policy_was_removed(store, outbox, monkeypatch, file):
+    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
+    assert not outbox.has_lost_policy(), "none was published"
+    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    ref = published(outbox, store)
+    assert not outbox.has_lost_policy()
+    store.delete(next(path for path in store.list(ref.path) if path.endswith(file) or file in ("weight",)))
+    assert outbox.has_lost_policy()
+    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    assert published(outbox, store).path == ref.path and not outbox.has_lost_policy()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": 1}', None])
+def test_a_trainer_that_waits_mends_the_pointer(store, outbox, monkeypatch, content):
+    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
+    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    ref = published(outbox, store)
+    store.put(policies.LATEST, content) if content is not None else store.delete(policies.LATEST)
+    assert not outbox.has_lost_policy()
+    assert policies.latest_policy(store) == ref
+
+
+def test_it_looks_now_and_then_only(outbox, store, monkeypatch):
+    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    published(outbox, store)
+    monkeypatch.setattr(policies, "is_stored", lambda *_: pytest.fail("asked the store"))
+    assert not any(outbox.has_lost_policy() for _ in range(100))
 
 
 def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch):

@@ -1,0 +1,108 @@
+"""A policy's folder: whether it is whole, and the cache of such folders on a machine.
+
+Before: storage/policies.py publishes a policy; after: it hands the cache's copy to a Searcher.
+"""
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+MANIFEST = "policy.json"
+POLICY_NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
+_CACHED_POLICIES = 2  # the served policy, and the next one
+_STALE_DOWNLOAD_S = 3600  # the process of a download this old has died
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of policy.json."""
+
+    step: int
+    fingerprint: str
+    attempt: int
+    files: dict[str, int]  # size of each, by its path in the folder
+    final: bool = False  # older versions did not record it
+    pruned: bool = False
+
+
+def folder_fault(folder: Path) -> str | None:
+    """Why files of the policy are not as published; None: they are. FileNotFoundError: one is not there."""
+    try:
+        manifest = TypeAdapter(Manifest).validate_json((folder / MANIFEST).read_bytes())
+    except ValidationError as error:
+        return f"{MANIFEST} cannot be read ({error.errors()[0]['msg']})"
+    for name, published in manifest.files.items():
+        if (found := (folder / name).stat().st_size) != published:
+            return f"{name} has {found} bytes, but {published} were published"
+    return None
+
+
+def into_cache(cached: Path, fill: Callable[[Path], object]) -> Path:
+    """The cache's copy of this path; if there is none, or it is damaged, `fill` writes one into an empty folder.
+
+    A kill leaves it whole or absent.
+    """
+    if cached.is_dir() and (fault := _copy_fault(cached)):
+        logger.warning("the copy %s of a policy is damaged and is fetched anew: %s", cached, fault)
+        drop(cached)
+    if not cached.is_dir():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cached.parent))
+        try:
+            fill(incoming)
+            with suppress(OSError):  # another process of this machine was faster: its copy is as good
+                os.rename(incoming, cached)
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
+        _trim(cached.parent)
+    return cached
+
+
+def _copy_fault(cached: Path) -> str | None:
+    try:
+        return folder_fault(cached)
+    except OSError as error:  # a file of the copy was lost or cannot be read
+        return str(error)
+
+
+def drop(cached: Path) -> bool:
+    """Remove a copy from the cache. False: there is none."""
+    removed = cached.parent / f".tmp-{uuid.uuid4().hex}"
+    try:
+        os.rename(cached, removed)  # in one step: another process must not find half of it
+    except FileNotFoundError:
+        return False
+    shutil.rmtree(removed, ignore_errors=True)
+    return True
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """For shutil.copytree: a link where the filesystem allows it."""
+    try:
+        os.link(source, target)
+    except OSError:  # on another filesystem, or on one without links
+        shutil.copyfile(source, target)
+
+
+def _trim(cache_dir: Path) -> None:
+    newest_first = sorted(cache_dir.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    policies = [folder for folder in newest_first if POLICY_NAME.match(folder.name)]
+    dead_downloads = [
+        folder
+        for folder in newest_first
+        if folder.name.startswith(".tmp-") and time.time() - folder.stat().st_mtime > _STALE_DOWNLOAD_S
+    ]
+    for folder in policies[_CACHED_POLICIES:] + dead_downloads:
+        shutil.rmtree(folder, ignore_errors=True)

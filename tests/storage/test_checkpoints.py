@@ -1,0 +1,88 @@
+"""Torn checkpoints (storage/checkpoints.py). Run: pytest tests/storage/test_checkpoints.py
+
+- a resume takes the newest whole one; a warning and verify name each torn one
+- torn ones do not use up the number of kept ones
+- where the store cannot tell which are whole, nothing is deleted and nothing is passed over
+"""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from storage import attempts, checkpoints
+from storage.errors import StoreError
+from storage.store import RunStore
+from storage.verify import verify
+from tests.storage.helpers import OWNER
+
+NEWEST = checkpoints.checkpoint_path(100, 1)
+WEIGHTS = f"{NEWEST}/trainer.safetensors"
+
+
+def save(store: RunStore, tmp_path, step: int) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    save_file({"weight": np.zeros(64, np.float32)}, folder / "trainer.safetensors")
+    (folder / "state.json").write_text(json.dumps({"step": step}))
+    checkpoints.save_checkpoint(store, step, folder, attempt=1)
+
+
+@pytest.fixture
+def run(store, tmp_path) -> RunStore:
+    store.put("run.json", b"{}")
+    attempts.start_attempt(store, 0, OWNER)
+    for step in (50, 100):
+        save(store, tmp_path, step)
+    return store
+
+
+TORN = {
+    "weights cut short": (lambda s: s.put(WEIGHTS, s.get(WEIGHTS)[:-1]), WEIGHTS),
+    "weights cut in the header": (lambda s: s.put(WEIGHTS, s.get(WEIGHTS)[:20]), WEIGHTS),
+    "weights of 0 bytes": (lambda s: s.put(WEIGHTS, b""), WEIGHTS),
+    "another program's file": (lambda s: s.put(WEIGHTS, b"\xff" * 400), WEIGHTS),
+    "no weights": (lambda s: s.delete(WEIGHTS), NEWEST),
+    "state.json of 0 bytes": (lambda s: s.put(f"{NEWEST}/state.json", b""), NEWEST),
+    "state.json cut short": (lambda s: s.put(f"{NEWEST}/state.json", b'{"ste'), NEWEST),
+    "another program's state.json": (lambda s: s.put(f"{NEWEST}/state.json", b"[1]"), NEWEST),
+    "state.json of another step": (lambda s: s.put(f"{NEWEST}/state.json", b'{"step": 50}'), NEWEST),
+}
+
+
+@pytest.mark.parametrize("name", TORN)
+def test_a_resume_takes_the_newest_whole_checkpoint(run, caplog, name):
+    tear, path = TORN[name]
+    assert checkpoints.newest_whole_checkpoint(run).step == 100
+    tear(run)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.newest_whole_checkpoint(run).step == 50
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "storage.checkpoints"]
+    assert path in warning and run.url in warning
+    assert [(fault.kind, fault.path) for fault in verify(run, None).faults if "checkpoint" in fault.kind] == [
+        ("damaged checkpoint", path)
+    ]
+
+
+def test_torn_checkpoints_do_not_push_whole_ones_out(run, tmp_path):
+    run.put(WEIGHTS, b"")
+    save(run, tmp_path, 150)
+    checkpoints.delete_checkpoints(run, keep=2, attempt=1)
+    assert [found.step for found in checkpoints.list_checkpoints(run)] == [50, 100, 150]
+    save(run, tmp_path, 200)
+    checkpoints.delete_checkpoints(run, keep=2, attempt=1)
+    assert [found.step for found in checkpoints.list_checkpoints(run)] == [150, 200]
+
+
+def test_a_store_that_refuses_is_no_torn_checkpoint(run, monkeypatch):
+    class Refusing:
+        def open_input_file(self, path):
+            raise OSError(f"access denied: {path}")
+
+    monkeypatch.setattr(run, "arrow_filesystem", lambda: (Refusing(), "base"))
+    with pytest.raises(StoreError, match=f"cannot read {WEIGHTS} .*access denied"):
+        checkpoints.newest_whole_checkpoint(run)
+    checkpoints.delete_checkpoints(run, keep=1, attempt=1)
+    assert len(checkpoints.list_checkpoints(run)) == 2

@@ -1,0 +1,92 @@
+"""Who a Trainer is (storage/process_identity.py). Run: pytest tests/storage/test_process_identity.py
+
+- a process of this machine and namespace runs or has ended; of another boot, namespace or name that cannot be known
+- a heartbeat that changes is a living Trainer, on a clone or in a pod with this machine's name, too
+- also a slow one: each change may take as long as the watch
+- the record of an older version has a host's name only, which decides nothing
+- without a boot id (not Linux) a process is recognised, but its absence proves nothing
+"""
+
+import json
+import threading
+import time
+
+import pytest
+
+from storage import attempts, process_identity
+from storage.process_identity import Identity
+from tests.storage.helpers import start_python
+
+ELSEWHERE = [{"boot_id": "another"}, {"pid_namespace": 1}, {"host": "elsewhere"}]
+OLDER = {"boot_id": None, "pid_namespace": None}
+
+
+def ended() -> dict:
+    return attempts.this_process() | {"started": 0.0}
+
+
+def beat_on(store, times: int, every_s: float) -> list[threading.Timer]:
+    beats = [threading.Timer(every_s * n, attempts.heartbeat, (store, {"step": n})) for n in range(1, times + 1)]
+    for beat in beats:
+        beat.start()
+    return beats
+
+
+def test_here_it_is_known_and_elsewhere_it_is_not():
+    assert Identity(**attempts.this_process()).is_running() is True
+    assert Identity(**ended()).is_running() is False
+    for change in [*ELSEWHERE, OLDER]:
+        for process in (attempts.this_process(), ended()):
+            assert Identity(**process | change).is_running() is None
+
+
+@pytest.mark.parametrize("change", [*ELSEWHERE, OLDER])
+def test_a_clone_with_this_name_is_alive_while_its_heartbeat_changes(local_store, change):
+    """Its process is not found here: on the clone it is."""
+    attempts.start_attempt(local_store, 0, ended() | change)
+    attempts.heartbeat(local_store, {"step": 0})
+    assert not attempts.run_is_alive(local_store, watch_s=0.5), "its heartbeat does not change"
+    beats = beat_on(local_store, 3, every_s=0.6)
+    assert attempts.run_is_alive(local_store, watch_s=1.0)
+    for beat in beats:
+        beat.join()
+
+
+def test_a_process_here_with_a_clones_pid_is_not_its_trainer(local_store):
+    attempts.start_attempt(local_store, 0, attempts.this_process() | {"boot_id": "another"})
+    assert not attempts.run_is_alive(local_store, watch_s=0.5)
+
+
+def test_a_dead_one_here_is_not_waited_for(local_store):
+    attempts.start_attempt(local_store, 0, ended())
+    began = time.monotonic()
+    assert not attempts.run_is_alive(local_store, watch_s=60) and time.monotonic() - began < 5
+
+
+def test_an_attempt_of_an_older_version_is_read(local_store):
+    record = {"attempt": 1, "resumed_from": 0, "created_at": "2026-11-21T12:00:00+00:00"}
+    owner = {"host": "here", "pid": 7, "started": 1.0}
+    local_store.put("trainer/attempt=00000001.json", json.dumps(record | {"owner": owner}).encode())
+    (found,) = attempts.list_attempts(local_store)
+    assert found == record | {"owner": owner | OLDER, "checkpoint": None}
+
+
+def test_without_a_boot_id_absence_proves_nothing(monkeypatch):
+    monkeypatch.setattr(process_identity, "_boot_id", lambda: None)
+    monkeypatch.setattr(process_identity, "_pid_namespace", lambda: None)
+    assert Identity.current().is_running() is True
+    assert Identity(**ended()).is_running() is None
+
+
+def test_two_processes_of_one_machine_tell_the_same_of_it():
+    other = start_python(
+        "import json; from storage import attempts; print(json.dumps(attempts.this_process())); input()"
+    )
+    try:
+        told = json.loads(other.stdout.readline())
+        assert {key: told[key] for key in ("host", *OLDER)} == {
+            key: attempts.this_process()[key] for key in ("host", *OLDER)
+        }
+    finally:
+        other.kill()
+        other.communicate()
