@@ -49,8 +49,8 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts_per_batch: int = Field(8, ge=1, description="B: prompts in a batch.")
-    responses_per_prompt: int = Field(16, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
+    prompts_per_batch: int = Field(16, ge=1, description="B: prompts in a batch.")
+    responses_per_prompt: int = Field(8, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
     recent_probability: float = Field(0.75, ge=0, le=1, description="m: probability of drawing from the newest sync.")
     differing_rewards_first: bool = Field(
         True,
