@@ -49,9 +49,13 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts_per_batch: int = Field(8, ge=1, description="B: prompts in a batch.")
-    responses_per_prompt: int = Field(16, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
+    prompts_per_batch: int = Field(16, ge=1, description="B: prompts in a batch.")
+    responses_per_prompt: int = Field(8, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
     recent_probability: float = Field(0.75, ge=0, le=1, description="m: probability of drawing from the newest sync.")
+    differing_rewards_first: bool = Field(
+        True,
+        description="Whether prompts whose stored responses differ in reward are drawn before the others.",
+    )
     reward_temperature: float | None = Field(
         None,
         gt=0,
@@ -173,8 +177,15 @@ class ReplayBuffer:
                 f"max_age={sampling.max_age}, but all {self.num_trajectories} trajectories stored are older, of "
                 f"policies before step {oldest}: sync again when Searchers have committed newer ones, or raise max_age"
             )
+        differ, recent_differ = prompts["rewards_differ"], prompts["newest_sync_rewards_differ"]
+        if not sampling.differing_rewards_first:
+            differ = recent_differ = np.zeros(len(differ), bool)
         chosen, recent = mop.choose_prompts(
-            prompts["key"], prompts["recent"], sampling.prompts_per_batch, sampling.recent_probability, self._seed, step
+            mop.Prompts(prompts["key"], prompts["recent"], differ, recent_differ),
+            sampling.prompts_per_batch,
+            sampling.recent_probability,
+            self._seed,
+            step,
         )
         prompt_of_place = prompts["prompt"][chosen]
         rows, probabilities = self._draw_responses(step, prompt_of_place, recent, oldest)

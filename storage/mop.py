@@ -23,25 +23,43 @@ def uniform_numbers(keys: np.ndarray, seed: int, step: int, purpose: str) -> np.
     return ((mixed >> 12) + 0.5) / 2**52
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts that a step may draw, in any order: [n] each."""
+
+    keys: np.ndarray
+    recent: np.ndarray  # whether the newest sync brought it responses
+    first: np.ndarray  # whether a place that draws from everything stored takes it before the others
+    recent_first: np.ndarray  # the same of a recent place
+
+
 def choose_prompts(
-    keys: np.ndarray, recent: np.ndarray, num_places: int, recent_probability: float, seed: int, step: int
+    prompts: Prompts, num_places: int, recent_probability: float, seed: int, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The prompt of each place, and whether the place is recent (with probability m). Both [B].
 
-    keys, recent: the candidates' keys, and whether the newest sync brought each of them responses [n], in any order.
-    Returns indices into these. Recent places take recent prompts, other places any prompt, in random order and in
-    turn: all different if there are enough. Prompts that recent places took come last in the order of other places.
+    Returns indices into `prompts`. Recent places take recent prompts, other places any prompt; of each pool those that
+    come first, then the others, in random order and in turn: all different if there are enough. Prompts that recent
+    places took come last in the order of other places.
     """
     places = np.arange(num_places, dtype=np.uint64)
-    is_recent = recent.any() & (uniform_numbers(places, seed, step, "recent") < recent_probability)
-    pool, num_recent = np.flatnonzero(recent), is_recent.sum()
-    recents = pool[_lowest(uniform_numbers(keys[pool], seed, step, "recent prompt"), num_recent)]
-    others = _lowest(uniform_numbers(keys, seed, step, "prompt"), num_places)  # even if all the recents are among them
+    is_recent = prompts.recent.any() & (uniform_numbers(places, seed, step, "recent") < recent_probability)
+    pool, num_recent = np.flatnonzero(prompts.recent), is_recent.sum()
+    recents = pool[
+        _lowest(_ranks(prompts.keys[pool], prompts.recent_first[pool], seed, step, "recent prompt"), num_recent)
+    ]
+    ranks = _ranks(prompts.keys, prompts.first, seed, step, "prompt")
+    others = _lowest(ranks, num_places)  # even if all the recents are among them
     others = others[np.argsort(np.isin(others, recents), kind="stable")]
     chosen = np.empty(num_places, np.int64)
     chosen[is_recent] = np.resize(recents, num_recent)
     chosen[~is_recent] = np.resize(others[: num_places - num_recent], num_places - num_recent)
     return chosen, is_recent
+
+
+def _ranks(keys: np.ndarray, first: np.ndarray, seed: int, step: int, purpose: str) -> np.ndarray:
+    """Random numbers of these keys: in (0, 1) for those that come first, in (1, 2) for the others."""
+    return uniform_numbers(keys, seed, step, purpose) + ~first.astype(bool)
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ def importable_name(function: Callable) -> str:
 class SearchSettings(Settings):
     """How Searchers sample responses."""
 
-    samples_per_prompt: int = Field(16, ge=2, description="S: responses sampled for each prompt of a round.")
-    prompts_per_round: int = Field(12, ge=1, description="Prompts in a round, which is one shard.")
+    samples_per_prompt: int = Field(8, ge=2, description="S: responses sampled for each prompt of a round.")
+    prompts_per_round: int = Field(24, ge=1, description="Prompts in a round, which is one shard.")
     temperature: float = Field(1.0, gt=0, description="Temperature of sampling.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Probability mass of the nucleus that tokens are sampled from; 1: all tokens."
@@ -205,7 +205,9 @@ class TrainSettings(Settings):
     decay_steps: int | None = Field(
         None, ge=1, description="Length of warmup-stable-decay's decay, in steps; None: other schedules."
     )
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay rate of the mean gradient.")
+    adam_beta1: float = Field(
+        0.7, ge=0, lt=1, description="AdamW's decay rate of the mean gradient; low, because stale samples add momentum."
+    )
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay rate of the mean squared gradient.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")

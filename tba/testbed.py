@@ -209,7 +209,7 @@ def train(first: Policy, settings: TrainSettings, lag: int, seed: int) -> Traine
     for step in range(1, settings.steps + 1):
         with torch.no_grad():
             torch._foreach_copy_(list(behavior.parameters()), earlier[0])
-        terms = _batch(policy, reference, behavior, generator)
+        terms = batch(policy, reference, behavior, generator)
         beta = schedule.beta(settings, step)
         optimizer.param_groups[0]["lr"] = schedule.learning_rate(settings, step)
         optimizer.zero_grad()
@@ -225,7 +225,7 @@ def _weights(policy: Policy) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in policy.parameters()]
 
 
-def _batch(policy: Policy, reference: Policy, behavior: Policy, generator: torch.Generator) -> baselines.Terms:
+def batch(policy: Policy, reference: Policy, behavior: Policy, generator: torch.Generator) -> baselines.Terms:
     numbers = sums().train[torch.randint(NUM_TRAIN, (B,), generator=generator)]
     prompts = sums().prompts[numbers]
     responses, sampled = sample(behavior, prompts, K, generator)

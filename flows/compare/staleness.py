@@ -17,6 +17,7 @@ from flows.compare.results import (
 )
 
 LAGS = (1, 4, 16, 64, 128)
+ADAM_BETA1 = 0.9  # torch's, and the baselines' authors'; ours is lower
 # Published: TBA 0.004 to 0.014, Dr. GRPO 0. RLOO gets TBA's, because both have the KL in the reward.
 OBJECTIVES = {
     "tb": {"objective": "tb", "beta": 0.05},
@@ -35,7 +36,8 @@ def staleness(store: str, out: Path, seeds: int, steps: int, say: Callable[[str]
 
     first_policy = Path.cwd() / ".tba" / ".local" / "testbed.safetensors"
     testbed.first_policy(first_policy)
-    arms = [Arm(name, lag, settings | {"steps": steps}) for lag in LAGS for name, settings in OBJECTIVES.items()]
+    common = {"steps": steps, "adam_beta1": ADAM_BETA1}
+    arms = [Arm(name, lag, settings | common) for lag in LAGS for name, settings in OBJECTIVES.items()]
     with Bench(store, first_policy, say) as bench:
         arms = bench.tune(arms)
         outcomes = bench.run([(arm, seed) for seed in range(seeds) for arm in arms])

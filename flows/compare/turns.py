@@ -21,7 +21,7 @@ MODES = {
     "synchronous": (
         "--set=synchronous=true",
         "--set=searchers=1",
-        "--set=search.prompts_per_round=8",
+        "--set=search.prompts_per_round=16",
         "--set=sampling.min_size=128",
         "--set=train.sync_interval=1",
     ),

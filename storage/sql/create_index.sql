@@ -9,7 +9,9 @@ CREATE TABLE prompts (
     key UBIGINT,
     newest_ages_from BIGINT, -- the largest ages_from of its stored trajectories
     newest_sync BIGINT, -- that brought one of them
-    newest_sync_ages_from BIGINT -- the largest of those that sync brought
+    newest_sync_ages_from BIGINT, -- the largest of those that sync brought
+    rewards_differ BOOLEAN, -- among its stored trajectories
+    newest_sync_rewards_differ BOOLEAN -- among those that sync brought
 );
 
 -- One row a stored trajectory; its tokens and log-probabilities are a record of the word file.

@@ -6,6 +6,8 @@ SELECT
     md5_number_upper(prompt_id),
     NULL,
     NULL,
+    NULL,
+    NULL,
     NULL
 FROM (SELECT DISTINCT prompt_id FROM arrivals) AS arrived_prompts
 ANTI JOIN prompts USING (prompt_id)

@@ -3,6 +3,8 @@
 SELECT
     prompt,
     key,
-    newest_sync = $newest_sync AND newest_sync_ages_from >= $oldest AS recent
+    newest_sync = $newest_sync AND newest_sync_ages_from >= $oldest AS recent,
+    rewards_differ,
+    newest_sync_rewards_differ
 FROM prompts
 WHERE newest_ages_from >= $oldest;

@@ -326,7 +326,7 @@ def test_turns_that_nobody_could_take_are_refused(changes, message):
 
 
 def test_taking_turns_draws_the_newest_rounds_alone():
-    settings = {"synchronous": True, "searchers": 1, "search": {"prompts_per_round": 16}, "train": {"sync_interval": 3}}
+    settings = {"synchronous": True, "searchers": 1, "search": {"prompts_per_round": 24}, "train": {"sync_interval": 3}}
     config = RunConfig.model_validate(settings)
     assert config.sampling.max_age == 2  # the third step after a policy draws what that one said
     assert RunConfig.model_validate(config.recorded() | {"store": config.store}) == config

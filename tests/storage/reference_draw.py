@@ -22,6 +22,11 @@ def key_of(name: str) -> int:
     return int.from_bytes(hashlib.md5(name.encode()).digest()[:8], "little")
 
 
+def rewards_differ(trajectories: list[dict], prompt_id: str, sync: int | None = None) -> bool:
+    """Of the stored trajectories of a prompt, or of those of one sync."""
+    return len({t["reward"] for t in trajectories if t["prompt_id"] == prompt_id and sync in (None, t["sync"])}) > 1
+
+
 def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Sampling, step: int) -> list[tuple]:
     """MOP written the slow way. Rows of (prompt_index, slot, trajectory_id, recent, draw_probability)."""
     recent_pool = {t["prompt_id"] for t in trajectories if t["sync"] == newest_sync}
@@ -30,11 +35,23 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
     is_recent = [
         bool(recent_pool) and uniform_number(step, "recent", place) < sampling.recent_probability for place in places
     ]
-    recents = sorted(recent_pool, key=lambda name: uniform_number(step, "recent prompt", key_of(name)))
+    first = {name for name in whole_pool if rewards_differ(trajectories, name)}
+    recent_first = {name for name in recent_pool if rewards_differ(trajectories, name, newest_sync)}
+    if not sampling.differing_rewards_first:
+        first = recent_first = set()
+
+    def recent_order(name: str) -> tuple:
+        return name not in recent_first, uniform_number(step, "recent prompt", key_of(name))
+
+    recents = sorted(recent_pool, key=recent_order)
     num_recent = sum(is_recent)
     prompts = {True: [recents[turn % len(recents)] for turn in range(num_recent)]}
     taken = set(prompts[True])
-    others = sorted(whole_pool, key=lambda name: (name in taken, uniform_number(step, "prompt", key_of(name))))
+
+    def order(name: str) -> tuple:
+        return name in taken, name not in first, uniform_number(step, "prompt", key_of(name))
+
+    others = sorted(whole_pool, key=order)
     prompts[False] = [others[turn % len(others)] for turn in range(len(places) - num_recent)]
     rows = []
     for place in places:

@@ -3,6 +3,7 @@
 - the share of recent draws is m, and what is recent is what the newest sync took in
 - rewards weigh as softmax(reward / tau) mixed with uniform, in the first draw and in the second without replacement
 - prompts are drawn uniformly, all different within a batch where there are enough, otherwise each in turn
+- prompts whose rewards differ are drawn before the others, from the newest sync by its rewards alone
 - a response's share of the slots is its share of the samples, whether K distinct ones are there or not
 - no sample twice for a prompt where there are K, otherwise all in turn
 - a temperature near zero draws in the order of rewards
@@ -103,6 +104,40 @@ def test_recent_and_other_prompts_of_a_batch_differ_where_there_are_enough(store
     buffer.sync(step=1, attempt=1)
     for step in range(30):  # all eight are recent, and all are in the whole pool: a batch needs every one of them
         assert sorted(group[0]["prompt_id"] for group in groups(buffer.draw(step)).values()) == list("abcdefgh")
+
+
+def drawn_prompts(buffer, step: int) -> set[str]:
+    return {group[0]["prompt_id"] for group in groups(buffer.draw(step)).values()}
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_prompts_whose_rewards_differ_are_drawn_before_the_others(store, m):
+    same = [(name, [token], 1.0) for name in "efghijkl" for token in (1, 2)]
+    commit(store, "s0", 0, distinct("abcd", 2) + same)
+    settings = {"prompts_per_batch": 6, "responses_per_prompt": 2, "recent_probability": m}
+    buffer = new_buffer(store, **settings)
+    buffer.sync(step=1, attempt=1)
+    batches = [drawn_prompts(buffer, step) for step in range(40)]
+    assert all(set("abcd") < batch and len(batch) == 6 for batch in batches)
+    assert set.union(*batches) == set("abcdefghijkl"), "the others fill the places that are left, all in the end"
+
+    buffer = new_buffer(store, **settings, differing_rewards_first=False)
+    buffer.rebuild(1)
+    assert not all(set("abcd") < drawn_prompts(buffer, step) for step in range(40))
+
+
+def test_recent_prompts_come_first_by_the_rewards_of_the_newest_sync(store):
+    settings = {"prompts_per_batch": 1, "responses_per_prompt": 2}
+    buffer = new_buffer(store, **settings, recent_probability=1)
+    commit(store, "s0", 0, [("a", [1], 0.0), ("b", [1], 0.0)])
+    buffer.sync(step=1, attempt=1)
+    commit(store, "s0", 1, [("a", [2], 1.0), ("a", [3], 1.0), ("b", [2], 0.0), ("b", [3], 1.0)])
+    buffer.sync(step=2, attempt=1)
+    assert all(drawn_prompts(buffer, step) == {"b"} for step in range(20))
+
+    replaying = new_buffer(store, **settings, recent_probability=0)
+    replaying.rebuild(2)
+    assert set.union(*(drawn_prompts(replaying, step) for step in range(20))) == {"a", "b"}
 
 
 def test_fewer_prompts_than_places_are_used_in_turn(store):

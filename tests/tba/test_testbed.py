@@ -59,7 +59,7 @@ def test_rewards_and_ends():
 
 
 def settings(**changed) -> TrainSettings:
-    return TrainSettings(**{"steps": 60, "learning_rate": 3e-3} | changed)
+    return TrainSettings(**{"steps": 60, "learning_rate": 3e-3, "adam_beta1": 0.9} | changed)
 
 
 def test_a_run_depends_on_its_seed_alone(first):

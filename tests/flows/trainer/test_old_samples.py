@@ -168,6 +168,7 @@ def trained(first_policy: Path, folder: Path, lag: int, residual_weight: str) ->
                 "sync_interval": SYNC_INTERVAL,
                 "checkpoint_interval": 1000,
                 "learning_rate": 1.5e-3,
+                "adam_beta1": 0.9,  # as the plain loss is published
                 "residual_weight": residual_weight,
             },
             "trackers": [],
