@@ -29,6 +29,7 @@ _CODES = {
     503: "SlowDown",
     409: "ConditionalRequestConflict",
 }
+_ENTRY = re.compile(rb"<Contents>(?:(?!</Contents>).)*?<Key>(.*?)</Key>.*?</Contents>", re.DOTALL)
 _HTML = b"<html><head><title>Sign in</title></head><body><p>This network needs a login.</p></body></html>"
 
 
@@ -156,12 +157,15 @@ class S3Proxy:
         return answer
 
     def _without_hidden(self, answer: Answer) -> Answer:
+        def seen(entry: re.Match[bytes]) -> bytes:
+            key = unquote(entry[1].decode())  # clients ask for keys in a URL's form
+            if key not in self._hidden:
+                return entry[0]
+            self._hidden[key] = True
+            return b""
+
         with self._lock:
-            body = answer.body
-            for key in self._hidden:
-                of_key = rb"<Contents>(?:(?!</Contents>).)*<Key>" + re.escape(key.encode()) + rb"</Key>.*?</Contents>"
-                body, found = re.subn(of_key, b"", body, flags=re.DOTALL)
-                self._hidden[key] |= bool(found)
+            body = _ENTRY.sub(seen, answer.body)
             self._lock.notify_all()
         return replace(answer, body=body)
 

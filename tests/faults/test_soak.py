@@ -25,6 +25,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from storage import ledger
+from storage.schema import TRAJECTORY
 from storage.shards import commit_shard, parquet_bytes, shard_path
 from tests.faults import accounting
 from tests.faults.faulted_run import spoiled_file
@@ -278,7 +279,8 @@ ODD = {
 @pytest.mark.parametrize("column", ODD)
 def test_an_invalid_row_and_its_draw_are_reported(run, column):
     objects, acknowledged = run
-    shard = make_shard("s0", 0, **{column: ODD[column]})
+    rows = [row | {column: ODD[column]} for row in make_shard("s0", 0).to_pylist()]
+    shard = pa.Table.from_pylist(rows, TRAJECTORY)
     objects[shard_path("s0", 0)] = parquet_bytes(shard)
     acknowledged[0]["digest"] = digest(shard)
     found = accounted(run)
