@@ -42,11 +42,16 @@ B, K = 2, 4
 SETTINGS = {
     "searchers": len(SEARCHERS),
     "trackers": [],
-    "task": {"num_heldout": 8},
+    "task": {"num_heldout": 8, "rewards": ["soak_reward:spread"]},
     "sampling": {"prompts_per_batch": B, "responses_per_prompt": K, "min_size": 16, "samples_per_insert": 2},
     "search": {"prompts_per_round": B, "samples_per_prompt": K},
     "train": {"steps": 10_000_000, "sync_interval": 4, "checkpoint_interval": 20},  # the harness ends the run
 }
+# In the processes' working folder. The small model never answers a sum: without a reward that differs its weights would
+# stay as they are, and so would every fingerprint.
+REWARD = """def spread(completion_ids, **columns):
+    return [sum(tokens) % 7 / 7 for tokens in completion_ids]
+"""
 
 
 @dataclass
@@ -83,6 +88,7 @@ class FaultedRun:
         self._begun: list[tuple[float, str]] = []  # faults, for the record of what ended
         self._events: list[Event] = []
         self.parts = self._parts()
+        (folder / "soak_reward.py").write_text(REWARD)
         model = save_character_model(folder / "model")
         config = RunConfig.model_validate({"run": RUN, "store": self.store.url, "model": str(model)} | SETTINGS)
         self.store.create_run(config.recorded())

@@ -7,6 +7,7 @@ requests that match the event's target are hit, `event.times` of them. All other
 import http.client
 import re
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -72,8 +73,7 @@ class S3Proxy:
         self._num_done = 0
         self._hidden: dict[str, bool] = {}  # full keys that listings leave out: whether one has
         self._forgotten: set[str] = set()  # keys whose user metadata is dropped
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -266,6 +266,16 @@ def _applies(event: Event, request: Request) -> bool:
 def _error(request: Request, status: int, code: str) -> Answer:
     body = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'
     return Answer(status, [("Content-Type", "application/xml")], b"" if request.method == "HEAD" else body.encode())
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that was killed has left its connection: no traceback for it."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
