@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import boto3
@@ -206,7 +206,7 @@ class FaultedRun:
         return read_heartbeat(self.store) or {}
 
     def _step(self) -> int:
-        return self._beat().get("step", 0) if self._beat().get("state") == "training" else 0
+        return self._beat().get("step", 0)
 
     def _attempt(self) -> int:
         return self._beat().get("attempt", 0)
@@ -225,10 +225,14 @@ class FaultedRun:
         """Whether it happened: a part may not be there now, a file system not be ours to fill."""
         if part.process is None or part.process.poll() is not None:
             return False
-        if event.kind.endswith("killed"):
+        if "killed" in event.kind:
             part.is_killed = True
             part.process.kill()
-        elif event.kind.endswith("frozen"):
+        if event.kind.endswith("a wrong listing"):  # of the checkpoints, to which the next Trainer resumes
+            listing = "listing is HTML" if event.amount < 0.5 else "listing is empty"
+            self.proxy.arm(replace(event, kind=listing, target="checkpoint listing", times=1))
+            return False  # its hit is counted
+        if event.kind.endswith("frozen"):
             self._freeze(part, 1 + event.amount * (LONGEST_FREEZE_S - 1))
         elif event.kind == "temporary folder full":
             if not self.can_fill:

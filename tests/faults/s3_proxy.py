@@ -108,7 +108,8 @@ class S3Proxy:
         query = parse_qs(parts.query, keep_blank_values=True)
         path = unquote(parts.path).lstrip("/")
         if method == "GET" and "list-type" in query:
-            method, path = "LIST", f"{path.rstrip('/')}/{query.get('prefix', [''])[0]}"
+            folder = query.get("prefix", [""])[0] + ("" if "delimiter" in query else "**")
+            method, path = "LIST", f"{path.rstrip('/')}/{folder}"
         key = path.removeprefix(self._prefix) if path.startswith(self._prefix) else ""
         return Request(method, target, headers, body, key)
 

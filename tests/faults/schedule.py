@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-# Targets: requests by method and key inside the run; a listing is a GET of the bucket, its key is the listed folder.
+# Targets: requests by method and key inside the run. A listing is a GET of the bucket: its key is the listed folder,
+# with ** behind it where files at any depth are listed.
 TARGETS = {
     "listing": re.compile(r"LIST .*"),
+    "checkpoint listing": re.compile(r"LIST trainer/"),
     "shard put": re.compile(r"PUT trajectories/.*"),
     "shard get": re.compile(r"GET trajectories/.*"),
     "ledger put": re.compile(r"PUT (batches|metrics|syncs)/.*"),
@@ -54,6 +56,7 @@ STORE_FAULTS: dict[str, tuple[str, ...]] = {
 # The part that it befalls.
 MACHINE_FAULTS: dict[str, tuple[str, ...]] = {
     "Trainer killed": ("trainer",),
+    "Trainer killed, then a wrong listing": ("trainer",),
     "Searcher killed": ("s0", "s1"),
     "Trainer frozen": ("trainer",),
     "Searcher frozen": ("s0", "s1"),
