@@ -14,13 +14,13 @@ TORCH := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend
 endif
 
 # Tests run on two cores side by side, on small tensors: more threads a process only wait for each other.
-test test-unit test-apart test-crash: export OMP_NUM_THREADS := 1
+test test-unit test-apart test-crash soak fuzz: export OMP_NUM_THREADS := 1
 
 # Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer bench-accuracy \
-	bench-stability smoke compare-staleness compare-sync crash-matrix clean
+	bench-stability smoke compare-staleness compare-sync crash-matrix soak fuzz clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -82,6 +82,16 @@ compare-sync: $(STAMP)  ## Asynchronous beside synchronous training, on the same
 crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle, then outages; nothing may be lost
 	$(BIN)/python -m tests.faults.matrix
 	$(BIN)/python -m pytest -m apart tests/faults
+
+HOURS := 1
+SEED := 1
+STORE := radosgw
+
+soak: $(STAMP)  ## A run under faults of store, network, machine: HOURS=1 SEED=1 STORE=radosgw (or moto)
+	$(BIN)/python -m tests.faults.soak --hours $(HOURS) --seed $(SEED) --store $(STORE)
+
+fuzz: $(STAMP)  ## Ten thousand odd files, configurations, commands: only declared errors, no traceback
+	$(BIN)/python -m pytest tests/faults/test_fuzzing.py --durations 10
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
