@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tba.reference_policy import ReferencePolicy
 
 ROWS_PER_SHARD = 500  # of demonstrations: an interrupted scoring loses at most one shard
-SHARDS_AT_ONCE = 32  # of another run; the quality gate takes half a second, however many
+SHARDS_AT_ONCE = 32  # of another run; many are checked in the time of one
 
 
 @dataclass(frozen=True)
