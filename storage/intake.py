@@ -76,7 +76,7 @@ def check(searcher: str, read: Mapping[int, pa.Table | StoreError], limits: Limi
             reasons[number] = [str(table)]
         elif isinstance(table, StoreError):
             raise table
-        elif table.num_rows and (origins := origins_of(table)) != {(searcher, number)}:
+        elif (origins := origins_of(table)) != {(searcher, number)}:
             reasons[number] = [f"its rows say (searcher, round) {sorted(origins, key=str)}"]
     whole = {number: table for number, table in read.items() if number not in reasons}
     rules = zip(whole, broken_in_each(list(whole.values()), limits), strict=True)

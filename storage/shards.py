@@ -16,6 +16,7 @@ proportional to their number. Each round is read from one file, so a reader sees
 """
 
 import json
+import logging
 import re
 import uuid
 from collections import defaultdict
@@ -32,6 +33,8 @@ import pyarrow.parquet as pq
 from storage.errors import NotFound, StoreError, StoreUnreachable, TornShard
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, as_trajectories, to_table
 from storage.store import RunStore, transfer_all
+
+logger = logging.getLogger(__name__)
 
 # Readers infer a type from the folder's name, and it must be text: DuckDB turns searcher=7 into a number, and
 # searcher=epoch into a date.
@@ -281,10 +284,14 @@ def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Tab
     return pa.concat_tables([TRAJECTORY.empty_table(), *map(_raised, read_each(store, searcher, rounds))])
 
 
-def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterator[pa.Table]:
-    """As read_shards, one table a round. `rounds` are in order."""
+def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
+    """Each of some rounds in order, with its trajectories. A torn shard is left out, with a warning."""
     for of_block in by_block(rounds):
-        yield from map(_raised, read_each(store, searcher, of_block))
+        for number, read in zip(of_block, read_each(store, searcher, of_block), strict=True):
+            if isinstance(read, TornShard):
+                logger.warning("left out: %s", read)
+            else:
+                yield number, _raised(read)
 
 
 def _raised(read: pa.Table | StoreError) -> pa.Table:
@@ -353,6 +360,8 @@ def read_file(store: RunStore, path: str) -> pa.Table:
         table = as_trajectories(table)
     except ValueError as error:
         raise TornShard(f"{where} {error}") from error
+    if not table.num_rows:
+        raise TornShard(f"{where} holds no trajectories")
     (file,) = files_named([path])
     if file.is_compacted and origins_of(table) != {(file.searcher, number) for number in file.rounds}:
         raise TornShard(f"{where} holds other rounds than its name says")

@@ -47,7 +47,9 @@ def run(store):
 def seen(store) -> list[str]:
     """Ids of all that counts; every reader says the same."""
     in_sql = queries.query(store, "SELECT trajectory_id FROM trajectories ORDER BY 1").column(0).to_pylist()
-    by_round = {name: list(each_shard(store, name, rounds)) for name, rounds in new_shards(store, {}).items()}
+    by_round = {
+        name: [table for _, table in each_shard(store, name, rounds)] for name, rounds in new_shards(store, {}).items()
+    }
     for name, tables in by_round.items():
         assert pa.concat_tables(tables).equals(read_shards(store, name, new_shards(store, {})[name]))
     read = [row for tables in by_round.values() for table in tables for row in table["trajectory_id"].to_pylist()]

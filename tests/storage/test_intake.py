@@ -83,7 +83,7 @@ BAD = {
         newer(),
         f"schema version {SCHEMA_VERSION + 1}, .*reads versions up to {SCHEMA_VERSION}: upgrade tba",
     ),
-    "no rows": (parquet_bytes(TRAJECTORY.empty_table()), "a shard has trajectories: got 0"),
+    "no rows": (parquet_bytes(TRAJECTORY.empty_table()), "holds no trajectories"),
     "of another round": (parquet_bytes(make_shard("s0", 7)), r"its rows say \(searcher, round\) \[\('s0', 7\)\]"),
     "of another searcher": (parquet_bytes(make_shard("s1", 1)), r"its rows say \(searcher, round\) \[\('s1', 1\)\]"),
     "a NaN reward": (spoiled(reward=math.nan), "reward is finite: broken by 1 of 4"),
