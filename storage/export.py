@@ -47,7 +47,8 @@ def export(store: RunStore, path: Path) -> bool:
 
 def _folder_for_views(store: RunStore) -> Path | None:
     folder = store.local_path("")
-    return None if folder is None or "\\" in str(folder.absolute()) else folder.absolute()
+    real = folder and folder.resolve()  # DuckDB names files without `..`
+    return None if "\\" in str(real) else real
 
 
 def _copy(connection: duckdb.DuckDBPyConnection, store: RunStore, torn: Collection[str] = ()) -> None:
