@@ -110,17 +110,19 @@ def recorded_reasons(store: RunStore, path: str) -> list[str]:
 def refuse_rest(store: RunStore) -> None:
     """Check the shards that no sync took in. Only for a trained run: no Trainer will meet them."""
     seen = {row["searcher"]: row["last_round"] for row in ledger.effective_syncs(store, LAST_STEP)}
+    limits = limits_of(store)
     for searcher, rounds in new_shards(store, seen).items():
         for of_block in by_block(rounds):
-            refuse(store, accept(store, searcher, of_block, limits_of(store))[1], "the run, at its end")
+            _, refused = accept(store, searcher, of_block, limits)
+            refuse(store, refused, "the run, at its end")
 
 
 def limits_of(store: RunStore) -> Limits:
     """From the configuration and the newest policy of a run; what is not known is not limited."""
     known = Limits()
     with suppress(NotFound, ValueError, TypeError, KeyError):
-        known = replace(known, last_step=json.loads(store.get("run.json"))["train"]["steps"])
+        known = replace(known, last_step=int(json.loads(store.get("run.json"))["train"]["steps"]))
     with suppress(NotFound, ValueError, TypeError, KeyError):
         config = json.loads(store.get(f"{json.loads(store.get(policies.LATEST))['path']}/config.json"))
-        known = replace(known, vocab_size=config.get("text_config", config)["vocab_size"])
+        known = replace(known, vocab_size=int(config.get("text_config", config)["vocab_size"]))
     return known

@@ -43,7 +43,7 @@ _SEARCHER = re.compile(r"(?!(?:epoch|infinity)(?![a-z0-9-]))[a-z][a-z0-9-]{0,31}
 # files hold the same round.
 ROUNDS_PER_BLOCK = 32
 _COMPACTED = "trajectories/compacted"
-_MOST_LOOKED_UP = 10_000  # rounds among which missing ones are looked up: a stray file may have any number in its name
+_MOST_LOOKED_UP = 1_000  # rounds among which missing ones are looked up: a stray file may have any number in its name
 _SHARD_NAME = re.compile(rf"trajectories/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.parquet")
 _MARK_NAME = re.compile(rf"expired/searcher=(?P<searcher>{_SEARCHER.pattern})/through=(?P<through>\d{{8}})\.json")
 _REFUSAL_NAME = re.compile(rf"quarantine/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.json")
@@ -276,7 +276,8 @@ def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
 def _unlisted(store: RunStore, searcher: str, first: int, listed: set[int]) -> set[int]:
     """Stored rounds from `first` on that a listing lacks, though it has later ones."""
     missing = set(range(first, max(listed))) - listed if listed and max(listed) - first <= _MOST_LOOKED_UP else set()
-    return {number for number in missing if store.exists(shard_path(searcher, number))}
+    is_there = transfer_all(lambda number: store.exists(shard_path(searcher, number)), missing) if missing else []
+    return {number for number, found in zip(missing, is_there, strict=True) if found}
 
 
 def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Table:
