@@ -3,13 +3,14 @@
 Runs on request or on a schedule, during training or after it. It does not disturb readers.
 """
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import load_run
 from storage import audit, upkeep
+from storage.rules import Limits
 from storage.store import RunStore
 from tba.models import model_folder
 
@@ -39,8 +40,8 @@ def expire(store: RunStore, max_age_hours: float | None, keep: int | None) -> No
     """Marks shards that are too old or too many."""
     if max_age_hours is None and keep is None:
         return
-    before = None if max_age_hours is None else datetime.now(UTC) - timedelta(hours=max_age_hours)
-    marked = upkeep.expire(store, before, keep, load_run(store).sampling.min_size)
+    max_age = None if max_age_hours is None else timedelta(hours=max_age_hours)
+    marked = upkeep.expire(store, max_age, keep, load_run(store).sampling.min_size)
     get_run_logger().info("expired, by searcher up to round: %s", marked or "nothing")
 
 
@@ -65,8 +66,9 @@ def audit_buffer(store: RunStore) -> str:
     """
     from transformers import AutoConfig
 
-    vocab_size = AutoConfig.from_pretrained(model_folder(load_run(store).model)).vocab_size
-    page, faults = audit.audit(store, vocab_size)
+    config = load_run(store)
+    vocab_size = AutoConfig.from_pretrained(model_folder(config.model)).get_text_config().vocab_size
+    page, faults = audit.audit(store, Limits(vocab_size, config.train.steps))
     site = f"{store.url}/{store.run}/{page}"
     if faults:
         raise RuntimeError(f"{len(faults)} faults in the buffer, see {site}: {'; '.join(faults)}")

@@ -19,6 +19,7 @@ from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import start_searcher_task
 from storage import ledger, policies, quality, requests, shards
 from storage.errors import AlreadyExists
+from storage.rules import Limits
 from storage.store import RunStore
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
@@ -80,7 +81,7 @@ def search_round(store: RunStore, searcher: "Searcher", number: int, served: "Se
     for _ in range(MAX_SPOILED_ROUNDS):
         found = searcher.round(number, served)
         table = shards.shard_of(found.trajectories)
-        reasons = quality.validate_shard(table, searcher.vocabulary_size)
+        reasons = quality.validate_shard(table, Limits(searcher.vocabulary_size))
         if not reasons:
             commit(store, table, found.metrics)
             return

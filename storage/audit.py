@@ -14,25 +14,26 @@ from pathlib import Path
 import pyarrow as pa
 
 from storage.errors import StoreError
-from storage.quality import describe, expectations, facts_of
-from storage.shards import by_block, expired_through, new_shards, read_each
+from storage.quality import expectations, told
+from storage.rules import Limits, facts_of
+from storage.shards import by_block, expired_through, new_shards, read_each, refused_rounds
 from storage.store import RunStore
 
 
-def audit(store: RunStore, vocab_size: int) -> tuple[str, list[str]]:
+def audit(store: RunStore, limits: Limits) -> tuple[str, list[str]]:
     """Validate all shards that count, together. Returns the path of the site's first page, and the faults.
 
-    A shard that cannot be read is one of the faults. vocab_size: token ids are in [0, vocab_size).
+    A shard that cannot be read is one of the faults. Refused shards do not count.
     """
-    facts, faults, expired = [], [], expired_through(store)
+    facts, faults, expired, refused = [], [], expired_through(store), refused_rounds(store)
     for searcher, rounds in new_shards(store, {}).items():
-        missing = sorted(set(range(expired.get(searcher, -1) + 1, rounds[-1])) - set(rounds))
-        faults += [f"searcher {searcher}: round {number} is missing" for number in missing]
+        missing = set(range(expired.get(searcher, -1) + 1, rounds[-1])) - {*rounds, *refused.get(searcher, ())}
+        faults += [f"searcher {searcher}: round {number} is missing" for number in sorted(missing)]
         for shard in (shard for of_block in by_block(rounds) for shard in read_each(store, searcher, of_block)):
             if isinstance(shard, StoreError):
                 faults.append(str(shard))
             else:
-                facts.append(facts_of(shard, vocab_size))
+                facts.append(facts_of(shard, limits))
     page = f"audits/{datetime.now(UTC):%Y%m%dT%H%M%SZ}/index.html"
     with tempfile.TemporaryDirectory(prefix="tba-audit-") as folder:
         if facts:
@@ -56,7 +57,7 @@ def _validate(facts: pa.Table, folder: Path, run: str) -> list[str]:
     context.validation_definitions.add(definition)
     report = definition.run(batch_parameters={"dataframe": _escaped(facts).to_pandas()}, result_format="SUMMARY")
     context.build_data_docs()
-    return [html.unescape(describe(result)) for result in report.results if not result.success]
+    return [html.unescape(told(result)) for result in report.results if not result.success]
 
 
 def _escaped(facts: pa.Table) -> pa.Table:

@@ -6,7 +6,8 @@ Before: storage/shards.py reads new shards; after: flows/trainer/experience.py m
 
 The shards are the truth. Index and word file are a cache of them in one process; they end with it and can be rebuilt.
 
-    sync     produces: a sync record, rows to draw   consumes: shards committed since the last sync
+    sync     produces: a sync record, rows to draw   consumes: shards committed since the last sync; those that cannot
+             be read or break a rule are refused (storage/intake.py)
     draw     produces: a batch                       consumes: nothing, rows stay
              waits for: nothing. Raises NotEnoughExperience if the Trainer is too early for flow control: fewer
              than `min_size` taken in, more than `samples_per_insert` drawn of each, or none within `max_age`
@@ -20,7 +21,7 @@ B prompts a batch, K responses a prompt.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,9 +30,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from storage import ledger, mop
+from storage import intake, ledger, mop
 from storage.fresh import Fresh
-from storage.shards import by_block, expired_through, new_shards, read_shards
+from storage.rules import Limits
+from storage.shards import by_block, expired_through, new_shards, refused_rounds
 from storage.sql import sql
 from storage.store import RunStore
 from storage.word_file import WordFile
@@ -117,8 +119,10 @@ class ReplayBuffer:
     the order of reading does not matter.
     """
 
-    def __init__(self, store: RunStore, sampling: Sampling, seed: int):
+    def __init__(self, store: RunStore, sampling: Sampling, seed: int, limits: Limits | None = None):
+        """limits: of the rules that a shard must keep to be taken in; None: what any run has."""
         self._store = store
+        self._limits = limits or Limits()
         self._sampling = sampling
         self._seed = seed
         self._clear()
@@ -127,38 +131,50 @@ class ReplayBuffer:
         """Take in every shard committed since the last sync, before `step` is drawn. The new rows become "recent".
 
         Without new shards nothing changes (the last sync's trajectories stay recent) and the result is None. The sync
-        is in the ledger before its rows can be drawn, so every draw can be repeated. On an error nothing is taken in:
-        TornShard, or AlreadyExists if another Trainer records syncs of the same attempt.
+        is in the ledger before its rows can be drawn, so every draw can be repeated; so are the refused shards. On an
+        error nothing is taken in: StoreUnreachable, NotFound, or AlreadyExists if another Trainer records syncs of the
+        same attempt.
         """
-        rounds = new_shards(self._store, self._seen)
-        if not rounds:
+        rounds, number = new_shards(self._store, self._seen), self.newest_sync + 1
+        if not rounds and not self._damaged:
             return None
-        number = self.newest_sync + 1
         with self._transaction():
-            sync = Sync(number, step, attempt, rounds, self._take_in({number: rounds}, {number: step}))
-            ledger.record_sync(self._store, sync)
-        self._advance(number, rounds, sync.num_trajectories)
+            fresh, refused = self._take_in({number: rounds}, {number: step})
+            intake.refuse(
+                self._store, [*self._damaged, *refused], f"the Trainer, attempt {attempt}, before step {step}"
+            )
+            accepted = _without(rounds, refused)
+            if accepted:
+                ledger.record_sync(self._store, sync := Sync(number, step, attempt, accepted, fresh))
+        self._damaged = []
+        self._seen |= {searcher: of_searcher[-1] for searcher, of_searcher in rounds.items()}
+        if not accepted:
+            return None
+        self.newest_sync, self.num_taken_in = number, self.num_taken_in + sync.num_trajectories
         return sync
 
     def rebuild(self, step: int) -> None:
         """Restore the buffer that `step` was drawn from: the shards of the recorded syncs that count, up to that step.
 
-        Rounds that have expired since are left out. The next sync() takes in the rest. Raises NotFound or TornShard if
-        a recorded shard is missing or unreadable.
+        Rounds that have expired since are left out; so are shards that were damaged since, which the next sync()
+        refuses. It takes in the rest. Raises NotFound if a recorded shard is missing.
         """
         self._clear()
         records, expired = ledger.effective_syncs(self._store, step), expired_through(self._store)
+        refused = refused_rounds(self._store)
         syncs: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for record in records:
             first = max(record["first_round"], expired.get(record["searcher"], -1) + 1)
-            syncs[record["sync"]][record["searcher"]] += range(first, record["last_round"] + 1)
+            kept = set(range(first, record["last_round"] + 1)) - refused.get(record["searcher"], set())
+            syncs[record["sync"]][record["searcher"]] += sorted(kept)
         with self._transaction():
-            found = self._take_in(syncs, {record["sync"]: record["step"] for record in records})
+            found, self._damaged = self._take_in(syncs, {record["sync"]: record["step"] for record in records})
         # Rounds that have expired since were taken in, so they count. Older versions did not record how many.
         recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
         num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
-        newest_sync = max((record["sync"] for record in records), default=0)
-        self._advance(newest_sync, {record["searcher"]: [record["last_round"]] for record in records}, num_taken_in)
+        self.newest_sync = max((record["sync"] for record in records), default=0)
+        self._seen = {record["searcher"]: record["last_round"] for record in records}  # in the order of syncs
+        self.num_taken_in = num_taken_in
 
     def draw(self, step: int) -> pa.Table:
         """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).
@@ -280,7 +296,8 @@ class ReplayBuffer:
         self._statements: dict[str, duckdb.Statement] = {}
         self._prompt_ids: dict[int, str] = {}  # as in the index; a join would cost a millisecond a draw
         self._words = WordFile()
-        self._seen: dict[str, int] = {}  # last round taken in, by searcher
+        self._seen: dict[str, int] = {}  # last round taken in or refused, by searcher
+        self._damaged: list[intake.Refusal] = []  # found by rebuild, until the next sync records them
         self.num_taken_in = 0  # repeats and later evictions included
         self.newest_sync = 0
 
@@ -300,25 +317,37 @@ class ReplayBuffer:
             raise
         self._index.commit()
 
-    def _take_in(self, syncs: Mapping[int, Mapping[str, Sequence[int]]], steps: Mapping[int, int]) -> Fresh:
-        """Index rounds, by sync and searcher, in the order of syncs; `steps`: of the syncs. Returns their sums."""
-        found, waiting = Fresh(), defaultdict(dict)  # by searcher the sync of each round
+    def _take_in(
+        self, syncs: Mapping[int, Mapping[str, Sequence[int]]], steps: Mapping[int, int]
+    ) -> tuple[Fresh, list[intake.Refusal]]:
+        """Index rounds, by sync and searcher, in the order of syncs; `steps`: of the syncs.
+
+        Returns the sums of the shards that were taken in, and the others.
+        """
+        found, refused, waiting = Fresh(), [], defaultdict(dict)  # by searcher the sync of each round
         last = max(syncs, default=0)
         for number, rounds in syncs.items():
             for searcher, of_searcher in rounds.items():
                 waiting[searcher] |= dict.fromkeys(of_searcher, number)
             # Only for whole syncs: the number of copies of a response includes copies that exceed the capacity.
             if number == last or sum(map(len, waiting.values())) >= ROUNDS_PER_SETTLE:
-                found += self._index_rounds(waiting, steps)
+                sums, not_taken_in = self._index_rounds(waiting, steps)
+                found, refused = found + sums, refused + not_taken_in
                 waiting.clear()
-        return found
+        return found, refused
 
-    def _index_rounds(self, sync_of_round: Mapping[str, Mapping[int, int]], steps: Mapping[int, int]) -> Fresh:
-        """Index rounds of whole syncs, by searcher; delete repeats and rows beyond capacity. Returns their sums."""
-        found, prompt_ids = Fresh(), []
+    def _index_rounds(
+        self, sync_of_round: Mapping[str, Mapping[int, int]], steps: Mapping[int, int]
+    ) -> tuple[Fresh, list[intake.Refusal]]:
+        """Index rounds of whole syncs, by searcher; delete repeats and rows beyond capacity. Returns as _take_in."""
+        found, refused, prompt_ids = Fresh(), [], []
         for searcher, syncs in sync_of_round.items():
             for rounds in by_block(syncs):
-                shards = read_shards(self._store, searcher, rounds)
+                accepted, not_accepted = intake.accept(self._store, searcher, rounds, self._limits)
+                refused += not_accepted
+                if not accepted:
+                    continue
+                shards = pa.concat_tables(accepted)
                 arrivals = shards.select(["trajectory_id", "prompt_id", "policy_step", "reward"])
                 sync = [syncs[round_] for round_ in shards["round"].to_pylist()]
                 from_step = ages_from(shards["policy_step"].to_numpy(), np.array([steps[number] for number in sync]))
@@ -335,9 +364,11 @@ class ReplayBuffer:
         self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
         self._execute("update_prompts")
         self._index.unregister("arrivals")
-        return found
+        return found, refused
 
-    def _advance(self, newest_sync: int, rounds: dict[str, Iterable[int]], num_trajectories: int) -> None:
-        self.newest_sync = newest_sync
-        self._seen |= {searcher: max(rounds[searcher]) for searcher in rounds}
-        self.num_taken_in += num_trajectories
+
+def _without(rounds: Mapping[str, Sequence[int]], refused: Sequence[intake.Refusal]) -> dict[str, list[int]]:
+    """Rounds by searcher, less the refused ones and searchers with no others."""
+    places = {(refusal.searcher, refusal.round) for refusal in refused}
+    left = {name: [number for number in of_name if (name, number) not in places] for name, of_name in rounds.items()}
+    return {searcher: of_searcher for searcher, of_searcher in left.items() if of_searcher}

@@ -1,18 +1,23 @@
 """A run as a DuckDB database file, for notebooks, `duckdb -ui` and other programs.
 
 For a local store the file has only views. Each query reads the run's current Parquet files, so the database follows the
-run, costs no space, and locks none of the run's files. For another store, which plain DuckDB cannot read without an
-extension and credentials, it is a copy of the run as it is now.
+run, costs no space, and locks none of the run's files. It is a copy of the run as it is now for another store, which
+plain DuckDB cannot read without an extension and credentials, and for a folder with a backslash in its path, which
+DuckDB's file patterns take for a separator.
 """
 
 import os
+import re
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from storage.queries import STORED, VIEWS, attempts_table, dataset
+from storage.queries import STORED, VIEWS, attempts_table, dataset, torn_files
+from storage.shards import committed_files, refused_rounds, shard_path
 from storage.sql import sql
 from storage.store import RunStore
 
@@ -23,14 +28,14 @@ def export(store: RunStore, path: Path) -> bool:
     With `duckdb.connect(path, read_only=True)` any number of processes may open it.
     """
     partial = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
-    folder = store.local_path("")
+    folder = _folder_for_views(store)
     try:
         with duckdb.connect(partial) as connection:
             connection.execute("SET TimeZone = 'UTC'")
             if folder is None:
                 _copy(connection, store)
             else:
-                _view_files(connection, folder.absolute())
+                _view_files(connection, folder, store)
             connection.execute(sql("create_counts"))
             for name in VIEWS:
                 connection.execute(sql(f"view_{name}"))
@@ -40,33 +45,78 @@ def export(store: RunStore, path: Path) -> bool:
     return folder is not None
 
 
-def _copy(connection: duckdb.DuckDBPyConnection, store: RunStore) -> None:
-    for name, (folder, columns) in STORED.items():
-        connection.register("arriving", dataset(store, folder, columns))
-        connection.execute(f"CREATE TABLE stored_{name} AS FROM arriving")
+def _folder_for_views(store: RunStore) -> Path | None:
+    folder = store.local_path("")
+    real = folder and folder.resolve()  # DuckDB names files without `..`
+    return None if "\\" in str(real) else real
+
+
+def _copy(connection: duckdb.DuckDBPyConnection, store: RunStore, torn: Collection[str] = ()) -> None:
+    try:
+        for name, (folder, columns) in STORED.items():
+            connection.register("arriving", dataset(store, folder, columns, torn))
+            connection.execute(f"CREATE OR REPLACE TABLE stored_{name} AS FROM arriving")
+    except duckdb.InvalidInputException:
+        found = torn_files(store)
+        if not found.keys() - torn:
+            raise
+        _copy(connection, store, found.keys())
+        return
     connection.register("arriving", attempts_table(store))
     connection.execute("CREATE TABLE stored_attempts AS FROM arriving")
     connection.unregister("arriving")
 
 
-def _view_files(connection: duckdb.DuckDBPyConnection, run: Path) -> None:
+def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStore) -> None:
     for name, (folder, columns) in STORED.items():
-        shown = ", ".join(columns.names)
-        values = {"table": name, "folder": _quoted(run / folder), "columns": shown}
+        types = _types(connection, columns)
+        values = {
+            "table": name,
+            "columns": ", ".join(columns.names),
+            "typed_nulls": ", ".join(f"NULL::{type_} AS {column}" for column, type_ in types),
+            "schema": ", ".join(
+                f"'{column}': {{name: '{column}', type: '{type_}', default_value: NULL}}" for column, type_ in types
+            ),
+            "files": f"{_pattern(run / folder)}/**/*.parquet",
+            "condition": "true",
+        }
         if name == "trajectories":
-            values |= {"table": "files", "columns": f"{shown}, filename"}
-        connection.execute(sql("view_of_files").format(typed_nulls=_typed_nulls(connection, columns), **values))
+            values |= {"table": "files", "columns": f"{values['columns']}, filename", "condition": _named(run, store)}
+        connection.execute(sql("view_of_files").format(**values))
     columns = ", ".join(STORED["trajectories"][1].names)
-    connection.execute(sql("view_of_committed").format(run=_quoted(run), columns=columns))
-    connection.execute(sql("view_of_attempts").format(folder=_quoted(run / "trainer")))
+    values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns}
+    connection.execute(sql("view_of_committed").format(**values))
+    connection.execute(sql("view_of_attempts").format(folder=_pattern(run / "trainer")))
 
 
-def _typed_nulls(connection: duckdb.DuckDBPyConnection, columns: pa.Schema) -> str:
-    """The columns of an Arrow schema as DuckDB's types: `NULL::BIGINT AS step, …`."""
+def _named(run: Path, store: RunStore) -> str:
+    """The condition for files of trajectories: named as such, and none that cannot be read now."""
+    refused = [shard_path(name, number) for name, rounds in refused_rounds(store).items() for number in rounds]
+    torn = [file.path for file in committed_files(store) if not _has_footer(run / file.path)]
+    excluded = ", ".join(f"'{_quoted(run / path)}'" for path in ["", *refused, *torn])
+    names = r"/(searcher=[a-z][a-z0-9-]*/round=\d+|compacted/[a-z][a-z0-9-]*-\d+-\d+)\.parquet$"
+    return f"regexp_matches(filename, '{names}') AND filename NOT IN ({excluded})"
+
+
+def _has_footer(file: Path) -> bool:
+    try:
+        pq.read_schema(file)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def _types(connection: duckdb.DuckDBPyConnection, columns: pa.Schema) -> list[tuple[str, str]]:
+    """The names of an Arrow schema's columns with DuckDB's types."""
     connection.register("empty", columns.empty_table())
     described = connection.execute("SELECT column_name, column_type FROM (DESCRIBE empty)").fetchall()
     connection.unregister("empty")
-    return ", ".join(f"NULL::{type_} AS {name}" for name, type_ in described)
+    return described
+
+
+def _pattern(path: Path) -> str:
+    """A pattern of DuckDB's that this path alone matches, within quotes of SQL."""
+    return re.sub(r"([*?[])", r"[\1]", _quoted(path))
 
 
 def _quoted(path: Path) -> str:

@@ -5,7 +5,7 @@ diversity/measured=20261121T120000.000000Z.parquet    one measurement
 
 import pyarrow as pa
 
-from storage.queries import connect
+from storage.queries import ask
 from storage.schema import DIVERSITY, to_table
 from storage.shards import parquet_bytes
 from storage.sql import sql
@@ -22,8 +22,7 @@ def choose_diversity_sample(
         "num_responses": num_responses,
         "seed": seed,
     }
-    with connect(store) as connection:
-        return connection.sql(sql("choose_diversity_sample"), params=parameters).to_arrow_table()
+    return ask(store, lambda reader: reader.sql(sql("choose_diversity_sample"), params=parameters).to_arrow_table())
 
 
 def record_diversity(store: RunStore, rows: list[dict]) -> pa.Table:

@@ -5,19 +5,31 @@ Each view is a storage/sql/view_<name>.sql over the run's Parquet files: it work
 
 A query can read these views only. Arrow reads the files, so DuckDB needs neither files nor network: access to both is
 turned off, as are extensions, settings and Python's variables. Each statement runs in a read-only transaction.
+
+Shards that the Trainer's intake refused do not count. A torn shard that the intake has not met yet would break every
+query, so it is left out, too, with a warning: the intake will refuse it.
 """
 
+import logging
+from collections.abc import Callable, Collection
 from datetime import datetime
+from functools import reduce
+from operator import or_
+from typing import TypeVar
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from storage import attempts, schema
-from storage.errors import ReadOnly
-from storage.shards import committed_paths
+from storage.errors import NotFound, ReadOnly, TornShard
+from storage.shards import committed_files, read_file, refused_rounds
 from storage.sql import sql
-from storage.store import RunStore
+from storage.store import RunStore, transfer_all
+
+Answer = TypeVar("Answer")
+logger = logging.getLogger(__name__)
 
 VIEWS = (
     "trajectories",
@@ -60,7 +72,8 @@ def query(store: RunStore, statement: str) -> pa.Table:
 
     ReadOnly for any other statement; duckdb.Error if the SQL is wrong or names something other than a view.
     """
-    with connect(store) as connection:
+
+    def answer(connection: duckdb.DuckDBPyConnection) -> pa.Table:
         parsed = connection.extract_statements(statement)
         if len(parsed) != 1:
             raise ReadOnly(f"query: got {len(parsed)} statements; ask one at a time")
@@ -72,18 +85,52 @@ def query(store: RunStore, statement: str) -> pa.Table:
         connection.execute("BEGIN TRANSACTION READ ONLY")  # EXPLAIN ANALYZE executes what it explains
         return connection.sql(parsed[0]).to_arrow_table()
 
+    return ask(store, answer)
+
 
 def show_batch(store: RunStore, step: int) -> pa.Table:
     """The batch that trained a step, one row a prompt and drawn trajectory; no rows if no such step counts."""
-    with connect(store) as connection:
-        return connection.sql(sql("show_batch"), params={"step": step}).to_arrow_table()
+    return ask(store, lambda reader: reader.sql(sql("show_batch"), params={"step": step}).to_arrow_table())
 
 
-def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
-    """A new in-memory database with the views over the files stored now. A table without files is an empty view."""
+def ask(store: RunStore, answer: Callable[[duckdb.DuckDBPyConnection], Answer]) -> Answer:
+    """What `answer` returns of a connection, which is closed then. A torn shard is left out, with a warning."""
+    try:
+        with connect(store) as connection:
+            return answer(connection)
+    except duckdb.InvalidInputException:  # of a file; an error in the SQL is another one
+        torn = torn_files(store)
+        if not torn:
+            raise
+    for reason in torn.values():
+        logger.warning("left out of the answer: %s", reason)
+    with connect(store, torn) as connection:
+        return answer(connection)
+
+
+def torn_files(store: RunStore) -> dict[str, TornShard]:
+    """Files of trajectories that count and cannot be read, by path. Reads all of them."""
+
+    def read(path: str) -> TornShard | None:
+        try:
+            read_file(store, path)
+        except TornShard as error:
+            return error
+        except NotFound:  # deleted since it was listed
+            return None
+
+    paths = [file.path for file in committed_files(store)]
+    return {path: error for path, error in zip(paths, transfer_all(read, paths), strict=True) if error}
+
+
+def connect(store: RunStore, torn: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
+    """A new in-memory database with the views over the files stored now. A table without files is an empty view.
+
+    torn: paths of files of trajectories to leave out.
+    """
     connection = duckdb.connect()
     for name, (folder, columns) in STORED.items():
-        connection.register(f"stored_{name}", dataset(store, folder, columns))
+        connection.register(f"stored_{name}", dataset(store, folder, columns, torn))
     connection.register("stored_attempts", attempts_table(store))
     connection.execute(sql("create_counts"))
     for name in VIEWS:
@@ -92,12 +139,32 @@ def connect(store: RunStore) -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def dataset(store: RunStore, folder: str, columns: pa.Schema) -> ds.Dataset:
-    """The Parquet files of a table that exist now, without those of expired shards."""
+def dataset(store: RunStore, folder: str, columns: pa.Schema, torn: Collection[str] = ()) -> ds.Dataset:
+    """The Parquet files of a table that exist now; of trajectories those that count."""
+    if folder == "trajectories":
+        return _committed(store, columns, torn)
+    return _of_files(store, columns, [path for path in store.list(folder) if path.endswith(".parquet")])
+
+
+def _committed(store: RunStore, columns: pa.Schema, torn: Collection[str]) -> ds.Dataset:
+    files, refused = committed_files(store, torn), refused_rounds(store)
+    stored = _of_files(store, columns, [file.path for file in files])
+    partly = {
+        (file.searcher, number)
+        for file in files
+        for number in refused.get(file.searcher, set()).intersection(file.rounds)
+    }
+    if not partly:
+        return stored
+    # only rounds that were compacted by an older version, which refused none
+    of_rounds = [(pc.field("searcher") == searcher) & (pc.field("round") == number) for searcher, number in partly]
+    return stored.filter(~reduce(or_, of_rounds))
+
+
+def _of_files(store: RunStore, columns: pa.Schema, paths: list[str]) -> ds.FileSystemDataset:
     filesystem, base = store.arrow_filesystem()
-    stored = committed_paths(store) if folder == "trajectories" else store.list(folder)
-    paths = [f"{base}/{path}" for path in stored if path.endswith(".parquet")]
-    return ds.FileSystemDataset.from_paths(paths, columns, ds.ParquetFileFormat(), filesystem)
+    files = [f"{base}/{path}" for path in paths]
+    return ds.FileSystemDataset.from_paths(files, columns, ds.ParquetFileFormat(), filesystem)
 
 
 def attempts_table(store: RunStore) -> pa.Table:

@@ -1,8 +1,9 @@
 """The tables of a report, computed in DuckDB: a few thousand numbers from any number of trajectories."""
 
+import duckdb
 import pyarrow as pa
 
-from storage.queries import connect
+from storage.queries import ask
 from storage.sql import sql
 from storage.store import RunStore
 
@@ -29,13 +30,16 @@ _TABLES = {
 
 def report_tables(store: RunStore) -> dict[str, pa.Table]:
     """The tables of a report by name; each query's opening comment defines its rows. Without data they are empty."""
-    with connect(store) as connection:
-        connection.execute(sql("create_report_tables"))
-        tables = {
-            name: connection.sql(sql(f"report_{name}"), params=parameters).to_arrow_table()
-            for name, parameters in _TABLES.items()
-        }
-        tables["evaluations"] = connection.sql("SELECT * FROM evaluations ORDER BY policy_step").to_arrow_table()
-        tables["steps"] = connection.sql("SELECT * FROM training_steps ORDER BY step").to_arrow_table()
-        tables["attempts"] = connection.sql("SELECT * FROM attempts ORDER BY attempt").to_arrow_table()
+    return ask(store, _tables)
+
+
+def _tables(connection: duckdb.DuckDBPyConnection) -> dict[str, pa.Table]:
+    connection.execute(sql("create_report_tables"))
+    tables = {
+        name: connection.sql(sql(f"report_{name}"), params=parameters).to_arrow_table()
+        for name, parameters in _TABLES.items()
+    }
+    tables["evaluations"] = connection.sql("SELECT * FROM evaluations ORDER BY policy_step").to_arrow_table()
+    tables["steps"] = connection.sql("SELECT * FROM training_steps ORDER BY step").to_arrow_table()
+    tables["attempts"] = connection.sql("SELECT * FROM attempts ORDER BY attempt").to_arrow_table()
     return tables

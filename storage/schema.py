@@ -5,8 +5,12 @@ round, draw, step and measurement. Times are UTC, durations seconds (`_s`), log-
 """
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-SCHEMA_VERSION = 2  # of TRAJECTORY, kept in each row; raise it when a column comes, goes or changes. 2: system_prompt
+# Of TRAJECTORY, kept in each row; raise it when a column comes, goes or changes. A shard of an older version is read
+# with ADDED's values in the columns that it lacks. A shard of a newer version is not read: it may mean something else.
+SCHEMA_VERSION = 2
+ADDED = {"system_prompt": (2, "")}  # the version that each later column came with, and its value before that
 
 _TIME = pa.timestamp("us", tz="UTC")
 
@@ -179,6 +183,39 @@ DIVERSITY = pa.schema(
         "num_trajectories": pa.int64(),
     }
 )
+
+
+def as_trajectories(table: pa.Table) -> pa.Table:
+    """A shard of this or an older version, in TRAJECTORY's columns. ValueError for any other table."""
+    version = _version_of(table)
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"is of schema version {version}, and this version of tba reads versions up to {SCHEMA_VERSION}: upgrade "
+            "tba where this shard is to be read"
+        )
+    for name, (since, value) in ADDED.items():
+        if version < since and name not in table.column_names:
+            column = pa.repeat(pa.scalar(value, TRAJECTORY.field(name).type), table.num_rows)
+            table = table.add_column(TRAJECTORY.get_field_index(name), TRAJECTORY.field(name), column)
+    if not table.schema.equals(TRAJECTORY):
+        raise ValueError(f"has other columns than a shard of schema version {version}: {_differences(table.schema)}")
+    return table
+
+
+def _differences(schema: pa.Schema) -> str:
+    ours, theirs = (list(zip(of.names, of.types, strict=True)) for of in (TRAJECTORY, schema))
+    missing = [f"no {name}: {type_}" for name, type_ in ours if (name, type_) not in theirs]
+    unknown = [f"{name}: {type_} in excess" for name, type_ in theirs if (name, type_) not in ours]
+    return "; ".join([*missing, *unknown]) or "another order"
+
+
+def _version_of(table: pa.Table) -> int:
+    """The newest that its rows name; this version if they name none."""
+    place = table.schema.get_field_index("schema_version")  # -1: not there, or there twice
+    if place < 0 or not pa.types.is_integer(table.schema.field(place).type):
+        return SCHEMA_VERSION
+    newest = pc.max(table[place]).as_py()
+    return SCHEMA_VERSION if newest is None else newest
 
 
 def to_table(rows: list[dict], schema: pa.Schema) -> pa.Table:

@@ -4,30 +4,37 @@ Before: flows/search.py validates a round; after: storage/buffer.py takes its sh
 
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
     quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; the .json beside it says why
+    quarantine/searcher=<id>/round=00000042.json            the committed shard was refused by the Trainer's intake: it
+                                                            counts for no reader (storage/intake.py)
     trajectories/compacted/<id>-00000000-00000031.parquet   a block of rounds in one file. Once the file exists, it
                                                             counts, and the rounds' shards do not (storage/upkeep.py)
     expired/searcher=<id>/through=00000041.json             rounds that no longer count (storage/upkeep.py)
 
-A Searcher's rounds have no gaps, from the first that has not expired: a round that went to quarantine is repeated under
+A Searcher's rounds have no gaps, from the first that has not expired: a round that the gate refused is repeated under
 its number. So the new shards are those after the last round seen of each Searcher, and the cost of finding them is
 proportional to their number. Each round is read from one file, so a reader sees each trajectory once.
 """
 
 import json
+import logging
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.errors import NotFound, StoreError, TornShard
-from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
+from storage.errors import NotFound, StoreError, StoreUnreachable, TornShard
+from storage.schema import SCHEMA_VERSION, TRAJECTORY, as_trajectories, to_table
 from storage.store import RunStore, transfer_all
+
+logger = logging.getLogger(__name__)
 
 # Readers infer a type from the folder's name, and it must be text: DuckDB turns searcher=7 into a number, and
 # searcher=epoch into a date.
@@ -36,8 +43,10 @@ _SEARCHER = re.compile(r"(?!(?:epoch|infinity)(?![a-z0-9-]))[a-z][a-z0-9-]{0,31}
 # files hold the same round.
 ROUNDS_PER_BLOCK = 32
 _COMPACTED = "trajectories/compacted"
+_MOST_LOOKED_UP = 1_000  # rounds among which missing ones are looked up: a stray file may have any number in its name
 _SHARD_NAME = re.compile(rf"trajectories/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.parquet")
 _MARK_NAME = re.compile(rf"expired/searcher=(?P<searcher>{_SEARCHER.pattern})/through=(?P<through>\d{{8}})\.json")
+_REFUSAL_NAME = re.compile(rf"quarantine/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.json")
 _BLOCK_NAME = re.compile(
     rf"{_COMPACTED}/(?P<searcher>{_SEARCHER.pattern})-(?P<first>\d{{8}})-(?P<last>\d{{8}})\.parquet"
 )
@@ -56,6 +65,12 @@ def check_searcher_id(searcher: str) -> str:
 def trajectory_id(searcher: str, round_number: int, index: int) -> str:
     """The id of one row of a shard. A retried round has the same ids, so no trajectory counts twice."""
     return f"{searcher}-{round_number:08d}-{index:05d}"
+
+
+def trajectory_ids(searchers: pa.ChunkedArray, rounds: pa.ChunkedArray, index: np.ndarray) -> pa.ChunkedArray:
+    """trajectory_id of many rows. Null where searcher or round is null."""
+    numbers = pc.utf8_lpad(pc.cast(rounds, pa.string()), 8, "0")
+    return pc.binary_join_element_wise(searchers, numbers, pc.utf8_lpad(pc.cast(index, pa.string()), 5, "0"), "-")
 
 
 def round_of(trajectory_id: str) -> tuple[str, int]:
@@ -157,6 +172,19 @@ def quarantine_shard(store: RunStore, table: pa.Table, reasons: list[str]) -> st
     return f"{path}.parquet"
 
 
+def refusal_path(searcher: str, round_number: int) -> str:
+    return f"quarantine/searcher={check_searcher_id(searcher)}/round={round_number:08d}.json"
+
+
+def refused_rounds(store: RunStore) -> dict[str, set[int]]:
+    """Per searcher the committed rounds that the Trainer's intake refused."""
+    refused: dict[str, set[int]] = defaultdict(set)
+    for path in store.list("quarantine"):
+        if match := _REFUSAL_NAME.fullmatch(path):
+            refused[match["searcher"]].add(int(match["round"]))
+    return refused
+
+
 def next_round(store: RunStore, searcher: str) -> int:
     """One past the searcher's last committed round; 0 if it has none."""
     files = files_named(store.list(_log(searcher)))
@@ -199,23 +227,28 @@ def whole_blocks(through: dict[str, int], blocks: dict[str, set[int]]) -> dict[s
     return {searcher: last for searcher, last in lowered.items() if last >= 0}
 
 
-def committed_paths(store: RunStore) -> list[str]:
-    """Paths of all files that count: each round that has not expired lies in one of them."""
-    files = files_named(store.list("trajectories"))
+def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[File]:
+    """All files that count: each round that has not expired and was not refused lies in one of them.
+
+    A compacted file with some refused rounds counts, too. unreadable: paths of files that are taken for missing.
+    """
+    files = [file for file in files_named(store.list("trajectories")) if file.path not in unreadable]
     blocks = compacted_blocks(files)
-    expired = whole_blocks(marked_through(store.list("expired")), blocks)
+    expired, refused = whole_blocks(marked_through(store.list("expired")), blocks), refused_rounds(store)
     return [
-        file.path
+        file
         for file in files
         if file.rounds[0] > expired.get(file.searcher, -1)
         and (file.is_compacted or file.block not in blocks.get(file.searcher, ()))
+        and not refused.get(file.searcher, set()).issuperset(file.rounds)
     ]
 
 
 def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
     """Per searcher the committed rounds after `seen[searcher]`, in order; of a searcher not in `seen` all that count.
 
-    Searchers with nothing new are left out.
+    Refused rounds, and searchers with nothing new, are left out. A round that is missing before listed ones is looked
+    up: a listing that forgot it must not lose it.
     """
     marked = marked_through(store.list("expired"))
 
@@ -233,8 +266,18 @@ def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
     for searcher, rounds in listed.items():
         last = max(seen.get(searcher, -1), expired.get(searcher, -1))
         compacted = (number for block in blocks.get(searcher, ()) for number in rounds_of(block) if number > last)
-        new[searcher] = sorted({*rounds, *compacted})
-    return {searcher: rounds for searcher, rounds in new.items() if rounds}
+        new[searcher] = {*rounds, *compacted}
+        new[searcher] |= _unlisted(store, searcher, last + 1, new[searcher])
+    refused = refused_rounds(store) if any(new.values()) else {}
+    left = {searcher: sorted(rounds - refused.get(searcher, set())) for searcher, rounds in new.items()}
+    return {searcher: rounds for searcher, rounds in left.items() if rounds}
+
+
+def _unlisted(store: RunStore, searcher: str, first: int, listed: set[int]) -> set[int]:
+    """Stored rounds from `first` on that a listing lacks, though it has later ones."""
+    missing = set(range(first, max(listed))) - listed if listed and max(listed) - first <= _MOST_LOOKED_UP else set()
+    is_there = transfer_all(lambda number: store.exists(shard_path(searcher, number)), missing) if missing else []
+    return {number for number, found in zip(missing, is_there, strict=True) if found}
 
 
 def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Table:
@@ -242,10 +285,14 @@ def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Tab
     return pa.concat_tables([TRAJECTORY.empty_table(), *map(_raised, read_each(store, searcher, rounds))])
 
 
-def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterator[pa.Table]:
-    """As read_shards, one table a round. `rounds` are in order."""
+def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
+    """Each of some rounds in order, with its trajectories. A torn shard is left out, with a warning."""
     for of_block in by_block(rounds):
-        yield from map(_raised, read_each(store, searcher, of_block))
+        for number, read in zip(of_block, read_each(store, searcher, of_block), strict=True):
+            if isinstance(read, TornShard):
+                logger.warning("left out: %s", read)
+            else:
+                yield number, _raised(read)
 
 
 def _raised(read: pa.Table | StoreError) -> pa.Table:
@@ -269,6 +316,8 @@ def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.
         try:
             table = read_file(store, path)
         except (NotFound, TornShard) as error:
+            if path.startswith(_COMPACTED):  # its shards, which are deleted only after it was read once more
+                return {number: _read_shard(store, searcher, number) or error for number in rounds_at[path]}
             return dict.fromkeys(rounds_at[path], error)
         if not path.startswith(_COMPACTED):
             return {rounds_at[path][0]: table}
@@ -280,6 +329,12 @@ def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.
     return [found[number] for number in rounds]
 
 
+def _read_shard(store: RunStore, searcher: str, number: int) -> pa.Table | None:
+    with suppress(NotFound, TornShard):
+        return read_file(store, shard_path(searcher, number))
+    return None
+
+
 def by_block(rounds: Iterable[int]) -> Iterator[list[int]]:
     """Rounds in order, grouped by block: the rounds to read together."""
     for _, of_block in groupby(sorted(rounds), block_of):
@@ -287,26 +342,47 @@ def by_block(rounds: Iterable[int]) -> Iterator[list[int]]:
 
 
 def read_file(store: RunStore, path: str) -> pa.Table:
-    """A shard, or a compacted file with all rounds that its name says. TornShard: it is neither."""
-    data = store.get(path)
+    """A shard, or a compacted file with all rounds that its name says; an older version's in today's columns.
+
+    Raises: TornShard: it is neither, or of a newer version. StoreUnreachable: the store sent another number of bytes
+    than it holds. NotFound.
+    """
+    data, where = store.get(path), f"{path} of run {store.run} in {store.url}"
     try:
         table = pq.ParquetFile(pa.BufferReader(data)).read()
-    except (pa.ArrowException, OSError) as error:
+        table.validate(full=True)  # text that is none, lists that end outside their values
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        _check_size(store, path, data)
         raise TornShard(
-            f"{path} of run {store.run} in {store.url} is not a whole Parquet file ({error}); every shard is written "
-            "in one step, so the store lost or changed it. Restore it, or move it away to go on without it."
+            f"{where} is not a whole Parquet file ({error}); every shard is written in one step, so the store lost or "
+            "changed it"
         ) from error
-    if not table.schema.equals(TRAJECTORY):
-        raise TornShard(
-            f"{path} of run {store.run} in {store.url} has other columns than a shard of this version: "
-            f"{', '.join(map(str, set(table.schema) ^ set(TRAJECTORY)))}. Read it with the version that wrote it."
-        )
+    try:
+        table = as_trajectories(table)
+    except ValueError as error:
+        raise TornShard(f"{where} {error}") from error
+    if not table.num_rows:
+        raise TornShard(f"{where} holds no trajectories")
     (file,) = files_named([path])
     if file.is_compacted and origins_of(table) != {(file.searcher, number) for number in file.rounds}:
-        raise TornShard(f"{path} of run {store.run} in {store.url} holds other rounds than its name says")
+        raise TornShard(f"{where} holds other rounds than its name says")
     return table
+
+
+def _check_size(store: RunStore, path: str, data: bytes) -> None:
+    """StoreUnreachable if the store holds another number of bytes: the answer was cut, not the file."""
+    filesystem, base = store.arrow_filesystem()
+    try:
+        size = filesystem.get_file_info(f"{base}/{path}").size
+    except OSError as error:
+        raise StoreUnreachable(f"cannot look up {path} (run {store.run} in {store.url}): {error}") from error
+    if size is not None and size != len(data):
+        raise StoreUnreachable(
+            f"cannot read {path} (run {store.run} in {store.url}): {len(data)} bytes came of {size}; the answer was cut"
+        )
 
 
 def origins_of(table: pa.Table) -> set[tuple[str, int]]:
     """The (searcher, round) pairs that rows of shards name."""
-    return set(zip(table["searcher"].to_pylist(), table["round"].to_pylist(), strict=True))
+    pairs = table.select(["searcher", "round"]).group_by(["searcher", "round"]).aggregate([])
+    return set(zip(pairs["searcher"].to_pylist(), pairs["round"].to_pylist(), strict=True))

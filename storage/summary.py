@@ -6,12 +6,13 @@ from statistics import median
 
 from pydantic import BaseModel
 
-from storage import attempts, policies, queries
+from storage import attempts, intake, policies, queries
 from storage.store import RunStore
 
 Interval = tuple[datetime, datetime]
 
 _PATH = "summary.json"
+MAX_REFUSED = 100  # refused shards that a summary names; `tba verify` names all
 
 
 class _Summary(BaseModel, extra="allow"):
@@ -32,7 +33,12 @@ def is_finished(store: RunStore) -> bool:
 
 
 def summarise(store: RunStore) -> dict:
-    """Writes `summary.json` and returns it. Shares are of time; definitions are beside each key's computation."""
+    """Writes `summary.json` and returns it. Shares are of time; definitions are beside each key's computation.
+
+    The run is trained. Shards that no sync met are checked first, so that the summary names every refused one.
+    """
+    intake.refuse_rest(store)
+    refused = intake.refusals(store)
     steps = queries.query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
     rounds = queries.query(store, "SELECT * FROM search_rounds ORDER BY started_at").to_pylist()
     accuracy = {
@@ -64,6 +70,8 @@ def summarise(store: RunStore) -> dict:
         "wall_s": (datetime.now(UTC) - attempts.first_attempt_at(store)).total_seconds(),
         "step_s_median": median(step["step_s"] for step in steps),
         "attempts": num_attempts,
+        "num_refused_shards": len(refused),
+        "refused_shards": {refusal.shard: "; ".join(refusal.reasons) for refusal in refused[:MAX_REFUSED]},
         "note": None if rounds else "no Searcher took part, so there was no engine to measure accuracy with",
         "finished_at": datetime.now(UTC).isoformat(),
     }

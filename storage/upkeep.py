@@ -3,6 +3,10 @@
     expired/searcher=<id>/through=00000041.json             first step: rounds up to 41 no longer count
     trajectories/compacted/<id>-00000000-00000031.parquet   first step: counts instead of the shards of these rounds
     files that no longer count                              second step, a later call: deleted after `grace`
+    expired/clock                                           a probe, written to read the store's clock
+
+Ages are by one clock, the store's: when it wrote a file, and the probe. The clocks of Searchers and of this machine may
+be wrong. A compacted file keeps when its shards were written. A store that was copied begins to age at the copy.
 
 Marked files get no new readers; existing readers have `grace` to finish. If a call is killed, each round counts in one
 place or not at all, and the next call continues.
@@ -17,9 +21,10 @@ import json
 import re
 from collections import defaultdict
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import pyarrow as pa
+from pyarrow.fs import FileSelector
 
 from storage import checkpoints, queries
 from storage.errors import AlreadyExists, NotFound, TornShard
@@ -27,6 +32,7 @@ from storage.shards import (
     block_of,
     block_path,
     by_block,
+    committed_files,
     compacted_blocks,
     expired_through,
     files_named,
@@ -34,6 +40,7 @@ from storage.shards import (
     origins_of,
     parquet_bytes,
     read_file,
+    refused_rounds,
     rounds_of,
     shard_path,
     whole_blocks,
@@ -45,25 +52,32 @@ from storage.summary import is_finished
 # A block is compacted if its shards are at most this large together, because a reader holds a whole file in memory.
 MAX_BLOCK_BYTES = 32 << 20
 _REWARDS = re.compile(r"rewards/[^/]+/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
-_COMPACTED_AT = b"compacted_at"  # in a compacted file's metadata: when, in ISO 8601
+_WRITTEN_AT = b"written_at"  # in a compacted file's metadata: a JSON list of when each shard was written, in ISO 8601
+_CLOCK = "expired/clock"
 
 
-def expire(store: RunStore, before: datetime | None, keep: int | None, min_size: int) -> dict[str, int]:
-    """Mark as expired the trajectories committed before `before`, and those beyond the newest `keep`.
+def expire(store: RunStore, max_age: timedelta | None, keep: int | None, min_size: int) -> dict[str, int]:
+    """Mark as expired the trajectories that were committed longer than `max_age` ago or are beyond the newest `keep`.
 
     Whole files only; the newest `min_size` trajectories stay in any case. Returns per searcher the last round of those
     that expire now.
     """
-    finished, steps = is_finished(store), checkpoints.list_checkpoints(store)
+    finished, steps, now = is_finished(store), checkpoints.list_checkpoints(store), _now(store)
+    before = None if max_age is None else now - max_age
     parameters = {"before": before, "keep": keep, "min_size": min_size, "finished": finished}
     parameters["checkpoint"] = steps[0].step if steps else None
-    with queries.connect(store) as connection:
-        chosen = dict(connection.execute(sql("choose_expired"), parameters).fetchall())
+    written = _written_table(store)
+
+    def choose(connection) -> dict[str, int]:
+        connection.register("written", written)
+        return dict(connection.execute(sql("choose_expired"), parameters).fetchall())
+
+    chosen = queries.ask(store, choose)
     expired = expired_through(store)
     chosen = whole_blocks(chosen, compacted_blocks(files_named(store.list("trajectories"))))
     chosen = {searcher: last for searcher, last in chosen.items() if last > expired.get(searcher, -1)}
     for searcher, last in chosen.items():
-        mark = {"at": datetime.now(UTC).isoformat(), "before": before and before.isoformat(), "keep": keep}
+        mark = {"at": now.isoformat(), "before": before and before.isoformat(), "keep": keep}
         with suppress(AlreadyExists):
             store.put_new(f"expired/searcher={searcher}/through={last:08d}.json", json.dumps(mark).encode())
     return chosen
@@ -72,10 +86,12 @@ def expire(store: RunStore, before: datetime | None, keep: int | None, min_size:
 def compact(store: RunStore) -> int:
     """Write each block of small shards as one file. Returns how many files were written.
 
-    A block whose searcher has not gone beyond it, or of which a round is missing, expired or broken, stays as it is.
+    A block whose searcher has not gone beyond it, or of which a round is missing, expired, refused or broken, stays as
+    it is.
     """
     files, expired, num_files = files_named(store.list("trajectories")), expired_through(store), 0
-    blocks, rounds = compacted_blocks(files), defaultdict(list)
+    blocks, rounds, refused = compacted_blocks(files), defaultdict(list), refused_rounds(store)
+    written = _written_at(store, "trajectories")  # after the listing: each listed shard is in it, or was deleted
     for file in files:
         if not file.is_compacted:
             rounds[file.searcher] += file.rounds
@@ -87,24 +103,26 @@ def compact(store: RunStore) -> int:
                 and of_block == list(rounds_of(block))
                 and expired.get(searcher, -1) < of_block[0]
                 and of_block[-1] < max(stored)
+                and refused.get(searcher, set()).isdisjoint(of_block)
             ):
-                num_files += _compact(store, searcher, block)
+                num_files += _compact(store, searcher, block, written)
     return num_files
 
 
-def _compact(store: RunStore, searcher: str, block: int) -> bool:
+def _compact(store: RunStore, searcher: str, block: int, written: dict[str, datetime]) -> bool:
     """Whether a file was written."""
     tables, num_bytes = [], 0
-    for number in rounds_of(block):
+    paths = [shard_path(searcher, number) for number in rounds_of(block)]
+    for number, path in zip(rounds_of(block), paths, strict=True):
         try:
-            table = read_file(store, shard_path(searcher, number))
+            table = read_file(store, path)
         except (NotFound, TornShard):  # verify and audit name it
             return False
         num_bytes += table.nbytes
-        if num_bytes > MAX_BLOCK_BYTES or origins_of(table) != {(searcher, number)}:
+        if num_bytes > MAX_BLOCK_BYTES or origins_of(table) != {(searcher, number)} or path not in written:
             return False
         tables.append(table)
-    metadata = {_COMPACTED_AT: datetime.now(UTC).isoformat().encode()}
+    metadata = {_WRITTEN_AT: json.dumps([written[path].isoformat() for path in paths]).encode()}
     with suppress(AlreadyExists):  # another process wrote the same rows first
         store.put_new(
             block_path(searcher, block), parquet_bytes(pa.concat_tables(tables).replace_schema_metadata(metadata))
@@ -118,14 +136,15 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
 
     Returns the number of deleted files of trajectories.
     """
-    due = datetime.now(UTC) - grace
+    due, marked = _now(store) - grace, _written_at(store, "expired")
+    written = _written_at(store, "trajectories")
     files = files_named(store.list("trajectories"))
     blocks = compacted_blocks(files)
-    marks = [path for path in store.list("expired") if _marked_at(store, path) <= due]
+    marks = sorted(path for path, at in marked.items() if at <= due)
     expired = whole_blocks(marked_through(marks), blocks)
     replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
     replacements = {block_path(file.searcher, file.block) for file in replaced}
-    due_replacements = {path for path in replacements if _compacted_at(store, path) <= due}
+    due_replacements = {path for path in replacements if written.get(path, due) <= due and _is_whole(store, path)}
     paths = [file.path for file in replaced if block_path(file.searcher, file.block) in due_replacements]
     paths += [file.path for file in files if file.rounds[-1] <= expired.get(file.searcher, -1)]
     num_files = len(set(paths))
@@ -141,13 +160,43 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
     return num_files
 
 
-def _marked_at(store: RunStore, path: str) -> datetime:
-    return datetime.fromisoformat(json.loads(store.get(path))["at"])
-
-
-def _compacted_at(store: RunStore, path: str) -> datetime:
-    """Reads the whole file: if it is broken, which verify and audit report, its shards are never deleted."""
+def _is_whole(store: RunStore, path: str) -> bool:
+    """Of a compacted file. If it is broken, which verify and audit report, its shards are never deleted."""
     try:
-        return datetime.fromisoformat(read_file(store, path).schema.metadata[_COMPACTED_AT].decode())
-    except TornShard:
-        return datetime.max.replace(tzinfo=UTC)
+        read_file(store, path)
+    except (NotFound, TornShard):
+        return False
+    return True
+
+
+def _now(store: RunStore) -> datetime:
+    """By the store's clock."""
+    store.put(_CLOCK, b"")
+    return _written_at(store, "expired")[_CLOCK]
+
+
+def _written_at(store: RunStore, folder: str) -> dict[str, datetime]:
+    """When each file of a folder was written, by the store's clock."""
+    filesystem, base = store.arrow_filesystem()
+    found = filesystem.get_file_info(FileSelector(f"{base}/{folder}", allow_not_found=True, recursive=True))
+    return {info.path.removeprefix(f"{base}/"): info.mtime for info in found if info.is_file}
+
+
+def _written_table(store: RunStore) -> pa.Table:
+    """searcher, round, committed_at: when the shard of each round that counts was written."""
+    written, rows = _written_at(store, "trajectories"), []
+    for file in committed_files(store):
+        if file.path in written:
+            times = _times_kept(store, file.path) if file.is_compacted else None
+            times = times or [written[file.path]] * len(file.rounds)
+            rows += zip([file.searcher] * len(file.rounds), file.rounds, times, strict=True)
+    types = {"searcher": pa.string(), "round": pa.int64(), "committed_at": pa.timestamp("us", tz="UTC")}
+    return pa.table(list(zip(*rows, strict=True)) or [[], [], []], pa.schema(types))
+
+
+def _times_kept(store: RunStore, path: str) -> list[datetime] | None:
+    """When the shards of a compacted file were written; None: an older version did not record it, or it is torn."""
+    with suppress(TornShard, NotFound):
+        recorded = (read_file(store, path).schema.metadata or {}).get(_WRITTEN_AT)
+        return recorded and [datetime.fromisoformat(time) for time in json.loads(recorded)]
+    return None

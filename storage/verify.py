@@ -1,6 +1,6 @@
 """The proof that a run's store is whole: `tba verify RUN`.
 
-    shards       every one whole and valid, under its own name, no round missing, no trajectory twice
+    shards       every one whole and valid, under its own name, none refused, no round missing, no trajectory twice
     ledger       every trained trajectory is stored, every step that counts recorded, syncs match the shards
     policies     every one still stored has the published files and weights, latest.json and best.json name one,
                  every trajectory of this run was sampled by a policy that was published
@@ -9,13 +9,14 @@
 A killed process's unfinished writes are no fault. Pointers are read before the files that they name: the run may train.
 """
 
+import itertools
 import json
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -23,26 +24,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage import attempts, checkpoints, ledger, policies, quality, schema
-from storage.errors import DamagedPolicy, NotFound, StoreError, TornShard
-from storage.shards import (
-    File,
-    by_block,
-    compacted_blocks,
-    expired_through,
-    files_named,
-    origins_of,
-    read_each,
-    read_file,
-    round_of,
-    shard_path,
-)
+from storage import attempts, checkpoints, ledger, policies, schema
+from storage.errors import DamagedPolicy, NotFound, StoreError
+from storage.intake import limits_of
+from storage.shards import round_of
 from storage.store import RunStore, transfer_all
+from storage.verify_shards import Fault, Shards, check_shards, duplicates, some
 
-WARM_START = "warm_start/plan.json"  # a list of the sources that searchers warm0, warm1, ... are copies of
-ANY_VOCABULARY = 2**31  # token ids are int32
 _BETWEEN_WRITES_S = 2.0  # a Trainer's first policy is complete before latest.json names it
-NUM_EXAMPLES = 3  # ids that a fault quotes
 
 _LEDGER = {
     "metrics/training": schema.TRAINING_STEP,  # before the batches: a step's metrics come after what it drew
@@ -52,15 +41,6 @@ _LEDGER = {
     "metrics/evaluations": schema.EVALUATION,
 }
 _POINTERS = {policies.LATEST: policies.PolicyRef, policies.BEST: policies.BestPolicy}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault of a run's store."""
-
-    kind: str  # in two words, such as "missing round"
-    path: str  # inside the run
-    message: str
 
 
 @dataclass
@@ -74,21 +54,10 @@ class Report:
     num_steps: int
 
 
-@dataclass
-class _Shards:
-    """Facts about the shards for the other checks."""
-
-    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, the rounds that are stored
-    expired: dict[str, int] = field(default_factory=dict)  # by searcher, the last round whose shard may be deleted
-    ids: list[pa.ChunkedArray] = field(default_factory=list)  # trajectory ids, an array a shard
-    copied: set[str] = field(default_factory=set)  # searchers that hold other runs' trajectories
-    speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
-
-
 def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report:
     """fingerprint: the checksum of the weights in a policy's folder; any exception of it means that they do not load.
 
-    None: a quick check of everything but the values in the shards (storage/quality.py) and the policies' weights.
+    None: a quick check of everything but the values in the shards (storage/rules.py) and the policies' weights.
 
     Raises: NotFound: there is no such run. StoreUnreachable.
     """
@@ -100,11 +69,11 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
     resumes = attempts.list_attempts(store)
     entries = {folder: _read_entries(store, folder, columns, faults) for folder, columns in ledgers.items()}
     syncs = _effective_syncs(store)
-    shards = _check_shards(store, _vocab_size(store) if fingerprint else None, faults)
+    shards = check_shards(store, limits_of(store) if fingerprint else None, faults)
     pointers = {path: _read_pointer(store, path) for path in _POINTERS}
     published = policies.published_policies(store)
     faults += chain(
-        _duplicates(shards),
+        duplicates(shards),
         _unknown_trained(entries["batches"], shards),
         _unrecorded_steps(resumes, entries),
         _inconsistent_syncs(syncs, shards),
@@ -141,89 +110,6 @@ def _torn_records(store: RunStore) -> Iterator[Fault]:
     yield from filter(None, transfer_all(read, wanted))
 
 
-# --- shards -----------------------------------------------------------------------------------------------------------
-
-
-def _check_shards(store: RunStore, vocab_size: int | None, faults: list[Fault]) -> _Shards:
-    """vocab_size: None: the values in the shards are not checked."""
-    found, rounds_of = _Shards(), defaultdict(set)
-    paths = store.list("trajectories")
-    files = files_named(paths)
-    for path in sorted(set(paths) - {file.path for file in files}):
-        faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
-    for file in files:
-        rounds_of[file.searcher].update(file.rounds)
-    found.expired = expired_through(store)  # after the listing: a shard is marked long before it is deleted
-    found.copied = {f"warm{index}" for index in range(len(store.read_json(WARM_START) or []))}
-    for searcher, rounds in rounds_of.items():
-        for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
-            path = shard_path(searcher, missing)
-            faults.append(
-                Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this one")
-            )
-        found.rounds[searcher] = sorted(rounds)
-        for of_block in by_block(rounds):  # bounds memory, and spreads the fixed cost of the quality gate
-            _check_some_shards(store, searcher, of_block, vocab_size, found, faults)
-    blocks = compacted_blocks(files)
-    replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
-    faults += filter(None, transfer_all(lambda file: _changed_copy(store, file), replaced))
-    return found
-
-
-def _changed_copy(store: RunStore, file: File) -> Fault | None:
-    """A shard that will be deleted because a compacted file has its rows must have the same rows."""
-    (counting,) = read_each(store, file.searcher, file.rounds)
-    try:
-        shard = read_file(store, file.path)
-    except NotFound:
-        return None  # it was deleted since it was listed
-    except TornShard as error:
-        return Fault("torn shard", file.path, str(error))
-    if isinstance(counting, pa.Table) and not shard.equals(counting):
-        return Fault("changed copy", file.path, "the compacted file that counts in its place has other rows")
-
-
-def _check_some_shards(
-    store: RunStore, searcher: str, rounds: list[int], vocab_size: int | None, found: _Shards, faults: list[Fault]
-) -> None:
-    tables = dict(zip(rounds, read_each(store, searcher, rounds), strict=True))
-    faults += [
-        Fault("torn shard", shard_path(searcher, number), str(error))
-        for number, error in tables.items()
-        if isinstance(error, TornShard)  # NotFound: it expired since it was listed
-    ]
-    tables = {number: table for number, table in tables.items() if isinstance(table, pa.Table)}
-    reasons = quality.validate_shards(list(tables.values()), vocab_size) if vocab_size else [[]] * len(tables)
-    for (number, table), broken in zip(tables.items(), reasons, strict=True):
-        path = shard_path(searcher, number)
-        faults += [Fault("invalid shard", path, rule) for rule in broken]
-        if (origins := origins_of(table)) - {(searcher, number)}:
-            faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
-        found.ids.append(table["trajectory_id"])
-        if searcher in found.copied:
-            continue  # sampled by another run's policies
-        speakers = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
-        found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
-
-
-def _vocab_size(store: RunStore) -> int:
-    """The vocabulary size of the policy that latest.json names; if it is unknown, every token id is allowed."""
-    try:
-        config = json.loads(store.get(f"{_read_pointer(store, policies.LATEST)['path']}/config.json"))
-    except (NotFound, ValueError, TypeError, KeyError):
-        return ANY_VOCABULARY
-    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or ANY_VOCABULARY
-
-
-def _duplicates(shards: _Shards) -> Iterator[Fault]:
-    if not shards.ids:
-        return
-    counts = pa.chunked_array(chunk for ids in shards.ids for chunk in ids.chunks).value_counts()
-    twice = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
-    if twice:
-        yield Fault("duplicate trajectory", "trajectories", f"{_some(twice)} in the shards more than once")
-
-
 # --- ledger -----------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +136,7 @@ def _asked(columns: pa.Schema) -> pa.Schema:
     return pa.schema([column for column in columns if column.name in ("attempt", "step", "trajectory_id")])
 
 
-def _unknown_trained(batches: pa.Table, shards: _Shards) -> Iterator[Fault]:
+def _unknown_trained(batches: pa.Table, shards: Shards) -> Iterator[Fault]:
     stored = pa.chunked_array([chunk for ids in shards.ids for chunk in ids.chunks], pa.string())
     unknown = batches.filter(pc.invert(pc.is_in(batches["trajectory_id"], stored)))
     ids_by_path = defaultdict(list)
@@ -258,10 +144,10 @@ def _unknown_trained(batches: pa.Table, shards: _Shards) -> Iterator[Fault]:
         if not _is_expired(name, shards):
             ids_by_path[path].append(name)
     for path, ids in ids_by_path.items():
-        yield Fault("unknown trajectory", path, f"trained on {_some(ids)}, but no shard holds them")
+        yield Fault("unknown trajectory", path, f"trained on {some(ids)}, but no shard holds them")
 
 
-def _is_expired(name: str, shards: _Shards) -> bool:
+def _is_expired(name: str, shards: Shards) -> bool:
     try:
         searcher, number = round_of(name)
     except ValueError:  # a damaged entry
@@ -293,19 +179,25 @@ def _effective_syncs(store: RunStore) -> list[dict]:
         return []  # a torn entry, named already
 
 
-def _inconsistent_syncs(syncs: list[dict], shards: _Shards) -> Iterator[Fault]:
+def _inconsistent_syncs(syncs: list[dict], shards: Shards) -> Iterator[Fault]:
     """Each sync that counts took in the rounds after those of the sync before, all of them there."""
     following: dict[str, int] = defaultdict(int)
     for row in sorted(syncs, key=lambda row: row["sync"]):
         path, searcher = f"syncs/attempt={row['attempt']:08d}/sync={row['sync']:08d}.parquet", row["searcher"]
         first, last = row["first_round"], row["last_round"]
-        expired = shards.expired.get(searcher, -1)
-        if first not in (following[searcher], expired + 1):  # a resume takes in again the rounds that have not expired
+        expired, refused = shards.expired.get(searcher, -1), shards.refused.get(searcher, set())
+        starts = (following[searcher], expired + 1)  # a resume takes in again the rounds that have not expired
+        if not any(start <= first <= _next_kept(start, refused) for start in starts):
             yield Fault("sync out of order", path, f"{searcher}: from round {first}, expected {following[searcher]}")
         kept = range(max(first, expired + 1), last + 1)
         if missing := sorted(set(kept) - set(shards.rounds.get(searcher, []))):
             yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not stored")
         following[searcher] = last + 1
+
+
+def _next_kept(number: int, refused: set[int]) -> int:
+    """The first round from `number` on that was not refused."""
+    return next(later for later in itertools.count(number) if later not in refused)
 
 
 # --- policies and checkpoints -----------------------------------------------------------------------------------------
@@ -341,7 +233,7 @@ def _read_pointer(store: RunStore, path: str) -> dict | str | None:
         return str(error)
 
 
-def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], shards: _Shards) -> Iterator[Fault]:
+def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], shards: Shards) -> Iterator[Fault]:
     for path, pointer in pointers.items():
         message = _pointer_fault(pointer, published)
         if path == policies.LATEST and message is None and _is_of_superseded(pointer, published):
@@ -371,7 +263,7 @@ def _pointer_fault(pointer: dict | str | None, published: dict[str, dict]) -> st
     return f"it says {'; '.join(told)}" if told else None
 
 
-def _unpublished_speakers(shards: _Shards, published: dict[str, dict]) -> Iterator[Fault]:
+def _unpublished_speakers(shards: Shards, published: dict[str, dict]) -> Iterator[Fault]:
     known = {(manifest["step"], manifest["fingerprint"]) for manifest in published.values()}
     for (step, mark), path in shards.speakers.items():
         if (step, mark) not in known:
@@ -388,9 +280,3 @@ def _bad_checkpoints(store: RunStore) -> Iterator[Fault]:
     for found in checkpoints.superseded_checkpoints(store):
         message = f"attempt {found.attempt} was superseded from before step {found.step}: no run resumes from it"
         yield Fault("superseded checkpoint", found.path, f"{message}, and the next checkpoint deletes it")
-
-
-def _some(ids: list[str]) -> str:
-    """`a, b, c and 7 more`."""
-    more = f" and {len(ids) - NUM_EXAMPLES} more" if len(ids) > NUM_EXAMPLES else ""
-    return ", ".join(map(str, ids[:NUM_EXAMPLES])) + more

@@ -33,6 +33,8 @@ class WordFile:
         columns = [table[name].combine_chunks() for name in self.COLUMNS]
         ends = np.stack([column.offsets.to_numpy() for column in columns], axis=1)  # [rows + 1, columns]
         lengths = np.diff(ends, axis=0)
+        # `read` finds the columns by this; storage/intake.py refuses other shards
+        assert (lengths[:, 1:] == lengths[:, 1:2]).all(), "log-probabilities and response tokens differ in number"
         num_words = 1 + lengths.sum(axis=1)
         starts = np.cumsum(num_words) - num_words
         words = np.empty(num_words.sum(), np.int32)

@@ -201,6 +201,8 @@ def summary_table(summary: Mapping) -> Table:
     for key, (label, form) in SUMMARY.items():
         if summary.get(key) is not None:
             table.add_row(label, form.format(summary[key]))
+    for shard, reasons in summary.get("refused_shards", {}).items():
+        table.add_row("Refused shard", Text(f"{shard}: {reasons}"))
     return table
 
 

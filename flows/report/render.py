@@ -13,9 +13,11 @@ from flows.report import figures
 from flows.report.diversity import measure_diversity
 from flows.report.text import clip, long_duration, number, percent, setting, when
 from storage.errors import StoreError
+from storage.intake import recorded_reasons, refusals
 from storage.policies import BestPolicy, best_policy, published_policies
 from storage.queries import query
 from storage.report_tables import report_tables
+from storage.shards import refusal_path
 from storage.store import RunStore
 from storage.summary import read_summary
 from storage.verify import Fault, verify
@@ -179,18 +181,21 @@ def _diversity(store: RunStore) -> dict:
 
 
 def _faults(store: RunStore, totals: dict) -> dict:
-    """The faults that a quick `tba verify` finds, the refused shards and the skipped steps."""
+    """The faults that a quick `tba verify` finds, the rounds that the gate refused, and the skipped steps."""
     try:
         found = verify(store, None)
         faults = found.faults
     except StoreError as error:
         faults = [Fault("not checked", store.run, str(error))]
-    refused = [path for path in store.list("quarantine") if path.endswith(".json")]
-    reasons = [(path, "; ".join(json.loads(store.get(path))["reasons"])) for path in refused[:MAX_FAULTS]]
+    num_not_taken_in = sum(fault.kind == "refused shard" for fault in faults)
+    by_intake = {refusal_path(refusal.searcher, refusal.round) for refusal in refusals(store)}
+    by_gate = [path for path in store.list("quarantine") if path.endswith(".json") and path not in by_intake]
+    reasons = [(path, "; ".join(recorded_reasons(store, path))) for path in by_gate[:MAX_FAULTS]]
     return {
         "num": len(faults),
         "rows": faults[:MAX_FAULTS],
-        "num_refused": len(refused),
+        "num_refused": len(by_gate),
+        "num_not_taken_in": num_not_taken_in,
         "refused": reasons,
         "num_skipped": totals["num_skipped"],
     }

@@ -19,7 +19,8 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     """Scores every trajectory that has no reward of this version. Returns the version and the number scored.
 
     version: None: the function's name; for the task's own reward, the task's version. A repeated call scores only the
-    missing trajectories. Raises: ValueError: no such reward, or it fails on a trajectory; StoreError.
+    missing trajectories. Torn shards are left out. Raises: ValueError: no such reward, or it fails on a trajectory;
+    StoreError.
     """
     config = load_run(store)
     task = load_task(config.task, seed=config.seed)
@@ -29,7 +30,7 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     num_scored, said_at = 0, time.monotonic()
     reward_versions.begin_version(store, version, f"{task.name} {task.version}" if reward == TASK else reward)
     for searcher, rounds in reward_versions.unscored_shards(store, version).items():
-        for number, shard in zip(rounds, shards.each_shard(store, searcher, rounds), strict=True):
+        for number, shard in shards.each_shard(store, searcher, rounds):
             asked = zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True)
             of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
             if reward == TASK and (unknown := [problem for problem in of_rows if problem.answer is None]):

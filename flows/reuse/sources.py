@@ -1,6 +1,7 @@
 """The sources of a warm start: another run, or a Parquet file of demonstrations."""
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 from flows.config import RunConfig, load_run
 from infra.machine import code_version
 from storage import reward_versions, shards
-from storage.errors import NotFound
+from storage.errors import NotFound, TornShard
 from storage.reward_versions import replace_columns
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore, read_file
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from tba.demonstrations import Demonstrations
     from tba.reference_policy import ReferencePolicy
 
+log = logging.getLogger("tba.reuse")
+
 ROWS_PER_SHARD = 500  # of demonstrations: an interrupted scoring loses at most one shard
-SHARDS_AT_ONCE = 32  # of another run; the quality gate takes half a second, however many
+SHARDS_AT_ONCE = 32  # of another run; many are checked in the time of one
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,13 @@ class RunSource:
         ]
 
     def read(self, part: list) -> pa.Table:
+        """No rows if the shard is torn."""
         searcher, number = part
-        shard = shards.read_shards(self._store, searcher, [number])
+        try:
+            shard = shards.read_shards(self._store, searcher, [number])
+        except TornShard as error:
+            log.warning("warm start: left out: %s", error)
+            return TRAJECTORY.empty_table()
         return shard if self._version is None else reward_versions.with_rewards(self._store, self._version, shard)
 
     def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:

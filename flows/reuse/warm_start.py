@@ -20,9 +20,10 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
 from flows.reuse.sources import FileSource, RunSource, Scorer, open_source
-from storage import quality, shards
+from storage import shards
 from storage.errors import AlreadyExists
 from storage.reward_versions import replace_columns
+from storage.rules import Limits, broken_in_each
 from storage.store import RunStore
 from tba.models import model_folder
 from tba.tasks import load_task
@@ -94,7 +95,7 @@ class Copy:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
         self._store = store
-        self._vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+        self._limits = Limits(AutoConfig.from_pretrained(folder).get_text_config().vocab_size, config.train.steps)
         self._heldout = pa.array([problem.prompt for problem in task_.heldout], pa.string())
         reference, temperature = ReferencePolicy(folder), config.train.temperature
         demonstrations = Demonstrations(task_, tokenizer, reference, temperature)
@@ -129,7 +130,7 @@ class Copy:
         return replace_columns(source.trajectories(rows, self._scorer), here)
 
     def _commit(self, source: RunSource | FileSource, made: list[pa.Table]) -> None:
-        for shard, reasons in zip(made, quality.validate_shards(made, self._vocab_size), strict=True):
+        for shard, reasons in zip(made, broken_in_each(made, self._limits), strict=True):
             if reasons:
                 raise ValueError(f"warm_start: trajectories of {source.url} cannot be trained on: {'; '.join(reasons)}")
             with contextlib.suppress(AlreadyExists):  # another process starts the same run; only one will train it

@@ -15,6 +15,7 @@ from flows.trainer.ranks import trainer_of
 from infra.machine import cpu_threads, temporary_folder
 from storage import checkpoints
 from storage.buffer import ReplayBuffer
+from storage.rules import Limits
 from storage.store import RunStore
 from tba.models import model_folder
 from tba.trainer import train
@@ -40,7 +41,7 @@ def train_run(
             with temporary_folder("resume", store.run) as local:
                 store.download_folder(checkpoint.path, Path(local))
                 trainer.load(Path(local))
-        buffer = ReplayBuffer(store, config.sampling, config.seed)
+        buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
         buffer.rebuild(checkpoint.step)
         awaits_shard = attempt > 1 and config.searchers > 0
         train(trainer, StoredExperience(store, buffer, attempt, alarms, awaits_shard=awaits_shard), outbox)

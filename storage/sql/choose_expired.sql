@@ -1,8 +1,10 @@
--- Per searcher the last round to expire: everything up to it is too old or too much, and nobody needs it any more.
+-- Per searcher the last round to expire: everything up to it is too old or too much, and nobody needs it any more. Ages are
+-- by the store's clock, from `written` (searcher, round, committed_at).
 WITH
 shards AS (
-    SELECT searcher, round, count(*) AS num_trajectories, max(created_at) AS committed_at
+    SELECT searcher, round, count(*) AS num_trajectories, any_value(committed_at) AS committed_at
     FROM trajectories
+    JOIN written USING (searcher, round)
     GROUP BY searcher, round
 ),
 -- how many trajectories are in younger shards
@@ -30,7 +32,7 @@ kept AS (
     FROM ages
     LEFT JOIN outlived USING (searcher)
     WHERE
-        NOT (coalesce(committed_at < $before, false) OR coalesce(num_younger >= $keep, false))
+        NOT (coalesce(committed_at < $before::TIMESTAMPTZ, false) OR coalesce(num_younger >= $keep, false))
         OR num_younger < $min_size
         OR (NOT $finished AND round > coalesce(last_round, -1))
         OR round = (SELECT max(round) FROM shards WHERE shards.searcher = ages.searcher)

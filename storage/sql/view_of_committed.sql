@@ -1,5 +1,6 @@
 -- The trajectories that count, each once: what has expired or was compacted stays in its old file for a while
--- (storage/upkeep.py; committed_paths of storage/shards.py is the same in Python).
+-- (storage/upkeep.py), and a refused shard for ever (storage/intake.py). committed_files of storage/shards.py is the same
+-- in Python. Paths are compared behind the run's folder, whose own path may have any text.
 CREATE VIEW stored_trajectories AS
 WITH
 -- the rounds that a compacted file holds
@@ -7,19 +8,30 @@ blocks AS (
     SELECT parts.searcher, parts.first_round::BIGINT AS first_round, parts.last_round::BIGINT AS last_round
     FROM (
         SELECT regexp_extract(
-            file, 'compacted/(.+)-(\d+)-(\d+)\.parquet', ['searcher', 'first_round', 'last_round']
+            parse_filename(file), '^(.+)-(\d+)-(\d+)\.parquet$', ['searcher', 'first_round', 'last_round']
         ) AS parts
-        FROM glob('{run}/trajectories/compacted/*.parquet')
+        FROM glob('{pattern}/trajectories/compacted/*.parquet')
     )
+    WHERE parts.first_round != '' -- files with other names are nobody's
 ),
 -- per searcher the last round that was marked as expired
 marks AS (
     SELECT parts.searcher, max(parts.last_round::BIGINT) AS last_round
     FROM (
-        SELECT regexp_extract(file, 'searcher=([^/]+)/through=(\d+)', ['searcher', 'last_round']) AS parts
-        FROM glob('{run}/expired/*/through=*.json')
+        SELECT regexp_extract(file, '/searcher=([^/]+)/through=(\d+)\.json$', ['searcher', 'last_round']) AS parts
+        FROM glob('{pattern}/expired/*/through=*.json')
     )
+    WHERE parts.last_round != ''
     GROUP BY parts.searcher
+),
+-- the rounds that the Trainer's intake refused; the quality gate's have more in their names
+refused AS (
+    SELECT parts.searcher, parts.round::BIGINT AS round
+    FROM (
+        SELECT regexp_extract(file, '/searcher=([^/]+)/round=(\d+)\.json$', ['searcher', 'round']) AS parts
+        FROM glob('{pattern}/quarantine/*/round=*.json')
+    )
+    WHERE parts.round != ''
 ),
 -- lowered to where no compacted file is cut
 expired AS (
@@ -35,8 +47,9 @@ WHERE
     NOT EXISTS (
         SELECT 1 FROM expired WHERE expired.searcher = files.searcher AND files.round <= expired.last_round
     )
+    AND NOT EXISTS (SELECT 1 FROM refused WHERE refused.searcher = files.searcher AND refused.round = files.round)
     AND (
-        files.filename LIKE '%/trajectories/compacted/%'
+        starts_with(files.filename, '{run}/trajectories/compacted/')
         OR NOT EXISTS (
             SELECT 1
             FROM blocks

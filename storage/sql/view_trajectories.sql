@@ -1,6 +1,7 @@
 -- Every committed trajectory: one prompt with one sampled response and its reward.
 CREATE VIEW trajectories AS
-SELECT * FROM stored_trajectories;
+SELECT * REPLACE (coalesce(system_prompt, '') AS system_prompt) -- shards of schema version 1 have none
+FROM stored_trajectories;
 
 COMMENT ON VIEW trajectories IS 'Every committed trajectory: one prompt with one sampled response and its reward.';
 COMMENT ON COLUMN trajectories.trajectory_id IS 'searcher-round-index: unique in the run.';

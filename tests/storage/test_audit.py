@@ -14,11 +14,12 @@ import pyarrow as pa
 import pytest
 
 from storage.audit import audit
+from storage.rules import Limits
 from storage.shards import commit_shard, parquet_bytes, shard_path
 from storage.upkeep import delete_superseded, expire
-from tests.storage.helpers import NOON, make_shard
+from tests.storage.helpers import make_shard
 
-VOCAB = 100
+LIMITS = Limits(vocab_size=100)
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def run(local_store):
 def test_a_sound_buffer_has_a_site_and_no_faults(store):
     for number in range(2):
         commit_shard(store, make_shard("s0", number))
-    page, faults = audit(store, VOCAB)
+    page, faults = audit(store, LIMITS)
     assert faults == [] and page.startswith("audits/") and page.endswith("/index.html")
     assert b"<html" in store.get(page)
     site = store.list(page.rpartition("/")[0])
@@ -46,7 +47,7 @@ def test_each_fault_is_named(run):
     run.delete(shard_path("s0", 1))
     bad = make_shard("s2", 0, reward=float("nan"))
     run.put(shard_path("s2", 0), parquet_bytes(pa.concat_tables([bad])))
-    _, faults = audit(run, VOCAB)
+    _, faults = audit(run, LIMITS)
     text = "\n".join(faults)
     assert "searcher s0: round 1 is missing" in text
     assert "round=00000001.parquet of run run" in text and "not a whole Parquet file" in text
@@ -57,10 +58,10 @@ def test_each_fault_is_named(run):
 
 def test_what_has_expired_is_no_fault(run):
     run.put("summary.json", b"{}")
-    expire(run, NOON + timedelta(days=1), None, min_size=1)
+    expire(run, timedelta(days=-1), None, min_size=1)
     delete_superseded(run, timedelta(0))
     assert len(run.list("trajectories")) == 2
-    assert audit(run, VOCAB)[1] == []
+    assert audit(run, LIMITS)[1] == []
 
 
 def test_no_text_of_a_shard_is_html(run):
@@ -68,7 +69,7 @@ def test_no_text_of_a_shard_is_html(run):
     evil = "<img src=x onerror=alert(1)>"
     bad = make_shard("s2", 0, finish_reason=evil, trajectory_id=f"{evil}<script>alert(2)</script>'\"")
     run.put(shard_path("s2", 0), parquet_bytes(bad))
-    page, faults = audit(run, VOCAB)
+    page, faults = audit(run, LIMITS)
     site = [run.get(path) for path in run.list(page.rpartition("/")[0]) if path.endswith(".html")]
     assert not any(b"<img src=x" in html or b"<script>alert" in html for html in site)
     assert any(b"onerror=alert(1)" in html for html in site)  # it is shown, as text

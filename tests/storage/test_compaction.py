@@ -5,6 +5,7 @@
 - Shards are deleted only after the grace, and only where the file that stands for them is whole.
 - What stays as it is: a searcher's newest block, one with a gap or a broken shard, large shards, what has expired.
 - A Trainer that has not taken the rounds in yet finds them; a round committed late again counts for nothing.
+- A compacted file keeps the ages of its shards; while it is broken, its shards count as long as they are there.
 - verify names a copy that differs, a broken compacted file, and a file named as none is.
 - Plain DuckDB sees all trajectories with one glob, each once with DISTINCT ON.
 
@@ -23,7 +24,7 @@ from storage.shards import block_path, commit_shard, each_shard, new_shards, nex
 from storage.shards import shard_path as path_of
 from storage.verify import verify
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
-from tests.storage.helpers import make_shard
+from tests.storage.helpers import NOON, make_shard
 
 NOW, LATER = timedelta(0), timedelta(hours=1)
 
@@ -46,7 +47,9 @@ def run(store):
 def seen(store) -> list[str]:
     """Ids of all that counts; every reader says the same."""
     in_sql = queries.query(store, "SELECT trajectory_id FROM trajectories ORDER BY 1").column(0).to_pylist()
-    by_round = {name: list(each_shard(store, name, rounds)) for name, rounds in new_shards(store, {}).items()}
+    by_round = {
+        name: [table for _, table in each_shard(store, name, rounds)] for name, rounds in new_shards(store, {}).items()
+    }
     for name, tables in by_round.items():
         assert pa.concat_tables(tables).equals(read_shards(store, name, new_shards(store, {})[name]))
     read = [row for tables in by_round.values() for table in tables for row in table["trajectory_id"].to_pylist()]
@@ -143,7 +146,8 @@ def test_what_is_not_a_whole_block_of_small_shards_stays(store, monkeypatch):
     assert upkeep.compact(store) == 0
 
 
-def test_expired_files_leave_whole_and_a_mark_inside_one_counts_up_to_it(run):
+def test_expired_files_leave_whole_and_a_mark_inside_one_counts_up_to_it(run, monkeypatch):
+    monkeypatch.setattr(upkeep, "_written_at", lambda store, folder: dict.fromkeys(store.list(folder), NOON))
     upkeep.compact(run)
     run.put("summary.json", b"{}")
     # the newest 5 lie in s0's rounds 3 and 4; round 2 is in one file with 3
@@ -187,11 +191,26 @@ def test_verify_finds_a_compacted_run_whole_and_names_what_is_not(run):
     run.put(other, run.get(block_path("s0", 0)))
     named = [(fault.kind, fault.path) for fault in faults(run)]
     assert ("stray file", "trajectories/compacted/s0-00000001-00000002.parquet") in named
-    assert ("torn shard", path_of("s0", 2)) in named
-    with pytest.raises(TornShard, match="other rounds than its name says"):
-        read_shards(run, "s0", [2])
+    assert ("torn shard", other) in named
     upkeep.delete_superseded(run, NOW)
     assert run.exists(path_of("s0", 2)), "shards are deleted though the file that stands for them is broken"
+    assert read_shards(run, "s0", [2]).equals(make_shard("s0", 2))
+    run.delete(path_of("s0", 2))
+    with pytest.raises(TornShard, match="other rounds than its name says"):
+        read_shards(run, "s0", [2])
+
+
+def test_a_compacted_file_keeps_the_ages_of_its_shards(run, monkeypatch):
+    hours = {path_of("s0", number): number for number in range(5)} | {path_of("s1", number): 4 for number in range(2)}
+
+    def written_at(store, folder):
+        return {path: NOON + timedelta(hours=hours.get(path, 5)) for path in store.list(folder)}
+
+    monkeypatch.setattr(upkeep, "_written_at", written_at)
+    run.put("summary.json", b"{}")
+    assert upkeep.compact(run) == 2 and upkeep.delete_superseded(run, NOW) == 4
+    assert upkeep.expire(run, timedelta(hours=4, minutes=1), None, min_size=1) == {}  # round 1 is younger by a minute
+    assert upkeep.expire(run, timedelta(hours=3), None, min_size=1) == {"s0": 1}
 
 
 def test_plain_duckdb_reads_all_with_one_glob(local_store):

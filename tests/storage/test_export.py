@@ -5,12 +5,13 @@ Claims
 - a reader in another process sees what is committed after it opened the file read-only; neither waits for the other
 - a run that has stored nothing yet has empty views, and rows once it has
 - what has expired or was compacted counts as in `tba sql`, whatever files lie side by side
-- a quote in the store's path is one
+- the store's path may have any character; files with other names than a run's are in nobody's way
 
 Run: pytest tests/storage/test_export.py
 """
 
 from datetime import timedelta
+from urllib.parse import quote
 
 import duckdb
 import pytest
@@ -124,10 +125,37 @@ def test_what_was_compacted_or_expired_counts_as_in_tba_sql(local_store, tmp_pat
     assert seen[2] == seen[3] == [(number, 4) for number in range(4, 10)], "no compacted file is cut"
 
 
-@pytest.mark.parametrize("folder", ["an 'apostrophe'", "with space"])
-def test_the_stores_path_may_have_quotes(tmp_path, folder):
-    store = RunStore((tmp_path / folder).as_uri(), "run")
+FOLDERS = [
+    "an 'apostrophe'", "with space", "a[1]", "a[!b]", "st*r", "wh?t", "{a,b}", "50%_", "compacted", "up/../down",
+    "trajectories/compacted", "searcher=s9/round=00000007.parquet",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "back\\slash"])
+def test_the_stores_path_may_have_any_character(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(shards, "ROUNDS_PER_BLOCK", 2)
+    fill(RunStore((tmp_path / "a1").as_uri(), "run"))  # a pattern a[1] finds this one
+    store = RunStore("file://" + quote(str(tmp_path / folder)), "run")
     fill(store)
-    export(store, tmp_path / "run.duckdb")
+    assert compact(store) == 1  # the shards of its rounds are there, too
+    assert export(store, tmp_path / "run.duckdb") == ("\\" not in folder), (
+        "a copy where DuckDB's patterns cannot name it"
+    )
+    with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
+        for view in ("trajectories", "all_batches", "attempts"):
+            count = f"SELECT count(*) FROM {view}"
+            assert reader.execute(count).fetchall() == [
+                tuple(row.values()) for row in queries.query(store, count).to_pylist()
+            ]
+        assert reader.execute("SELECT count(*) FROM trajectories").fetchone() == (12,)
+
+
+def test_files_with_other_names_are_in_nobodys_way(local_store, tmp_path):
+    fill(local_store)
+    for name in ("compacted/notes.parquet", "searcher=s0/other.parquet", "searcher=Foo/round=00000000.parquet"):
+        local_store.put(f"trajectories/{name}", b"?")
+    local_store.put("expired/searcher=s0/through=all.json", b"?")
+    local_store.put("quarantine/searcher=s0/round=00000001-0123.json", b"?")  # a try of the round that the gate refused
+    export(local_store, tmp_path / "run.duckdb")
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
         assert reader.execute("SELECT count(*) FROM trajectories").fetchone() == (12,)

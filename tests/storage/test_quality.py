@@ -2,6 +2,7 @@
 
 - a valid shard passes
 - each way to be wrong is refused, alone, in one row only, with a failure that names the rule and how many rows break it
+- the gate (Great Expectations) and the Trainer's intake (storage/rules.py) say the same, in the same words
 - it writes nothing, sends nothing and prints nothing
 """
 
@@ -11,10 +12,11 @@ import pyarrow as pa
 import pytest
 
 from storage.quality import validate_shard
+from storage.rules import Limits, broken_in_each
 from storage.schema import TRAJECTORY, to_table
 from tests.storage.helpers import make_shard
 
-VOCABULARY = 8  # make_shard's largest token id is 4 + 3
+LIMITS = Limits(vocab_size=8, last_step=100)  # make_shard's largest token id is 4 + 3
 
 
 def spoiled(**columns) -> pa.Table:
@@ -25,8 +27,8 @@ def spoiled(**columns) -> pa.Table:
 
 
 def test_a_valid_shard_passes():
-    assert validate_shard(make_shard(), VOCABULARY) == []
-    assert validate_shard(make_shard(num_rows=1, rewards={}, response="", finish_reason="length"), VOCABULARY) == []
+    assert validate_shard(make_shard(), LIMITS) == []
+    assert validate_shard(make_shard(num_rows=1, rewards={}, response="", finish_reason="length"), LIMITS) == []
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,17 @@ def test_a_valid_shard_passes():
             {"response_tokens": [], "behavior_logprobs": [], "reference_logprobs": []},
             "response_tokens has at least one token",
         ),
+        ({"policy_step": -5}, "policy_step is a step of the run"),
+        ({"policy_step": 101}, "policy_step is a step of the run"),
+        ({"policy_step": 2**62}, "policy_step is a step of the run"),
+        ({"policy_fingerprint": ""}, "policy_fingerprint is not empty"),
+        ({"temperature": math.nan}, "temperature is finite and > 0"),
+        ({"temperature": math.inf}, "temperature is finite and > 0"),
+        ({"temperature": 0.0}, "temperature is finite and > 0"),
+        ({"top_p": math.nan}, "top_p is > 0 and <= 1"),
+        ({"top_p": 0.0}, "top_p is > 0 and <= 1"),
+        ({"top_p": 1.5}, "top_p is > 0 and <= 1"),
+        ({"schema_version": 3}, "schema_version is one that this version reads"),
         ({"finish_reason": "abort"}, "finish_reason is stop or length"),
         ({"trajectory_id": "s0-00000000-00009"}, "trajectory_id is searcher-round-index"),
         *(
@@ -61,18 +74,19 @@ def test_a_valid_shard_passes():
     ids=str,
 )
 def test_each_way_to_be_wrong_is_refused(columns, rule):
-    (failure,) = validate_shard(spoiled(**columns), VOCABULARY)
+    (failure,) = validate_shard(spoiled(**columns), LIMITS)
     assert failure.startswith(f"{rule}: broken by 1 of 4")
+    assert broken_in_each([make_shard(), spoiled(**columns)], LIMITS) == [[], [failure]]
 
 
 @pytest.mark.parametrize("name", ["response_tokens", "behavior_logprobs", "trajectory_id", "searcher", "round"])
 def test_a_null_that_breaks_other_rules_too_is_named(name):
-    failures = validate_shard(spoiled(**{name: None}), VOCABULARY)
+    failures = validate_shard(spoiled(**{name: None}), LIMITS)
     assert any(failure.startswith("no column is null") and f"['{name}']" in failure for failure in failures)
 
 
 def test_an_id_used_twice_is_refused():
-    failures = validate_shard(spoiled(trajectory_id="s0-00000000-00000"), VOCABULARY)
+    failures = validate_shard(spoiled(trajectory_id="s0-00000000-00000"), LIMITS)
     assert [failure.partition(":")[0] for failure in failures] == [
         "trajectory_id is searcher-round-index",
         "trajectory_id is unique",
@@ -80,25 +94,26 @@ def test_an_id_used_twice_is_refused():
 
 
 def test_a_shard_without_trajectories_is_refused():
-    assert validate_shard(TRAJECTORY.empty_table(), VOCABULARY) == ["a shard has trajectories: got 0"]
+    assert validate_shard(TRAJECTORY.empty_table(), LIMITS) == ["a shard has trajectories: got 0"]
+    assert broken_in_each([TRAJECTORY.empty_table()], LIMITS) == [["a shard has trajectories: got 0"]]
 
 
 def test_other_columns_are_refused():
     other = make_shard().drop_columns(["top_p"]).append_column("extra", [[1] * 4])
-    (failure,) = validate_shard(other, VOCABULARY)
+    (failure,) = validate_shard(other, LIMITS)
     assert "top_p: float" in failure and "extra: int64" in failure
 
 
 def test_rows_are_judged_across_chunks():
     chunks = pa.concat_tables([make_shard().slice(0, 2), spoiled(reward=math.nan).slice(1, 3).slice(1)])
-    assert validate_shard(chunks, VOCABULARY) == []
+    assert validate_shard(chunks, LIMITS) == []
     bad = pa.concat_tables([spoiled(response_tokens=[9, 2]).slice(0, 2), make_shard().slice(2)])
-    (failure,) = validate_shard(bad, VOCABULARY)
+    (failure,) = validate_shard(bad, LIMITS)
     assert failure.startswith("response_tokens are inside the vocabulary: broken by 1 of 4")
 
 
 def test_it_writes_and_prints_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    assert validate_shard(spoiled(reward=math.nan), VOCABULARY) != []
+    assert validate_shard(spoiled(reward=math.nan), LIMITS) != []
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")

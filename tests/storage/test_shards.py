@@ -133,7 +133,10 @@ def test_finding_what_is_new_lists_nothing_that_was_seen(moto_store, monkeypatch
     call_s3 = moto_store._files._fs.call_s3
     monkeypatch.setattr(moto_store._files._fs, "call_s3", lambda *a, **k: (requests.append(a), call_s3(*a, **k))[1])
     assert new_shards(moto_store, {"s0": 9}) == {"s0": [10, 11]}
-    assert len(requests) == 4  # what has expired, the searchers' folders, what is compacted, and one page
+    assert len(requests) == 5  # expired rounds, the searchers' folders, compacted files, one page, refused rounds
+    requests.clear()
+    assert new_shards(moto_store, {"s0": 11}) == {}
+    assert len(requests) == 4  # without new rounds it does not matter which were refused
 
 
 def test_the_next_round_follows_the_last_committed(store):

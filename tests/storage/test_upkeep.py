@@ -2,6 +2,7 @@
 
 - By age and by count, whole shards, the oldest rounds of a searcher only; its last shard and `min_size` rows stay.
 - An unfinished run keeps what a resume from its oldest checkpoint needs; one without a checkpoint keeps everything.
+- Ages are by the store's clock, whatever the clocks of Searchers and of this machine say.
 - Marked shards do not count for any reader though they are still there; they are deleted after the grace, not before.
 - Killed while it deletes, the next call goes on; the searcher's next round is numbered as before.
 - A buffer rebuilt after that holds what is left, goes on with the next sync, and draws full batches.
@@ -9,12 +10,16 @@
 pytest tests/storage/test_upkeep.py
 """
 
-from datetime import timedelta
+import json
+import os
+import time
+from datetime import UTC, datetime, timedelta
 
+import pyarrow as pa
 import pytest
 
-from storage import attempts, checkpoints, queries, reward_versions, upkeep
-from storage.shards import commit_shard, expired_through, new_shards, next_round
+from storage import attempts, checkpoints, queries, reward_versions, shards, upkeep
+from storage.shards import commit_shard, expired_through, new_shards, next_round, shard_path
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import NOON, OWNER, make_shard
 
@@ -26,11 +31,20 @@ def finish(store) -> None:
 
 
 @pytest.fixture
-def run(store):
-    """A finished run: s0 with five shards of four, an hour apart; s1 with one as old as s0's first."""
+def run(store, monkeypatch):
+    """A finished run: s0 with five shards of four, an hour apart; s1 with one as old as s0's first. It is five o'clock.
+
+    The store's clock says so. Those of the Searchers say the contrary.
+    """
     for number in range(5):
-        commit_shard(store, make_shard("s0", number, created_at=NOON + timedelta(hours=number)))
+        commit_shard(store, make_shard("s0", number, created_at=NOON - timedelta(days=number)))
     commit_shard(store, make_shard("s1", 0, created_at=NOON))
+    hours = {shard_path("s0", number): number for number in range(5)} | {shard_path("s1", 0): 0}
+
+    def written_at(store, folder):
+        return {path: NOON + timedelta(hours=hours.get(path, 5)) for path in store.list(folder)}
+
+    monkeypatch.setattr(upkeep, "_written_at", written_at)
     finish(store)
     return store
 
@@ -38,18 +52,18 @@ def run(store):
 def counted(store) -> dict[str, list[int]]:
     """What each reader counts; they agree."""
     rows = queries.query(store, "SELECT DISTINCT searcher, round FROM trajectories ORDER BY ALL").to_pylist()
-    shards = new_shards(store, {})
-    assert [(row["searcher"], row["round"]) for row in rows] == [(name, n) for name in shards for n in shards[name]]
-    return shards
+    found = new_shards(store, {})
+    assert [(row["searcher"], row["round"]) for row in rows] == [(name, n) for name in found for n in found[name]]
+    return found
 
 
 def test_old_shards_expire_but_a_searchers_last(run):
-    assert upkeep.expire(run, NOON + timedelta(hours=2), None, min_size=1) == {"s0": 1}
+    assert upkeep.expire(run, timedelta(hours=3), None, min_size=1) == {"s0": 1}
     assert counted(run) == {"s0": [2, 3, 4], "s1": [0]}
-    assert upkeep.expire(run, NOON + timedelta(days=9), None, min_size=1) == {"s0": 3}
+    assert upkeep.expire(run, NOW, None, min_size=1) == {"s0": 3}
     assert counted(run) == {"s0": [4], "s1": [0]}
     assert expired_through(run) == {"s0": 3}
-    assert upkeep.expire(run, NOON + timedelta(days=9), None, min_size=1) == {}
+    assert upkeep.expire(run, NOW, None, min_size=1) == {}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +75,7 @@ def test_shards_beyond_the_newest_so_many_trajectories_expire(run, keep, left):
 
 
 def test_min_size_trajectories_stay_whatever_is_asked(run):
-    upkeep.expire(run, NOON + timedelta(days=9), 0, min_size=12)
+    upkeep.expire(run, NOW, 0, min_size=12)
     assert counted(run)["s0"] == [2, 3, 4]
 
 
@@ -69,7 +83,7 @@ def test_marked_shards_are_deleted_after_the_grace(run):
     reward_versions.begin_version(run, "v2", "f")
     for number in range(5):
         reward_versions.record_rewards(run, "v2", make_shard("s0", number), [0.5] * 4)
-    upkeep.expire(run, NOON + timedelta(hours=2), None, min_size=1)
+    upkeep.expire(run, timedelta(hours=3), None, min_size=1)
     assert upkeep.delete_superseded(run, timedelta(hours=1)) == 0
     assert len(run.list("trajectories")) == 6
     assert upkeep.delete_superseded(run, NOW) == 2
@@ -93,6 +107,40 @@ def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
     assert counted(run)["s0"] == [4]
     upkeep.delete_superseded(run, NOW)
     assert len(run.list("trajectories")) == 2
+
+
+def test_a_searcher_whose_clock_is_a_day_behind_loses_nothing_fresh(store):
+    for number in range(3):
+        commit_shard(store, make_shard("s0", number, created_at=datetime.now(UTC)))
+        commit_shard(store, make_shard("slow", number, created_at=datetime.now(UTC) - timedelta(days=1)))
+    finish(store)
+    assert upkeep.expire(store, timedelta(hours=1), None, min_size=1) == {}
+
+
+def test_files_age_by_when_the_store_wrote_them(local_store):
+    for number in range(3):
+        path = local_store.local_path(commit_shard(local_store, make_shard("s0", number)))
+        os.utime(path, times=(time.time() - 7200 + 3600 * number,) * 2)
+    finish(local_store)
+    assert upkeep.expire(local_store, timedelta(minutes=90), None, min_size=1) == {"s0": 0}
+    assert upkeep.expire(local_store, None, 4, min_size=1) == {"s0": 1}
+
+
+def test_a_mark_or_a_compacted_file_of_a_clock_behind_has_its_whole_grace(store, monkeypatch):
+    monkeypatch.setattr(shards, "ROUNDS_PER_BLOCK", 2)
+    for number in range(5):
+        commit_shard(store, make_shard("s0", number))
+    finish(store)
+    upkeep.expire(store, None, 4, min_size=1)
+    (mark,) = (path for path in store.list("expired") if path.endswith(".json"))
+    store.put(mark, json.dumps({"at": "2020-01-01T00:00:00+00:00"}).encode())
+    yesterday = {b"compacted_at": b"2020-01-01T00:00:00+00:00"}  # as an older version wrote it
+    for number in range(2):
+        commit_shard(store, make_shard("s1", number))
+    both = pa.concat_tables([make_shard("s1", number) for number in range(2)])
+    store.put_new(shards.block_path("s1", 0), shards.parquet_bytes(both.replace_schema_metadata(yesterday)))
+    assert upkeep.delete_superseded(store, timedelta(hours=1)) == 0
+    assert upkeep.delete_superseded(store, NOW) == 4 + 2
 
 
 @pytest.fixture

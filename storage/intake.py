@@ -1,0 +1,128 @@
+"""The Trainer's intake: which committed shards the replay buffer takes in.
+
+Before: storage/shards.py lists what is new; after: storage/buffer.py indexes the shards that are accepted.
+
+    quarantine/searcher=<id>/round=00000042.json    the shard is refused: its path, the reasons, and who refused it
+
+A shard is accepted or refused as a whole. One round is the work of one engine and one reward function, so a bad row
+makes its neighbours doubtful; and with whole rounds the sync records, from which a buffer is rebuilt, stay ranges of
+rounds. The shard itself stays where it is. A refused round counts for no reader from then on: not in SQL, exports,
+reports, rescoring, warm starts or compaction (refused_rounds of storage/shards.py).
+
+Only the Trainer refuses, so no two processes disagree; the decision is stored before a later round can be drawn. At
+the run's end the shards that no sync met are checked, too. A store that does not answer is no reason: StoreUnreachable
+is raised. A shard is refused only if a second reading says the same.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+import pyarrow as pa
+
+from storage import ledger, policies
+from storage.errors import AlreadyExists, NotFound, StoreError, TornShard
+from storage.rules import LAST_STEP, Limits, broken_in_each
+from storage.shards import by_block, new_shards, origins_of, read_each, refusal_path, refused_rounds, shard_path
+from storage.store import RunStore, transfer_all
+
+SECOND_READING_S = 0.5  # after the first: a wrong answer of a store is seldom given twice
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A committed shard that is not trained on."""
+
+    searcher: str
+    round: int
+    reasons: list[str]
+
+    @property
+    def shard(self) -> str:
+        return shard_path(self.searcher, self.round)
+
+
+def accept(
+    store: RunStore, searcher: str, rounds: Sequence[int], limits: Limits
+) -> tuple[list[pa.Table], list[Refusal]]:
+    """Read and check some rounds of a searcher. Returns the shards to take in, in order, and the others.
+
+    Raises: StoreUnreachable; NotFound: a listed shard is not there.
+    """
+    read = dict(zip(rounds, read_each(store, searcher, rounds), strict=True))
+    reasons = check(searcher, read, limits)
+    if reasons:
+        time.sleep(SECOND_READING_S)
+        again = list(reasons)
+        read |= zip(again, read_each(store, searcher, again), strict=True)
+        reasons = check(searcher, {number: read[number] for number in again}, limits)
+    refused = [Refusal(searcher, number, of_round) for number, of_round in reasons.items()]
+    for refusal in refused:
+        logger.warning("%s is refused, training goes on without it: %s", refusal.shard, "; ".join(refusal.reasons))
+    return [table for number, table in read.items() if number not in reasons], refused
+
+
+def check(searcher: str, read: Mapping[int, pa.Table | StoreError], limits: Limits) -> dict[int, list[str]]:
+    """The reasons against each of some rounds that may not be trained on. Raises NotFound where a round is missing."""
+    reasons: dict[int, list[str]] = {}
+    for number, table in read.items():
+        if isinstance(table, TornShard):
+            reasons[number] = [str(table)]
+        elif isinstance(table, StoreError):
+            raise table
+        elif (origins := origins_of(table)) != {(searcher, number)}:
+            reasons[number] = [f"its rows say (searcher, round) {sorted(origins, key=str)}"]
+    whole = {number: table for number, table in read.items() if number not in reasons}
+    rules = zip(whole, broken_in_each(list(whole.values()), limits), strict=True)
+    return reasons | {number: of_round for number, of_round in rules if of_round}
+
+
+def refuse(store: RunStore, refused: Iterable[Refusal], by: str) -> None:
+    """Record refusals. by: who refuses."""
+    for refusal in refused:
+        record = {"shard": refusal.shard, "reasons": refusal.reasons, "refused_by": by}
+        record["at"] = datetime.now(UTC).isoformat()
+        with suppress(AlreadyExists):  # an earlier attempt of the Trainer came to the same decision
+            store.put_new(refusal_path(refusal.searcher, refusal.round), json.dumps(record, indent=2).encode())
+
+
+def refusals(store: RunStore) -> list[Refusal]:
+    """The recorded refusals, by searcher in order."""
+    places = [(searcher, number) for searcher, rounds in refused_rounds(store).items() for number in sorted(rounds)]
+    return transfer_all(lambda place: Refusal(*place, recorded_reasons(store, refusal_path(*place))), places)
+
+
+def recorded_reasons(store: RunStore, path: str) -> list[str]:
+    """Of a JSON file in quarantine/."""
+    try:
+        reasons = json.loads(store.get(path))["reasons"]
+        return [str(reason) for reason in reasons]
+    except (NotFound, ValueError, TypeError, KeyError) as error:  # of a killed writer
+        return [f"the record of the reasons cannot be read ({error!r})"]
+
+
+def refuse_rest(store: RunStore) -> None:
+    """Check the shards that no sync took in. Only for a trained run: no Trainer will meet them."""
+    seen = {row["searcher"]: row["last_round"] for row in ledger.effective_syncs(store, LAST_STEP)}
+    limits = limits_of(store)
+    for searcher, rounds in new_shards(store, seen).items():
+        for of_block in by_block(rounds):
+            _, refused = accept(store, searcher, of_block, limits)
+            refuse(store, refused, "the run, at its end")
+
+
+def limits_of(store: RunStore) -> Limits:
+    """From the configuration and the newest policy of a run; what is not known is not limited."""
+    known = Limits()
+    with suppress(NotFound, ValueError, TypeError, KeyError):
+        known = replace(known, last_step=int(json.loads(store.get("run.json"))["train"]["steps"]))
+    with suppress(NotFound, ValueError, TypeError, KeyError):
+        config = json.loads(store.get(f"{json.loads(store.get(policies.LATEST))['path']}/config.json"))
+        known = replace(known, vocab_size=int(config.get("text_config", config)["vocab_size"]))
+    return known

@@ -1,0 +1,139 @@
+"""The shards' part of `tba verify` (storage/verify.py)."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.errors import NotFound, TornShard
+from storage.intake import refusals
+from storage.rules import Limits, broken_in_each
+from storage.shards import (
+    File,
+    block_path,
+    by_block,
+    compacted_blocks,
+    expired_through,
+    files_named,
+    origins_of,
+    read_each,
+    read_file,
+    refused_rounds,
+    shard_path,
+)
+from storage.store import RunStore, transfer_all
+
+WARM_START = "warm_start/plan.json"  # a list of the sources that searchers warm0, warm1, ... are copies of
+NUM_EXAMPLES = 3  # ids that a fault quotes
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a run's store."""
+
+    kind: str  # in two words, such as "missing round"
+    path: str  # inside the run
+    message: str
+
+
+@dataclass
+class Shards:
+    """Facts about the shards for the other checks."""
+
+    rounds: dict[str, list[int]] = field(default_factory=dict)  # by searcher, the rounds that are stored
+    expired: dict[str, int] = field(default_factory=dict)  # by searcher, the last round whose shard may be deleted
+    ids: list[pa.ChunkedArray] = field(default_factory=list)  # trajectory ids, an array a shard
+    refused: dict[str, set[int]] = field(default_factory=dict)  # by searcher, the rounds that do not count
+    copied: set[str] = field(default_factory=set)  # searchers that hold other runs' trajectories
+    speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
+
+
+def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) -> Shards:
+    """limits: of the rules for trajectories; None: the values in the shards are not checked."""
+    found, rounds_of = Shards(), defaultdict(set)
+    paths = store.list("trajectories")
+    files = files_named(paths)
+    for path in sorted(set(paths) - {file.path for file in files}):
+        faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
+    for file in files:
+        rounds_of[file.searcher].update(file.rounds)
+    found.expired = expired_through(store)  # after the listing: a shard is marked long before it is deleted
+    found.refused = refused_rounds(store)
+    faults += [Fault("refused shard", of.shard, f"not trained on: {'; '.join(of.reasons)}") for of in refusals(store)]
+    found.copied = {f"warm{index}" for index in range(len(store.read_json(WARM_START, list[dict]) or []))}
+    for searcher, rounds in rounds_of.items():
+        for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
+            path = shard_path(searcher, missing)
+            faults.append(
+                Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this one")
+            )
+        found.rounds[searcher] = sorted(rounds)
+        for of_block in by_block(rounds - found.refused.get(searcher, set())):  # bounds memory
+            _check_some_shards(store, searcher, of_block, limits, found, faults)
+    blocks = compacted_blocks(files)
+    replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
+    faults += filter(None, transfer_all(lambda file: _changed_copy(store, file), replaced))
+    replacements = sorted({block_path(file.searcher, file.block) for file in replaced})
+    faults += filter(None, transfer_all(lambda path: _torn(store, path), replacements))
+    return found
+
+
+def _torn(store: RunStore, path: str) -> Fault | None:
+    """Of a compacted file: read_each reads its shards instead while they are there."""
+    try:
+        read_file(store, path)
+    except TornShard as error:
+        return Fault("torn shard", path, str(error))
+
+
+def _changed_copy(store: RunStore, file: File) -> Fault | None:
+    """A shard that will be deleted because a compacted file has its rows must have the same rows."""
+    (counting,) = read_each(store, file.searcher, file.rounds)
+    try:
+        shard = read_file(store, file.path)
+    except NotFound:
+        return None  # it was deleted since it was listed
+    except TornShard as error:
+        return Fault("torn shard", file.path, str(error))
+    if isinstance(counting, pa.Table) and not shard.equals(counting):
+        return Fault("changed copy", file.path, "the compacted file that counts in its place has other rows")
+
+
+def _check_some_shards(
+    store: RunStore, searcher: str, rounds: list[int], limits: Limits | None, found: Shards, faults: list[Fault]
+) -> None:
+    tables = dict(zip(rounds, read_each(store, searcher, rounds), strict=True))
+    faults += [
+        Fault("torn shard", shard_path(searcher, number), str(error))
+        for number, error in tables.items()
+        if isinstance(error, TornShard)  # NotFound: it expired since it was listed
+    ]
+    tables = {number: table for number, table in tables.items() if isinstance(table, pa.Table)}
+    reasons = broken_in_each(list(tables.values()), limits) if limits else [[]] * len(tables)
+    for (number, table), broken in zip(tables.items(), reasons, strict=True):
+        path = shard_path(searcher, number)
+        faults += [Fault("invalid shard", path, rule) for rule in broken]
+        if (origins := origins_of(table)) - {(searcher, number)}:
+            faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
+        found.ids.append(table["trajectory_id"])
+        if searcher in found.copied:
+            continue  # sampled by another run's policies
+        speakers = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
+        found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
+
+
+def duplicates(shards: Shards) -> Iterator[Fault]:
+    if not shards.ids:
+        return
+    counts = pa.chunked_array(chunk for ids in shards.ids for chunk in ids.chunks).value_counts()
+    twice = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
+    if twice:
+        yield Fault("duplicate trajectory", "trajectories", f"{some(twice)} in the shards more than once")
+
+
+def some(ids: list[str]) -> str:
+    """`a, b, c and 7 more`."""
+    more = f" and {len(ids) - NUM_EXAMPLES} more" if len(ids) > NUM_EXAMPLES else ""
+    return ", ".join(map(str, ids[:NUM_EXAMPLES])) + more
