@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from storage.store import RunStore
+from storage.store import RunStore, scans
 
 _CHECKPOINT_COMPLETE = "state.json"
 _CHECKPOINT_NAME = re.compile(r"step=(?P<step>\d{8})")
@@ -42,6 +42,7 @@ def _checkpoint_steps(store: RunStore) -> list[int]:
     return [int(name["step"]) for name in names if name]  # folders with other names are ignored
 
 
+@scans
 def broken_safetensors(store: RunStore, path: str) -> str | None:
     """Why the file cannot be whole, from its header and size alone: a checkpoint is large. None: no fault."""
     filesystem, base = store.arrow_filesystem()

@@ -28,7 +28,7 @@ def export(store: RunStore, path: Path) -> bool:
         with duckdb.connect(partial) as connection:
             connection.execute("SET TimeZone = 'UTC'")
             if folder is None:
-                _copy(connection, store)
+                store.scan(lambda: _copy(connection, store))
             else:
                 _view_files(connection, folder.absolute())
             connection.execute(sql("create_counts"))
@@ -43,9 +43,9 @@ def export(store: RunStore, path: Path) -> bool:
 def _copy(connection: duckdb.DuckDBPyConnection, store: RunStore) -> None:
     for name, (folder, columns) in STORED.items():
         connection.register("arriving", dataset(store, folder, columns))
-        connection.execute(f"CREATE TABLE stored_{name} AS FROM arriving")
+        connection.execute(f"CREATE OR REPLACE TABLE stored_{name} AS FROM arriving")
     connection.register("arriving", attempts_table(store))
-    connection.execute("CREATE TABLE stored_attempts AS FROM arriving")
+    connection.execute("CREATE OR REPLACE TABLE stored_attempts AS FROM arriving")
     connection.unregister("arriving")
 
 

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 
 from storage.errors import DamagedPolicy, NotFound, Superseded
+from storage.paths import inside
 from storage.store import RunStore, transfer_all
 
 MANIFEST = "policy.json"
@@ -172,7 +173,7 @@ def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path
 def _into_cache(ref: PolicyRef, cache_dir: Path, fill: Callable[[Path], object]) -> Path:
     """The cache's copy; if there is none, `fill` writes one. The copy is whole or absent, also after a kill."""
     # the fingerprint separates runs of one name in different stores
-    cached = cache_dir / f"{Path(ref.path).name}-{ref.fingerprint[:16]}"
+    cached = inside(cache_dir, f"{Path(ref.path).name}-{ref.fingerprint[:16]}")
     if not cached.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
         incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache_dir))
@@ -196,7 +197,7 @@ def _link(source: str, target: str) -> None:
 def _check_whole(store: RunStore, ref: PolicyRef, folder: Path) -> None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        found = {name: (folder / name).stat().st_size for name in manifest["files"]}
+        found = {name: inside(folder, name).stat().st_size for name in manifest["files"]}
     except FileNotFoundError as error:
         raise NotFound(
             f"policy {ref.path} of run {store.run} in {store.url} is not there in full ({error}): it was pruned, or "

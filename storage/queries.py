@@ -17,7 +17,7 @@ from storage import attempts, schema
 from storage.errors import ReadOnly
 from storage.shards import committed_paths
 from storage.sql import sql
-from storage.store import RunStore
+from storage.store import RunStore, scans
 
 VIEWS = (
     "trajectories",
@@ -55,6 +55,7 @@ SET lock_configuration = true;
 _READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)  # DESCRIBE, SHOW and SUMMARIZE are SELECTs
 
 
+@scans
 def query(store: RunStore, statement: str) -> pa.Table:
     """The rows that one SELECT, DESCRIBE, SHOW, SUMMARIZE or EXPLAIN statement returns.
 
@@ -73,6 +74,7 @@ def query(store: RunStore, statement: str) -> pa.Table:
         return connection.sql(parsed[0]).to_arrow_table()
 
 
+@scans
 def show_batch(store: RunStore, step: int) -> pa.Table:
     """The batch that trained a step, one row a prompt and drawn trajectory; no rows if no such step counts."""
     with connect(store) as connection:

@@ -39,7 +39,7 @@ from storage.shards import (
     whole_blocks,
 )
 from storage.sql import sql
-from storage.store import RunStore, transfer_all
+from storage.store import RunStore, scans, transfer_all
 from storage.summary import is_finished
 
 # A block is compacted if its shards are at most this large together, because a reader holds a whole file in memory.
@@ -48,6 +48,7 @@ _REWARDS = re.compile(r"rewards/[^/]+/searcher=(?P<searcher>[^/]+)/round=(?P<rou
 _COMPACTED_AT = b"compacted_at"  # in a compacted file's metadata: when, in ISO 8601
 
 
+@scans
 def expire(store: RunStore, before: datetime | None, keep: int | None, min_size: int) -> dict[str, int]:
     """Mark as expired the trajectories committed before `before`, and those beyond the newest `keep`.
 
