@@ -187,6 +187,11 @@ def error_code(error: BaseException) -> str:
     return _code_and_status(error)[0]
 
 
+def is_without_reason(error: BaseException) -> bool:
+    """Whether it is Arrow's of a HEAD request: the answer to it has a status and no code, such as ExpiredToken."""
+    return bool(_OF_ARROW.search(str(error))) and "No response body" in str(error)
+
+
 def find_cause(error: BaseException) -> Cause | None:
     """The cause of a backend's exception; None when it is not a backend's."""
     code, status = _code_and_status(error)

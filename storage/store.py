@@ -18,7 +18,15 @@ from pathlib import Path
 
 import pyarrow.fs
 
-from storage.errors import AlreadyExists, NotFound, RunConfigMismatch, StoreError, StoreUnreachable, translate
+from storage.errors import (
+    AlreadyExists,
+    NotFound,
+    RunConfigMismatch,
+    StoreError,
+    StoreUnreachable,
+    is_without_reason,
+    translate,
+)
 from storage.local_folder import LocalFolder
 from storage.paths import check_path, inside, is_plain
 from storage.patience import patiently
@@ -153,8 +161,17 @@ class RunStore:
 
     def scan(self, read: Callable):
         """read(), which reads through arrow_filesystem, with the patience and the errors of all other operations."""
+
+        def try_once():
+            try:
+                return read()
+            except Exception as error:
+                if is_without_reason(error):
+                    self._files.exists("run.json")  # raises the reason, if every request is refused
+                raise
+
         with _store_errors("read files of", f"run {self.run} in {self.url}"):
-            return patiently(read, "read", self._files.patience_s, self._files.renew)
+            return patiently(try_once, "read", self._files.patience_s, self._files.renew)
 
     def check_writable(self) -> str | None:
         """Write, read and remove a probe beside the runs. Returns a warning if the store has no create-if-absent.

@@ -34,7 +34,6 @@ def small_disk(tmp_path, monkeypatch):
 WRITES = {
     "bytes": lambda folder: (folder / "file").write_bytes(bytes(700_000)),
     "safetensors": lambda folder: save_file({"a": torch.zeros(175_000)}, folder / "file"),
-    "torch": lambda folder: torch.save(torch.zeros(175_000), folder / "file"),
 }
 
 

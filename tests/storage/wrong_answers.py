@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 class Request:
     method: str
     path: str  # with its query
-    headers: dict[str, str]
+    headers: dict[str, str]  # names in small letters
     body: bytes
 
     @property
@@ -51,11 +51,14 @@ class WrongAnswers:
                     self.close_connection = True
                     return
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                request = Request(self.command, self.path, dict(self.headers), body)
+                request = Request(
+                    self.command, self.path, {name.lower(): text for name, text in self.headers.items()}, body
+                )
                 outer.seen.append(request)
                 if (answer := outer.wrong(request)) is not None:
                     self.close_connection = True
-                    self.wfile.write(answer)
+                    head, _, _ = answer.partition(b"\r\n\r\n")
+                    self.wfile.write(head + b"\r\n\r\n" if self.command == "HEAD" else answer)
                 else:
                     self.wfile.write(outer.forward(request))
                 self.wfile.flush()
