@@ -28,6 +28,7 @@ lists the differences.
 | Environment variable | Meaning |
 |---|---|
 | `TBA_STORE` | root URL of the store, if no store is named |
+| `TBA_STORE_PATIENCE_MINUTES` | how long a store that is away or full is waited for, in minutes; 2 if it is not set |
 | `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of a Prefect server of one's own |
 | `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
 """

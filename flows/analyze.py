@@ -3,12 +3,15 @@
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from flows.config import StoreUrl
 from flows.report import diversity
 from storage.store import RunStore
 
 
 @flow(name="analyze")
-def analyze(store: str, runs: list[str], sample: int = diversity.SAMPLE, embedded: int = diversity.EMBEDDED) -> None:
+def analyze(
+    store: StoreUrl, runs: list[str], sample: int = diversity.SAMPLE, embedded: int = diversity.EMBEDDED
+) -> None:
     """Measures the runs alike and stores the values with each, as `tba diversity` does.
 
     sample: responses of each run to measure; embedded: how many of them are embedded (0: none).

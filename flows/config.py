@@ -1,22 +1,34 @@
 """The configuration of a run: one pydantic model, from which Prefect validates parameters and builds its form."""
 
 import json
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from infra.machine import default_store
 from storage.buffer import Sampling
 from storage.errors import DamagedRecord
 from storage.store import RESTORE, check_run_name
+from storage.store_url import CREDENTIALS, parse_store_url
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
+
+# Prefect stores parameters, and quotes a bad value in its answer. By this schema it refuses a URL with credentials
+# before it stores it, and quotes the text of `const` in place of the URL.
+_WITHOUT_CREDENTIALS = {
+    "if": {"pattern": CREDENTIALS},
+    "then": {"const": "a URL without credentials, which belong in AWS's environment variables or files"},
+}
+SourceUrl = Annotated[str, Field(json_schema_extra=_WITHOUT_CREDENTIALS)]
+StoreUrl = Annotated[SourceUrl, AfterValidator(lambda url: parse_store_url(url) and url)]
 
 
 class RunConfig(Settings):
     """The configuration of a run. The same name with the same configuration resumes the run."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold credentials
+
     run: str = Field("arithmetic", description="Name of the run, and of its folder in the store.")
-    store: str = Field(
+    store: StoreUrl = Field(
         default_factory=default_store, description="Root URL of the store: file:///folder or s3://bucket/prefix."
     )
     model: str = Field(
@@ -25,7 +37,7 @@ class RunConfig(Settings):
     )
     seed: int = Field(0, ge=0, description="Seed of the order of prompts, of sampling, and of every draw.")
     searchers: int = Field(1, ge=0, description="Number of Searchers that the flow starts; more may join at any time.")
-    warm_start: tuple[str, ...] = Field(
+    warm_start: tuple[SourceUrl, ...] = Field(
         (),
         description="URLs of runs (<store>/<run>) and .parquet files of demonstrations to begin with.",
     )
@@ -66,10 +78,7 @@ class RunConfig(Settings):
     @classmethod
     def _warm_start_names_urls(cls, warm_start: tuple[str, ...]) -> tuple[str, ...]:
         for url in warm_start:
-            if not url.startswith(("file:///", "s3://")):
-                raise ValueError(
-                    f"warm_start: got {url!r}; write file:///folder/run, s3://... or either's .parquet file"
-                )
+            parse_store_url(url, "warm_start")
         if len(set(warm_start)) < len(warm_start):
             raise ValueError(f"warm_start: {', '.join(warm_start)} names one source twice; name each once")
         return warm_start

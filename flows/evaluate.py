@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows.config import RunConfig, load_run
+from flows.config import RunConfig, StoreUrl, load_run
 from flows.searcher.start import start_searcher_task
 from infra.machine import policy_cache
 from storage import policies
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 
 @flow(name="evaluate")
 def evaluate_policy(
-    store: str, run: str, num_problems: int | None = None, samples: int = 0, newest: bool = False
+    store: StoreUrl, run: str, num_problems: int | None = None, samples: int = 0, newest: bool = False
 ) -> dict:
     """Evaluates the best policy, or the newest.
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from flows.config import load_run
+from flows.config import StoreUrl, load_run
 from storage import audit, upkeep
 from storage.rules import Limits
 from storage.store import RunStore
@@ -17,7 +17,7 @@ from tba.models import model_folder
 
 @flow(name="maintain")
 def maintain(
-    store: str, run: str, max_age_hours: float | None = None, keep: int | None = None, grace_hours: float = 1.0
+    store: StoreUrl, run: str, max_age_hours: float | None = None, keep: int | None = None, grace_hours: float = 1.0
 ) -> str:
     """Expires what is older than `max_age_hours` or beyond the newest `keep` trajectories, compacts, audits.
 

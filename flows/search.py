@@ -13,7 +13,7 @@ from prefect import flow, get_run_logger, task
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 
-from flows.config import load_run
+from flows.config import StoreUrl, load_run
 from flows.run.prefect_page_lineage import asset_key
 from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import start_searcher_task
@@ -30,7 +30,7 @@ MAX_SPOILED_ROUNDS = 3
 
 
 @flow(name="search")
-def search(store: str, run: str, name: str = "s0", evaluates: bool = False, place: int | None = None) -> int:
+def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False, place: int | None = None) -> int:
     """Searches until the run's final policy is published, or it is to leave. Returns the number of rounds committed.
 
     `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -114,8 +113,7 @@ class LocalS3:
         if new:
             self._add_osd()
         self._start_daemon("ceph-osd", "-i", "0")
-        access_key, secret_key = secrets.token_hex(10).upper(), secrets.token_urlsafe(30)
-        self._replace_keys(access_key, secret_key)
+        access_key, secret_key = self._new_keys()
         self.start_gateway()
         self._make_bucket(access_key, secret_key)
         (self.folder / "made").touch()
@@ -171,16 +169,19 @@ class LocalS3:
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default")
 
-    def _replace_keys(self, access_key: str, secret_key: str) -> None:
-        keys = ["--access-key", access_key, "--secret-key", secret_key]
+    def _new_keys(self) -> tuple[str, str]:
+        """Access and secret key. Made by radosgw-admin, because everybody may read its arguments."""
+        made = ("--gen-access-key", "--gen-secret")
         try:
             known = json.loads(self._run("radosgw-admin", "user", "info", "--uid", USER))["keys"]
         except LocalS3Error:
-            self._run("radosgw-admin", "user", "create", "--uid", USER, "--display-name", USER, *keys)
-            return
-        for old in known:
-            self._run("radosgw-admin", "key", "rm", "--uid", USER, "--access-key", old["access_key"])
-        self._run("radosgw-admin", "key", "create", "--uid", USER, "--key-type", "s3", *keys)
+            user = self._run("radosgw-admin", "user", "create", "--uid", USER, "--display-name", USER, *made)
+        else:
+            for old in known:
+                self._run("radosgw-admin", "key", "rm", "--uid", USER, "--access-key", old["access_key"])
+            user = self._run("radosgw-admin", "key", "create", "--uid", USER, "--key-type", "s3", *made)
+        (keys,) = json.loads(user)["keys"]
+        return keys["access_key"], keys["secret_key"]
 
     def _make_bucket(self, access_key: str, secret_key: str) -> None:
         from botocore.session import Session  # s3fs brings it

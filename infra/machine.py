@@ -1,5 +1,6 @@
 """This machine's folders, threads, GPUs and code version, for the processes of a run."""
 
+import errno
 import logging
 import math
 import os
@@ -7,9 +8,13 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from storage.errors import FULL, StoreFull
+from storage.patience import patience_s, patiently
 
 
 def default_store() -> str:
@@ -63,6 +68,41 @@ def code_version() -> str:
 def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
     """A temporary folder whose name has its owner, for removal after a kill of this process."""
     return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
+
+
+def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfile.TemporaryDirectory:
+    """A temporary folder with the files that `fill` writes to it. A full disk is waited for, as a full store is.
+
+    Raises: StoreFull: no room was left for as long as a store is waited for.
+    """
+
+    def try_once() -> tempfile.TemporaryDirectory:
+        folder = temporary_folder(kind, run)
+        try:
+            fill(Path(folder.name))
+        except Exception as error:
+            is_full = _is_for_lack_of_room(error)
+            folder.cleanup()  # half of a checkpoint takes what room there is
+            if is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder.name) from error
+            raise
+        return folder
+
+    try:
+        return patiently(try_once, f"write a {kind} to {tempfile.gettempdir()}", patience_s())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise StoreFull(
+            f"cannot write a {kind} of run {run} to {tempfile.gettempdir()}: {FULL.remedy}. TMPDIR names a folder on "
+            "another disk."
+        ) from error
+
+
+def _is_for_lack_of_room(error: Exception) -> bool:
+    """safetensors and torch raise errors of their own, without a number."""
+    numbered = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return numbered or "No space left" in str(error) or "quota exceeded" in str(error)
 
 
 def remove_leftovers(run: str) -> None:

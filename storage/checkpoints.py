@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.attempts import check_not_superseded, counts, list_attempts
-from storage.errors import DamagedRecord, NotFound, StoreError, translate
-from storage.store import RunStore
+from storage.errors import DamagedRecord, NotFound, StoreError
+from storage.store import RunStore, scans
 
 _COMPLETE = "state.json"
 _NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4,}))?")
@@ -144,16 +144,14 @@ def _named(store: RunStore, resumes: list[dict]) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt))
 
 
+@scans
 def _broken_safetensors(store: RunStore, path: str) -> str | None:
     """Why the file cannot be whole, from its header and size alone: a checkpoint is large. None: no fault."""
     filesystem, base = store.arrow_filesystem()
-    try:
-        with filesystem.open_input_file(f"{base}/{path}") as file:
-            size = file.size()
-            header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
-            header = file.read_at(header_length, 8) if header_length <= min(size - 8, _LONGEST_HEADER) else b""
-    except OSError as error:
-        raise translate(error, "read", f"{path} (run {store.run} in {store.url})") from error
+    with filesystem.open_input_file(f"{base}/{path}") as file:
+        size = file.size()
+        header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
+        header = file.read_at(header_length, 8) if header_length <= min(size - 8, _LONGEST_HEADER) else b""
     try:
         ends = [tensor["data_offsets"][1] for name, tensor in json.loads(header).items() if name != "__metadata__"]
         expected = 8 + header_length + max(ends, default=0)

@@ -1,6 +1,12 @@
-"""Errors of a store, and the one table that maps backends' exceptions to them."""
+"""Errors of a store, and the one table of their causes: which StoreError each is, its remedy, and whether it may pass.
+
+`find_cause` recognises an exception of a backend, of botocore behind it, or of Arrow. storage/patience.py repeats an
+operation whose cause may pass; `translate` makes the StoreError of one that did not.
+"""
 
 import errno
+import re
+from dataclasses import dataclass
 
 
 class StoreError(Exception):
@@ -16,11 +22,15 @@ class AlreadyExists(StoreError):
 
 
 class StoreUnreachable(StoreError):
-    """The store cannot be reached, read or written: address, credentials or permissions."""
+    """The store cannot be reached, read or written: address, credentials, permissions or clock."""
 
 
 class StoreFull(StoreError):
-    """The store's disk, or this user's share of it, has no room left."""
+    """The store's disk, or this user's share of it, or this machine's temporary folder, has no room left."""
+
+
+class UnsafePath(StoreError):
+    """A name that leads out of its folder: a damaged or hostile store has it, or a symbolic link."""
 
 
 class RunConfigMismatch(StoreError):
@@ -51,39 +61,169 @@ class ReadOnly(StoreError):
     """A SQL statement that is not read-only."""
 
 
+class OddAnswer(ConnectionError):
+    """An answer without what every answer of S3 to this operation has, such as a proxy's page. Never leaves storage."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an operation failed. may_pass: it is worth repeating, because the fault may end without the user."""
+
+    kind: type[StoreError]
+    remedy: str
+    may_pass: bool = False
+
+
+MISSING = Cause(NotFound, "it is not there")
+TAKEN = Cause(AlreadyExists, "it is there already and is never replaced")
+FULL = Cause(StoreFull, "no room is left; free some space, and the same command resumes", may_pass=True)
+AWAY = Cause(
+    StoreUnreachable, "the store is away or overloaded; when it is back, the same command resumes", may_pass=True
+)
+SILENT = Cause(StoreUnreachable, "no answer in time; check the network and AWS_ENDPOINT_URL", may_pass=True)
+CUT_OFF = Cause(StoreUnreachable, "no connection; check the network and AWS_ENDPOINT_URL", may_pass=True)
+ODD = Cause(
+    StoreUnreachable,
+    "the answer is not S3's, or was cut short; check AWS_ENDPOINT_URL, and each proxy between here and the store",
+    may_pass=True,
+)
+EXPIRED = Cause(
+    StoreUnreachable, "the credentials have expired; renew them, and the same command resumes", may_pass=True
+)
+SKEWED = Cause(
+    StoreUnreachable, "this machine's clock differs from the store's by too much; set the clock", may_pass=True
+)
+DENIED = Cause(StoreUnreachable, "permission denied; check the credentials and their permissions")
+WRONG_KEYS = Cause(
+    StoreUnreachable, "the credentials are wrong; check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+)
+NO_KEYS = Cause(
+    StoreUnreachable,
+    "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give the machine a role",
+)
+NO_BUCKET = Cause(StoreUnreachable, "its bucket does not exist; create it, or correct the store's URL")
+REFUSED = Cause(StoreError, "the store refused")
+
+# What the operating system says of a local store. ESTALE: a network file system's server was restarted.
+_BY_ERRNO = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.ESTALE: AWAY}
+
+# S3's error codes, without capitals and underscores: Arrow writes SLOW_DOWN for SlowDown.
+_BY_CODE = {
+    "slowdown": AWAY,
+    "throttling": AWAY,
+    "throttlingexception": AWAY,
+    "requestthrottled": AWAY,
+    "requestlimitexceeded": AWAY,
+    "toomanyrequests": AWAY,
+    "bandwidthlimitexceeded": AWAY,
+    "serviceunavailable": AWAY,
+    "internalerror": AWAY,
+    "internalfailure": AWAY,
+    # "try again", where nothing was stored; S3Prefix tells a lost race apart before
+    "operationaborted": AWAY,
+    "conditionalrequestconflict": AWAY,
+    "preconditionfailed": AWAY,
+    "409": AWAY,
+    "412": AWAY,
+    "requesttimeout": SILENT,
+    "networkconnection": CUT_OFF,
+    "incompletebody": ODD,
+    "baddigest": ODD,
+    "xamzcontentsha256mismatch": ODD,
+    "expiredtoken": EXPIRED,
+    "expiredtokenexception": EXPIRED,
+    "tokenrefreshrequired": EXPIRED,
+    "requestexpired": EXPIRED,
+    "requesttimetooskewed": SKEWED,
+    "accessdenied": DENIED,
+    "invalidaccesskeyid": WRONG_KEYS,
+    "invalidclienttokenid": WRONG_KEYS,
+    "invalidsignature": WRONG_KEYS,
+    "signaturedoesnotmatch": WRONG_KEYS,
+    "unrecognizedclient": WRONG_KEYS,
+    "nosuchbucket": NO_BUCKET,
+    "nosuchkey": MISSING,
+    "resourcenotfound": MISSING,
+    "quotaexceeded": FULL,
+    "xminiostoragefull": FULL,
+}
+_BY_STATUS = {408: SILENT, 429: AWAY, 501: REFUSED, 507: FULL}
+
 # By class name, so that a local store never imports botocore; an exception's nearest ancestor in the table counts.
-_BACKEND_ERRORS: dict[str, tuple[type[StoreError], str]] = {
-    "FileNotFoundError": (NotFound, "it is not there"),
-    "FileExistsError": (AlreadyExists, "it is there already and is never replaced"),
-    "PermissionError": (StoreUnreachable, "permission denied; check the credentials and their permissions"),
-    "NoCredentialsError": (
-        StoreUnreachable,
-        "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give the machine a role",
-    ),
-    "BotoCoreError": (StoreUnreachable, "no answer; check the network, AWS_ENDPOINT_URL and AWS_REGION"),
-    "TimeoutError": (StoreUnreachable, "no answer in time; check the network and AWS_ENDPOINT_URL"),
-    "ConnectionError": (StoreUnreachable, "no connection; check the network and AWS_ENDPOINT_URL"),
-    "OSError": (StoreError, "the store refused"),
-    "ClientError": (StoreError, "the store refused"),
+_BY_CLASS = {
+    "FileNotFoundError": MISSING,
+    "FileExistsError": TAKEN,
+    "PermissionError": DENIED,
+    "OddAnswer": ODD,
+    "NoCredentialsError": NO_KEYS,
+    "PartialCredentialsError": NO_KEYS,
+    "CredentialRetrievalError": EXPIRED,
+    "SSOTokenLoadError": EXPIRED,
+    "TokenRetrievalError": EXPIRED,
+    "UnauthorizedSSOTokenError": EXPIRED,
+    # a body that ended early: aiohttp's name, botocore's, the standard library's
+    "ClientPayloadError": ODD,
+    "IncompleteReadError": ODD,
+    "IncompleteRead": ODD,
+    "ResponseStreamingError": ODD,
+    "ChecksumError": ODD,
+    "FlexibleChecksumError": ODD,
+    "ResponseParserError": ODD,
+    "TimeoutError": SILENT,
+    "ReadTimeoutError": SILENT,
+    "ConnectTimeoutError": SILENT,
+    "ConnectionError": CUT_OFF,
+    "HTTPClientError": CUT_OFF,
+    "ClientConnectionError": CUT_OFF,
+    "ParamValidationError": REFUSED,
+    "BotoCoreError": Cause(StoreUnreachable, "no answer; check the network, AWS_ENDPOINT_URL and AWS_REGION"),
+    "OSError": REFUSED,
+    "ClientError": REFUSED,
 }
 
-# Before those: what the operating system says, and what s3fs makes of 503 and 500.
-_FULL = (StoreFull, "no room is left; free some space, and the same command resumes")
-_AWAY = (StoreUnreachable, "the store is away or overloaded; when it is back, the same command resumes")
-_BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.EBUSY: _AWAY,
-    errno.EREMOTEIO: _AWAY,
-}
+# Arrow's errors are text, and DuckDB repeats it: "AWS Error SLOW_DOWN (HTTP status 503) during GetObject operation: …".
+_OF_ARROW = re.compile(r"AWS Error (?P<code>\w+)(?: \(HTTP status (?P<status>\d+)\))? during \w+ operation")
+_UNKNOWN_TO_ARROW = re.compile(r"ExceptionName: (?P<code>\w+)")
+
+
+def error_code(error: BaseException) -> str:
+    """S3's code of an error, such as SlowDown; its HTTP status as text if the answer had no code; "" if it has none."""
+    return _code_and_status(error)[0]
+
+
+def is_without_reason(error: BaseException) -> bool:
+    """Whether it is Arrow's of a HEAD request: the answer to it has a status and no code, such as ExpiredToken."""
+    return bool(_OF_ARROW.search(str(error))) and "No response body" in str(error)
+
+
+def find_cause(error: BaseException) -> Cause | None:
+    """The cause of a backend's exception; None when it is not a backend's."""
+    code, status = _code_and_status(error)
+    known = _BY_CODE.get(code.replace("_", "").lower()) or _BY_STATUS.get(status)
+    if known is None and status >= 500:
+        known = AWAY
+    known = known or _BY_ERRNO.get(getattr(error, "errno", None))
+    for ancestor in type(error).__mro__:
+        known = known or _BY_CLASS.get(ancestor.__name__)
+    return known
+
+
+def _code_and_status(error: BaseException) -> tuple[str, int]:
+    """Of an S3 server's answer, which botocore keeps, s3fs links to, and Arrow tells in its text."""
+    for linked in (error, error.__cause__):
+        if response := getattr(linked, "response", None):
+            return (
+                str(response.get("Error", {}).get("Code", "")),
+                response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0),
+            )
+    text = str(error)
+    if told := _OF_ARROW.search(text):
+        unknown = _UNKNOWN_TO_ARROW.search(text)
+        return (unknown or told)["code"], int(told["status"] or 0)
+    return "", 0
 
 
 def translate(error: Exception, action: str, where: str) -> StoreError | None:
     """The StoreError for a backend's exception while doing `action` at `where`; None when it is not a backend's."""
-    known = _BY_ERRNO.get(getattr(error, "errno", None))
-    for ancestor in type(error).__mro__:
-        known = known or _BACKEND_ERRORS.get(ancestor.__name__)
-    if known is None:
-        return None
-    kind, remedy = known
-    return kind(f"cannot {action} {where}: {remedy} ({type(error).__name__}: {error})")
+    cause = find_cause(error)
+    return cause and cause.kind(f"cannot {action} {where}: {cause.remedy} ({type(error).__name__}: {error})")

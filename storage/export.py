@@ -33,7 +33,7 @@ def export(store: RunStore, path: Path) -> bool:
         with duckdb.connect(partial) as connection:
             connection.execute("SET TimeZone = 'UTC'")
             if folder is None:
-                _copy(connection, store)
+                store.scan(lambda: _copy(connection, store))
             else:
                 _view_files(connection, folder, store)
             connection.execute(sql("create_counts"))
@@ -63,7 +63,7 @@ def _copy(connection: duckdb.DuckDBPyConnection, store: RunStore, torn: Collecti
         _copy(connection, store, found.keys())
         return
     connection.register("arriving", attempts_table(store))
-    connection.execute("CREATE TABLE stored_attempts AS FROM arriving")
+    connection.execute("CREATE OR REPLACE TABLE stored_attempts AS FROM arriving")
     connection.unregister("arriving")
 
 

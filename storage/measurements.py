@@ -9,9 +9,10 @@ from storage.queries import ask
 from storage.schema import DIVERSITY, to_table
 from storage.shards import parquet_bytes
 from storage.sql import sql
-from storage.store import RunStore
+from storage.store import RunStore, scans
 
 
+@scans
 def choose_diversity_sample(
     store: RunStore, *, num_bins: int, responses_per_prompt: int, num_responses: int, seed: int
 ) -> pa.Table:

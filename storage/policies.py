@@ -37,6 +37,7 @@ from typing import Any
 
 from storage.attempts import check_not_superseded, counts, is_superseded, list_attempts
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, Superseded
+from storage.paths import inside
 from storage.policy_folder import MANIFEST, POLICY_NAME, Manifest, drop, folder_fault, into_cache, link_or_copy
 from storage.store import RESTORE, RunStore, transfer_all
 
@@ -264,7 +265,7 @@ def drop_cached_policy(ref: PolicyRef, cache_dir: str | Path) -> bool:
 
 def _cached(ref: PolicyRef, cache_dir: str | Path) -> Path:
     # the fingerprint separates runs of one name in different stores
-    return Path(cache_dir) / f"{Path(ref.path).name}-{ref.fingerprint[:16]}"
+    return inside(Path(cache_dir), f"{Path(ref.path).name}-{ref.fingerprint[:16]}")
 
 
 def _check_whole(store: RunStore, ref: PolicyRef, folder: Path) -> None:

@@ -17,6 +17,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from storage.errors import UnsafePath
+from storage.paths import inside
+
 MANIFEST = "policy.json"
 POLICY_NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
 _CACHED_POLICIES = 2  # the served policy, and the next one
@@ -38,13 +41,16 @@ class Manifest:
 
 
 def folder_fault(folder: Path) -> str | None:
-    """Why files of the policy are not as published; None: they are. FileNotFoundError: one is not there."""
+    """Why files of the policy are not as published; None: they are. FileNotFoundError: one is not there.
+
+    UnsafePath: its list of files names one outside the folder.
+    """
     try:
         manifest = TypeAdapter(Manifest).validate_json((folder / MANIFEST).read_bytes())
     except ValidationError as error:
         return f"{MANIFEST} cannot be read ({error.errors()[0]['msg']})"
     for name, published in manifest.files.items():
-        if (found := (folder / name).stat().st_size) != published:
+        if (found := inside(folder, name).stat().st_size) != published:
             return f"{name} has {found} bytes, but {published} were published"
     return None
 
@@ -73,7 +79,7 @@ def into_cache(cached: Path, fill: Callable[[Path], object]) -> Path:
 def _copy_fault(cached: Path) -> str | None:
     try:
         return folder_fault(cached)
-    except OSError as error:  # a file of the copy was lost or cannot be read
+    except (OSError, UnsafePath) as error:  # a file of the copy was lost or cannot be read
         return str(error)
 
 

@@ -26,7 +26,7 @@ from storage import attempts, schema
 from storage.errors import NotFound, ReadOnly, TornShard
 from storage.shards import committed_files, read_file, refused_rounds
 from storage.sql import sql
-from storage.store import RunStore, transfer_all
+from storage.store import RunStore, scans, transfer_all
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ SET lock_configuration = true;
 _READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)  # DESCRIBE, SHOW and SUMMARIZE are SELECTs
 
 
+@scans
 def query(store: RunStore, statement: str) -> pa.Table:
     """The rows that one SELECT, DESCRIBE, SHOW, SUMMARIZE or EXPLAIN statement returns.
 
@@ -88,6 +89,7 @@ def query(store: RunStore, statement: str) -> pa.Table:
     return ask(store, answer)
 
 
+@scans
 def show_batch(store: RunStore, step: int) -> pa.Table:
     """The batch that trained a step, one row a prompt and drawn trajectory; no rows if no such step counts."""
     return ask(store, lambda reader: reader.sql(sql("show_batch"), params={"step": step}).to_arrow_table())

@@ -5,7 +5,7 @@ import pyarrow as pa
 
 from storage.queries import ask
 from storage.sql import sql
-from storage.store import RunStore
+from storage.store import RunStore, scans
 
 NUM_EXAMPLES = 6  # of best, worst and most trained trajectories
 NUM_POINTS = 160  # of a curve: the resolution of a screen
@@ -28,6 +28,7 @@ _TABLES = {
 }
 
 
+@scans
 def report_tables(store: RunStore) -> dict[str, pa.Table]:
     """The tables of a report by name; each query's opening comment defines its rows. Without data they are empty."""
     return ask(store, _tables)

@@ -7,6 +7,7 @@ change. A reader sees a whole file or none, even if the writer was killed.
 
 from __future__ import annotations  # the method `list` hides the type in the annotations after it
 
+import functools
 import json
 import re
 import uuid
@@ -16,12 +17,10 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pyarrow.fs
 from pydantic import TypeAdapter, ValidationError
 
-from storage.backends import LocalFolder, S3Prefix
 from storage.errors import (
     AlreadyExists,
     DamagedRecord,
@@ -29,17 +28,25 @@ from storage.errors import (
     RunConfigMismatch,
     StoreError,
     StoreUnreachable,
+    is_without_reason,
     translate,
 )
+from storage.local_folder import LocalFolder
+from storage.paths import check_path, inside, is_plain
+from storage.patience import patiently
+from storage.s3_prefix import S3Prefix
+from storage.store_url import parse_store_url
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESTORE = "Restore the file from a copy of the store; `tba verify` names the others that are damaged."
+_BACKENDS = {"file": LocalFolder, "s3": S3Prefix}
+_RUN_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARALLEL_TRANSFERS = 8  # hides the latency of an object store without flooding it
+_PROBE_PATIENCE_S = 3.0  # before a run begins, a store that does not answer is more often a wrong address than away
 
 
 def check_run_name(run: str) -> str:
     """Returns the name if any store accepts it as a folder's name. ValueError otherwise."""
-    if not _RUN_NAME.fullmatch(run) or ".." in run:
+    if not _RUN_NAME.fullmatch(run):
         raise ValueError(
             f"run: got {run!r}; a run's name is 1 to 64 letters, digits, '.', '_' or '-', begins with a letter or "
             "digit and has no '..': it becomes a folder. Choose another name."
@@ -65,7 +72,7 @@ class RunStore:
         """url: the store's root, file:///folder or s3://bucket/prefix. ValueError for another url or a bad run name."""
         self.url = url
         self.run = check_run_name(run)
-        self._backend, self._store_root = _parse_url(url)
+        self._backend, self._store_root = _backend_of(url)
         self._files = self._backend(f"{self._store_root}/{run}")
 
     def __repr__(self) -> str:
@@ -109,15 +116,18 @@ class RunStore:
     def list(self, folder: str, *, start_after: str | None = None) -> list[str]:
         """Paths of all files in a folder, at any depth, sorted; only those that sort after `start_after` if given.
 
-        Empty if there is no such folder. Nothing is cached, so files of other writers are listed at once.
+        Empty if there is no such folder. Nothing is cached, so files of other writers are listed at once. Names that
+        cannot be a path here (storage/paths.py), such as those of a bucket's empty folders, are left out.
         """
+        folder = folder.rstrip("/")
         with self._errors("list", folder):
-            return self._files.files(folder.rstrip("/"), start_after or "")
+            return [path for path in self._files.files(folder, start_after or "") if is_plain(path)]
 
     def folders(self, folder: str) -> list[str]:
         """Names of the folders directly in a folder, sorted."""
+        folder = folder.rstrip("/")
         with self._errors("list", folder):
-            return self._files.folders(folder.rstrip("/"))
+            return [name for name in self._files.folders(folder) if is_plain(name)]
 
     def delete(self, path: str) -> None:
         """NotFound if nothing is there."""
@@ -153,41 +163,53 @@ class RunStore:
                 self._files.put_file(f"{folder}/{last}", local / last)
 
     def download_folder(self, folder: str, local: str | Path) -> None:
-        """Copy every file of a folder to a local one. NotFound if the folder is empty."""
+        """Copy every file of a folder to a local one. NotFound if the folder is empty.
+
+        A file whose name would lead out of the local folder is left out.
+        """
         paths = self.list(folder)
         if not paths:
             raise NotFound(f"cannot download {self._where(folder)}: it is not there")
 
         def download(path: str) -> None:
-            target = Path(local) / Path(path).relative_to(folder)
+            target = inside(Path(local), path.removeprefix(f"{folder}/"))
             target.parent.mkdir(parents=True, exist_ok=True)
             self._files.get_file(path, target)
 
-        with self._errors("download", folder):
+        with self._errors(f"download to {local}", folder):
             transfer_all(download, paths)
 
     def local_path(self, path: str) -> Path | None:
         """Where the file or folder lies on this machine; None if the store is elsewhere."""
-        return self._files.local_path(path)
+        return self._files.local_path(check_path(path))
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
-        """For pyarrow.dataset: the filesystem and the run's folder in it."""
+        """For pyarrow.dataset: the filesystem and the run's folder in it. Its errors are Arrow's: see `scans`."""
         return self._files.arrow_filesystem()
+
+    def scan(self, read: Callable):
+        """read(), which reads through arrow_filesystem, with the patience and the errors of all other operations."""
+
+        def try_once():
+            try:
+                return read()
+            except Exception as error:
+                if is_without_reason(error):
+                    self._files.exists("run.json")  # raises the reason, if every request is refused
+                raise
+
+        with _store_errors("read files of", f"run {self.run} in {self.url}"):
+            return patiently(try_once, "read", self._files.patience_s, self._files.renew)
 
     def check_writable(self) -> str | None:
         """Write, read and remove a probe beside the runs. Returns a warning if the store has no create-if-absent.
 
-        StoreUnreachable if that fails, without retries: before a run begins, a store that does not answer is more
-        often a wrong address than an outage.
+        StoreUnreachable if that fails, after seconds.
         """
-        files, probe = self._backend(self._store_root, patience_s=0), f".probe-{uuid.uuid4().hex}"
+        files, probe = self._backend(self._store_root, _PROBE_PATIENCE_S), f".probe-{uuid.uuid4().hex}"
         try:
             with self._errors("write", probe):
                 exclusive = files.is_exclusive(probe)
-        except NotFound as error:
-            raise StoreUnreachable(
-                f"store: cannot write to {self.url}: its bucket does not exist; create it"
-            ) from error
         except StoreError as error:
             raise StoreUnreachable(f"store: cannot write to {self.url}. {error}") from error
         if exclusive:
@@ -235,51 +257,55 @@ class RunStore:
 
     @contextmanager
     def _errors(self, action: str, path: str) -> Iterator[None]:
-        """Turns backends' exceptions into StoreErrors."""
-        try:
+        """Turns backends' exceptions into StoreErrors. UnsafePath: the path, perhaps out of a pointer, leads away."""
+        check_path(path)
+        with _store_errors(action, self._where(path)):
             yield
-        except Exception as error:
-            if translated := translate(error, action, self._where(path)):
-                raise translated from error
-            raise
+
+
+def scans(function: Callable) -> Callable:
+    """For a function of a RunStore that reads through its arrow_filesystem: RunStore.scan around each call."""
+
+    @functools.wraps(function)
+    def scanning(store: RunStore, *arguments, **named):
+        return store.scan(lambda: function(store, *arguments, **named))
+
+    return scanning
 
 
 def list_runs(url: str) -> list[str]:
     """Names of the runs in a store, sorted. Other folders are left out."""
-    backend, root = _parse_url(url)
-    try:
+    backend, root = _backend_of(url)
+    with _store_errors("list", url):
         names = [name for name in backend(root).folders("") if _RUN_NAME.fullmatch(name)]
-        are_runs = transfer_all(lambda name: backend(root).exists(f"{name}/run.json"), names)
-    except Exception as error:
-        if translated := translate(error, "list", url):
-            raise translated from error
-        raise
+        are_runs = transfer_all(lambda name: backend(f"{root}/{name}").exists("run.json"), names)
     return [name for name, is_run in zip(names, are_runs, strict=True) if is_run]
 
 
 def read_file(url: str) -> bytes:
     """A file anywhere in a store, by its URL. NotFound if nothing is there."""
-    folder, _, name = url.rpartition("/")
-    backend, root = _parse_url(folder)
-    try:
+    backend, path = _backend_of(url)
+    root, _, name = path.rpartition("/")
+    root = root or "/"
+    with _store_errors("read", url):
         return backend(root).get(name)
+
+
+def _backend_of(url: str) -> tuple[type, str]:
+    """The backend class for a store's URL, and the root in the backend's form."""
+    scheme, root = parse_store_url(url)
+    return _BACKENDS[scheme], root
+
+
+@contextmanager
+def _store_errors(action: str, where: str) -> Iterator[None]:
+    """Turns backends' exceptions into StoreErrors."""
+    try:
+        yield
     except Exception as error:
-        if translated := translate(error, "read", url):
+        if translated := translate(error, action, where):
             raise translated from error
         raise
-
-
-def _parse_url(url: str) -> tuple[type, str]:
-    """The backend class for a store's URL, and the root in the backend's form."""
-    parts = urlsplit(url)
-    if "@" in parts.netloc:  # the message must not repeat them
-        raise ValueError("store: the URL holds credentials; give them in AWS's environment variables or files instead")
-    path = parts.path.rstrip("/")
-    if parts.scheme == "file" and not parts.netloc and path:
-        return LocalFolder, unquote(path)
-    if parts.scheme == "s3" and parts.netloc:
-        return S3Prefix, f"{parts.netloc}{path}"
-    raise ValueError(f"store: got {url!r}; a store is file:///absolute/folder or s3://bucket/prefix")
 
 
 def _differences(recorded: object, wanted: object, key: str = "") -> Iterator[str]:

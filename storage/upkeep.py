@@ -46,7 +46,7 @@ from storage.shards import (
     whole_blocks,
 )
 from storage.sql import sql
-from storage.store import RunStore, transfer_all
+from storage.store import RunStore, scans, transfer_all
 from storage.summary import is_finished
 
 # A block is compacted if its shards are at most this large together, because a reader holds a whole file in memory.
@@ -56,6 +56,7 @@ _WRITTEN_AT = b"written_at"  # in a compacted file's metadata: a JSON list of wh
 _CLOCK = "expired/clock"
 
 
+@scans
 def expire(store: RunStore, max_age: timedelta | None, keep: int | None, min_size: int) -> dict[str, int]:
     """Mark as expired the trajectories that were committed longer than `max_age` ago or are beyond the newest `keep`.
 

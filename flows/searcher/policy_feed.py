@@ -13,13 +13,14 @@ from infra.machine import policy_cache
 from storage import policies
 from storage.attempts import raw_heartbeat
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound
+from storage.patience import patience_s
 from storage.store import RunStore
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher, ServedPolicy
 
-# A Searcher ends by itself this long after the Trainer's last sign of life.
-TRAINER_SILENT_S = 180
+# A Searcher ends by itself this long after the Trainer's last sign of life, which may wait for the store.
+TRAINER_SILENT_S = max(180, 60 + patience_s())
 POLL_S = 0.5
 # A policy that was removed or damaged is tried again after this long, unless another one is published before.
 LOST_S = 10.0

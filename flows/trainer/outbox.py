@@ -19,7 +19,7 @@ from flows.config import RunConfig
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.trackers import Trackers
-from infra.machine import policy_cache, temporary_folder
+from infra.machine import filled_folder, policy_cache
 from storage import attempts, checkpoints, ledger, policies
 from storage.store import RunStore
 from tba.batch import Batch
@@ -95,8 +95,7 @@ class StoreOutbox:
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:
         self._newest_checkpoint.result()
-        folder = temporary_folder("checkpoint", self._store.run)
-        trainer.save(Path(folder.name))
+        folder = filled_folder("checkpoint", self._store.run, trainer.save)
         before = list(self._pending)
         self._newest_checkpoint = self._later(self._uploader, self._write_checkpoint, step, folder, before)
 
@@ -137,11 +136,13 @@ class StoreOutbox:
         checkpoints.delete_checkpoints(self._store, KEPT_CHECKPOINTS, self._attempt)
 
     def _write_policy(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
-        with temporary_folder("policy", self._store.run) as folder:
+        def fill(folder: Path) -> None:
             for file in self._template.iterdir():
                 if file.is_file() and file.suffix != ".safetensors":
                     shutil.copy(file, folder)
             write_weights(weights, folder)
+
+        with filled_folder("policy", self._store.run, fill) as folder:
             policy = policies.policy_ref(step, fingerprint(weights.items()), attempt=self._attempt, final=final)
             self._served = policies.publish_policy(self._store, folder, policy, policy_cache(self._store.run))
         attempts.check_not_superseded(self._store, self._attempt)

@@ -1,0 +1,138 @@
+"""A store in a folder of this machine. storage/store.py is what everything else uses; storage/s3_prefix.py the sibling.
+
+Both keep the same promises. A reader sees a whole file or none, even if a writer was killed. Of several writers that
+race to create one path exactly one wins (on S3, if the server honours create-if-absent). A listing shows every file put
+before it, or fails: it never reads as empty because the store does not answer. An error that may pass is waited for
+(storage/patience.py). Paths are relative, with `/`; exceptions are the backend's.
+"""
+
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow.fs
+
+from storage.paths import inside
+from storage.patience import patience_s, patient
+
+_TEMPORARY = ".tmp-"  # begins the name of a file still being written: no listing and no *.parquet glob shows it
+
+logger = logging.getLogger(__name__)
+
+
+class LocalFolder:
+    """A folder. Files are written beside their path under a temporary name, synced to disk, then linked or renamed.
+
+    A symbolic link inside is in no listing, and a path through one that leads out is refused: UnsafePath.
+    """
+
+    def __init__(self, root: str, limit_s: float | None = None):
+        """limit_s: how long an error that may pass is waited for; None: as the environment says."""
+        self._root = Path(root)
+        self.patience_s = patience_s() if limit_s is None else limit_s
+        self._links: set[str] = set()  # each is told once
+
+    def renew(self) -> None:
+        """A folder needs no credentials."""
+
+    def _path(self, path: str) -> Path:
+        return inside(self._root, path)
+
+    def put(self, path: str, data: bytes) -> None:
+        self._write(path, lambda file: file.write(data), os.replace)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        # a link fails if the path exists; a rename would replace another writer's file
+        self._write(path, lambda file: file.write(data), os.link)
+
+    def is_exclusive(self, probe: str) -> bool:
+        """Whether put_new never replaces; writes, reads and removes a file. A folder's link never does."""
+        self.put_new(probe, b"probe")
+        self.get(probe)
+        self.delete(probe)
+        return True
+
+    def put_file(self, path: str, local: Path) -> None:
+        def copy(file: BinaryIO) -> None:
+            with open(local, "rb") as source:
+                shutil.copyfileobj(source, file)
+
+        self._write(path, copy, os.replace)
+
+    @patient
+    def _write(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
+        target = self._path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            publish(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        # the file's name survives a power cut only once its folder is on disk
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @patient
+    def get(self, path: str) -> bytes:
+        return self._path(path).read_bytes()
+
+    @patient
+    def get_file(self, path: str, local: Path) -> None:
+        shutil.copyfile(self._path(path), local)
+
+    def exists(self, path: str) -> bool:
+        return self._path(path).is_file()
+
+    @patient
+    def files(self, folder: str, start_after: str) -> list[str]:
+        return sorted(path for path in self._walk(folder) if path > start_after)
+
+    def _walk(self, folder: str) -> Iterator[str]:
+        for entry in self._entries(folder):
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(path)
+            elif entry.is_file(follow_symlinks=False) and not entry.name.startswith(_TEMPORARY):
+                yield path
+
+    @patient
+    def folders(self, folder: str) -> list[str]:
+        may_be_links = not folder  # a run may lie on another disk than its store
+        return sorted(e.name for e in self._entries(folder) if e.is_dir(follow_symlinks=may_be_links))
+
+    def _entries(self, folder: str) -> list[os.DirEntry]:
+        """A folder's entries; none if there is no such folder. Any other error is raised, unlike by os.walk."""
+        try:
+            with os.scandir(self._path(folder)) as scan:
+                entries = list(scan)
+        except FileNotFoundError:
+            return []
+        for link in {entry.path for entry in entries if folder and entry.is_symlink()} - self._links:
+            logger.warning("store: nothing reads %s, a symbolic link; put the file or folder in its place", link)
+            self._links.add(link)
+        return entries
+
+    def delete(self, path: str) -> None:
+        self._path(path).unlink()
+
+    def delete_folder(self, folder: str) -> None:
+        with suppress(FileNotFoundError):  # somebody else is deleting it too
+            shutil.rmtree(self._path(folder))
+
+    def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        return pyarrow.fs.LocalFileSystem(), str(self._root)
+
+    def local_path(self, path: str) -> Path:
+        return self._path(path)

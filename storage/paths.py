@@ -1,0 +1,40 @@
+"""Names from a store: checked before they become a path, on this machine or in the store.
+
+Keys of a bucket, a policy's list of files and a pointer's path are whatever their writer made them.
+"""
+
+from pathlib import Path
+
+from storage.errors import UnsafePath
+
+
+def is_plain(path: object) -> bool:
+    """Whether it is a relative path that leads into its folder: no `..`, no empty part, no backslash, all printable."""
+    if not isinstance(path, str):
+        return False
+    inside = f"/{path}/"
+    return (
+        "//" not in inside and "/../" not in inside and "/./" not in inside and "\\" not in path and path.isprintable()
+    )
+
+
+def check_path(path: str) -> str:
+    """Returns the path if `is_plain`, or if it is empty: the folder itself. UnsafePath otherwise."""
+    if path != "" and not is_plain(path):
+        raise UnsafePath(
+            f"path {path!r} leads out of its folder, or no folder can have it: a name from a store is relative and "
+            "has no '..', empty part, backslash or control character. Somebody else wrote it, or it was damaged: "
+            "remove it from the store."
+        )
+    return path
+
+
+def inside(folder: Path, name: str) -> Path:
+    """folder/name, for a name from a store. UnsafePath if that lies elsewhere, by its name or by a symbolic link."""
+    target = folder / check_path(name)
+    if not target.resolve().is_relative_to(folder.resolve()):
+        raise UnsafePath(
+            f"{target} leads to {target.resolve()}, by a symbolic link out of {folder}. Put the file or folder itself "
+            "in its place."
+        )
+    return target

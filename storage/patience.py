@@ -1,0 +1,75 @@
+"""How long an operation is repeated while its fault may pass: one policy for folders, S3, Arrow and temporary files.
+
+storage/errors.py says which faults may pass. TBA_STORE_PATIENCE_MINUTES is the limit; nothing else here waits for an
+outage, and botocore and s3fs by themselves repeat a request for seconds. Every operation may be repeated: a put writes
+the same bytes to the same path.
+"""
+
+import functools
+import logging
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from storage.errors import EXPIRED, find_cause
+
+LIMIT = "TBA_STORE_PATIENCE_MINUTES"
+# Long enough for a gateway to restart, a network to return, or a disk to be cleared. Shorter than the silence after
+# which a Searcher assumes that the Trainer is dead (180 s), so that an outage ends no Searcher.
+DEFAULT_MINUTES = 2.0
+_LONGEST_PAUSE_S = 10.0
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def patience_s() -> float:
+    """The limit in seconds. ValueError: the environment variable is not a number of minutes."""
+    text = os.environ.get(LIMIT) or str(DEFAULT_MINUTES)
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 <= minutes < math.inf:
+        raise ValueError(
+            f"{LIMIT}: got {text!r}; it is how long a store that is away or full is waited for, in minutes: 0 or more. "
+            f"Correct it, or leave it out ({DEFAULT_MINUTES:g})."
+        )
+    return 60 * minutes
+
+
+def patiently(
+    operation: Callable[[], Result], action: str, limit_s: float, renew: Callable[[], object] = lambda: None
+) -> Result:
+    """operation(), repeated while its error may pass, up to `limit_s`. Raises its last error.
+
+    renew: makes the next try read the credentials anew; called after an error that says that they have expired.
+    """
+    deadline, pause_s = time.monotonic() + limit_s, 0.25
+    while True:
+        try:
+            return operation()
+        except Exception as error:
+            cause = find_cause(error)
+            if cause is None or not cause.may_pass or time.monotonic() + pause_s > deadline:
+                raise
+            logger.warning("store: cannot %s now, retrying: %s (%s)", action, cause.remedy, error)
+        if cause is EXPIRED:
+            renew()
+        # many Searchers must not come back in the same moment
+        time.sleep(pause_s * random.uniform(0.5, 1))  # noqa: S311 - no secret
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def patient(operation: Callable) -> Callable:
+    """Makes a backend's operation wait as `patiently` does, up to the backend's `patience_s`."""
+
+    @functools.wraps(operation)
+    def repeated(self, *arguments):
+        action = operation.__name__.strip("_")
+        return patiently(lambda: operation(self, *arguments), action, self.patience_s, self.renew)
+
+    return repeated

@@ -1,0 +1,220 @@
+"""A store on S3. storage/store.py is what everything else uses; storage/local_folder.py is the sibling, and has the
+promises of both.
+"""
+
+import functools
+import ipaddress
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pyarrow.fs
+
+from storage.errors import OddAnswer, error_code
+from storage.patience import patience_s, patient
+
+# Every answer of S3 to these operations has these. A page of a proxy, an empty body and XML of another kind have not:
+# botocore would read a listing of them as empty, and a put as stored.
+_ALWAYS_THERE = {
+    "ListObjectsV2": ("Name", "IsTruncated"),
+    "GetObject": ("ETag",),
+    "HeadObject": ("ETag",),
+    "PutObject": ("ETag",),
+    "UploadPart": ("ETag",),
+    "CreateMultipartUpload": ("UploadId",),
+    "CompleteMultipartUpload": ("ETag",),
+}
+# Of one request, by botocore and by s3fs, for a part of a large file that got lost; storage/patience.py has the waits.
+# A server that accepts connections and is silent costs 15 s a try.
+_TRIES = 2
+
+
+class S3Prefix:
+    """Objects under `bucket/prefix`, through s3fs. Address and credentials come from AWS's environment and files."""
+
+    def __init__(self, root: str, limit_s: float | None = None):
+        """limit_s: how long an error that may pass is waited for; None: as the environment says."""
+        self._root = root
+        self.patience_s = patience_s() if limit_s is None else limit_s
+        self._bucket, _, self._prefix = root.partition("/")
+        self.renew()
+
+    def renew(self) -> None:
+        """Connects. An own instance reads environment and files now, without a cache of credentials or listings."""
+        fs = _connect()
+        if _is_loopback(urlsplit(fs.s3.meta.endpoint_url).hostname):
+            # over http client and server hash each byte for the signature: half the cost of a put. Nobody is between
+            # two processes of one machine; a checksum goes with the bytes all the same, as it does over https.
+            fs = _connect(s3={"payload_signing_enabled": False})
+        fs.s3.meta.events.register("after-call.s3", _check_answer)
+        self._fs = fs
+        self.__dict__.pop("_arrow", None)
+
+    @patient
+    def put(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(f"{self._root}/{path}", data)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        # A server that ignores create-if-absent would replace the object: looking first narrows this to a moment.
+        if self.exists(path):
+            raise FileExistsError(path)
+        self._create(path, data, uuid.uuid4().hex)
+
+    @patient
+    def _create(self, path: str, data: bytes, mark: str) -> None:
+        # if the answer to a put was lost, the repeated put finds its own object, which the mark tells apart
+        try:
+            self._fs.pipe_file(f"{self._root}/{path}", data, mode="create", Metadata={"writer": mark})
+        except OSError as error:
+            if not _lost_the_race(error):
+                raise
+            try:
+                is_ours = self._holds(path, data, mark)
+            except FileNotFoundError:  # nothing was stored: S3 says this, too, while another write is in progress
+                raise error from error.__cause__
+            if not is_ours:
+                raise FileExistsError(path) from error
+
+    def _holds(self, path: str, data: bytes, mark: str) -> bool:
+        """Whether the object was put with this mark; on a server that drops marks: whether it has the data."""
+        found = self._head(path).get("Metadata", {}).get("writer")
+        return found == mark if found else self.get(path) == data
+
+    def is_exclusive(self, probe: str) -> bool:
+        """Whether the server honours create-if-absent; writes, reads and removes an object."""
+        self.put_new(probe, b"probe")
+        try:
+            self._create(probe, b"second probe", uuid.uuid4().hex)
+            replaced = True
+        except FileExistsError:
+            replaced = self.get(probe) != b"probe"
+        self.delete(probe)
+        return not replaced
+
+    @patient
+    def put_file(self, path: str, local: Path) -> None:
+        # s3fs would send ten parts of 50 MB at once, and other requests would wait for them: 17 s for a checkpoint
+        self._fs.put_file(str(local), f"{self._root}/{path}", max_concurrency=2)
+
+    @patient
+    def get(self, path: str) -> bytes:
+        return self._fs.cat_file(f"{self._root}/{path}", max_concurrency=1)  # by default s3fs asks for the size first
+
+    @patient
+    def get_file(self, path: str, local: Path) -> None:
+        self._fs.get_file(f"{self._root}/{path}", str(local))
+
+    def exists(self, path: str) -> bool:
+        with suppress(FileNotFoundError):
+            return bool(self._head(path))
+        return False
+
+    @patient
+    def _head(self, path: str) -> dict:
+        try:
+            return self._fs.call_s3("head_object", Bucket=self._bucket, Key=self._key(path))
+        except OSError as error:
+            if error_code(error) in ("400", "403"):
+                # the answer to a HEAD has no body, so no reason, such as an expired token; that to a GET has
+                self._fs.call_s3("get_object", Bucket=self._bucket, Key=self._key(path), Range="bytes=0-0")
+            raise
+
+    def _key(self, path: str) -> str:
+        return f"{self._prefix}/{path}".lstrip("/")
+
+    @patient
+    def files(self, folder: str, start_after: str) -> list[str]:
+        # StartAfter skips earlier paths on the server, at no cost. A server may ignore it, or list without an order.
+        skip = {"StartAfter": self._key(start_after)} if start_after else {}
+        start = len(self._key(""))
+        paths = {item["Key"][start:] for page in self._pages(folder, **skip) for item in page.get("Contents", [])}
+        return sorted(path for path in paths if path > start_after)
+
+    @patient
+    def folders(self, folder: str) -> list[str]:
+        prefix = self._key(f"{folder}/" if folder else "")
+        pages = self._pages(folder, Delimiter="/")
+        return sorted({item["Prefix"][len(prefix) : -1] for page in pages for item in page.get("CommonPrefixes", [])})
+
+    def _pages(self, folder: str, **arguments) -> Iterator[dict]:
+        prefix = self._key(f"{folder}/" if folder else "")
+        while True:
+            page = self._fs.call_s3("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **arguments)
+            names = [item["Key"] for item in page.get("Contents", [])]
+            names += [item["Prefix"] for item in page.get("CommonPrefixes", [])]
+            if not all(name.startswith(prefix) for name in (page.get("Prefix") or prefix, *names)):
+                raise OddAnswer(f"it is the listing of another folder than {prefix}")
+            yield page
+            if not page["IsTruncated"]:
+                return
+            token, before = page.get("NextContinuationToken"), arguments.get("ContinuationToken")
+            if token in (None, before):
+                raise OddAnswer(f"the listing of {prefix} goes on, but the answer does not say where")
+            arguments["ContinuationToken"] = token
+
+    def delete(self, path: str) -> None:
+        self._head(path)  # S3 deletes a missing object without an error
+        self._remove(path)
+
+    @patient
+    def _remove(self, path: str) -> None:
+        self._fs.rm_file(f"{self._root}/{path}")
+
+    def delete_folder(self, folder: str) -> None:
+        for path in self.files(folder, ""):
+            self._remove(path)
+
+    def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        return self._arrow, self._root
+
+    @functools.cached_property
+    def _arrow(self) -> pyarrow.fs.FileSystem:
+        # Arrow's own client: s3fs below Arrow deadlocks. pyarrow starts a scan with the interpreter's lock held and
+        # waits for a lock of Arrow's, whose holder waits for the interpreter's to open a file. Address and region are
+        # what s3fs found; for credentials both look in AWS's standard places.
+        found = self._fs.s3.meta
+        address = urlsplit(found.endpoint_url)
+        is_aws = address.netloc.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        return pyarrow.fs.S3FileSystem(
+            region=found.region_name,
+            scheme=address.scheme,
+            endpoint_override=None if is_aws else address.netloc,
+            connect_timeout=self._fs.connect_timeout,
+            request_timeout=self._fs.read_timeout,
+            retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=_TRIES),
+        )
+
+    def local_path(self, path: str) -> None:
+        return None
+
+
+def _connect(**config):
+    import s3fs  # half a second, and a local store needs none of it
+
+    config["retries"] = {"total_max_attempts": _TRIES}
+    fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, config_kwargs=config)
+    fs.retries = _TRIES
+    return fs
+
+
+def _check_answer(http_response, parsed: dict, model, **_) -> None:
+    """botocore calls it with each answer."""
+    missing = [name for name in _ALWAYS_THERE.get(model.name, ()) if name not in parsed]
+    if missing and http_response.status_code < 300:
+        kind = http_response.headers.get("Content-Type")
+        raise OddAnswer(f"the answer to {model.name} has no {missing[0]}; its Content-Type is {kind}")
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _lost_the_race(error: OSError) -> bool:
+    """Whether a create-if-absent put failed because the object exists; stores report this in different ways."""
+    # 409: another writer was in the middle of it
+    codes = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
+    return isinstance(error, FileExistsError) or error_code(error) in codes

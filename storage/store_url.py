@@ -1,0 +1,53 @@
+"""The URL of a store: file:///absolute/folder or s3://bucket/prefix. A message never repeats credentials in it."""
+
+import re
+from urllib.parse import unquote, urlsplit
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+# KEY:SECRET@ before the bucket. A secret key may have '/' in it, so the '@' may come later, or not at all.
+CREDENTIALS = r"^(s3://[^/]*[@:]|[^/]*//[^/]*@)"
+_RULE = "a store is file:///absolute/folder or s3://bucket/prefix"
+
+
+def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:
+    """Scheme (file or s3) and root: the folder, or bucket/prefix.
+
+    Raises: ValueError: it is no store's URL; the message begins with `setting`.
+    """
+    if re.match(CREDENTIALS, url):
+        raise ValueError(
+            f"{setting}: the URL holds credentials; give them in AWS's environment variables or files instead, and "
+            "replace them if anybody may have seen them"
+        )
+    if not url.isprintable() or url != url.strip():
+        raise ValueError(f"{setting}: the URL begins or ends with a space, or has a control character; {_RULE}")
+    if "?" in url or "#" in url:  # what follows may be a signature
+        raise ValueError(
+            f"{setting}: got {re.split('[?#]', _shown(url))[0]!r} with '?' or '#' after it; {_RULE}, without "
+            "parameters. In a folder's name write %3F and %23."
+        )
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its message may repeat the URL
+        raise ValueError(f"{setting}: the URL cannot be read; {_RULE}") from None
+    path = parts.path.rstrip("/")
+    if parts.scheme == "file" and not parts.netloc and path:
+        return "file", unquote(path)
+    if parts.scheme != "s3" or not parts.netloc:
+        raise ValueError(f"{setting}: got {_shown(url)!r}; {_RULE}")
+    return "s3", _bucket_and_prefix(parts.netloc, path, setting)
+
+
+def _bucket_and_prefix(bucket: str, prefix: str, setting: str) -> str:
+    if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(prefix.split("/")[1:]) or "\\" in prefix:
+        raise ValueError(
+            f"{setting}: got {f's3://{bucket}{prefix}'!r}; {_RULE}: a bucket's name has letters, digits, '.', '-' and "
+            "'_' only, and a prefix has no empty part, '.', '..' or backslash, because other programs would look "
+            "for the objects elsewhere"
+        )
+    return f"{bucket}{prefix}"
+
+
+def _shown(url: str) -> str:
+    """The URL without anything that may be a secret: an authority with a ':', which is KEY:SECRET or a port."""
+    return re.sub(r"//[^/]*:.*", "//…", url)

@@ -1,0 +1,64 @@
+"""Claims about URLs in a run's configuration. Run: pytest tests/flows/test_config.py
+
+- credentials in a store's or source's URL are refused, and neither repeated nor shown by pydantic
+- Prefect refuses them by each flow's schema, before it stores the parameters, and does not repeat them
+- every flow that takes a store checks it
+"""
+
+import pytest
+from prefect.exceptions import ParameterTypeError
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError, validate
+
+from flows.analyze import analyze
+from flows.config import RunConfig
+from flows.evaluate import evaluate_policy
+from flows.maintain import maintain
+from flows.search import search
+from flows.train import tba
+
+WITH_SECRET = ["s3://AKIA:sec-ret@bucket/p", "s3://AKIA:sec/ret@bucket", "file://me:sec-ret@host/x", "s3://sec-ret@b"]
+FLOWS = {flow.name: flow for flow in (tba, search, evaluate_policy, maintain, analyze)}
+
+
+def parameters(name: str, url: str) -> dict:
+    if name == "tba":
+        return {"config": {"store": url}}
+    return {"store": url} | ({"runs": ["a"]} if name == "analyze" else {"run": "a"})
+
+
+def hides(error: Exception) -> bool:
+    return not any(part in str(error) for part in ("sec", "ret@", "AKIA"))
+
+
+@pytest.mark.parametrize("url", WITH_SECRET)
+def test_credentials_are_refused_and_not_repeated(url):
+    for settings in ({"store": url}, {"warm_start": [url]}):
+        with pytest.raises(ValueError, match="credentials") as failure:
+            RunConfig(**settings)
+        assert hides(failure.value)
+
+
+@pytest.mark.parametrize("url", WITH_SECRET)
+@pytest.mark.parametrize("name", FLOWS)
+def test_prefect_refuses_them_before_it_stores_them(name, url):
+    schema = parameter_schema(FLOWS[name]).model_dump_for_openapi()
+    with pytest.raises(ValidationError, match="a URL without credentials") as failure:
+        validate(parameters(name, url), schema, raise_on_error=True)
+    assert hides(failure.value)
+    validate(parameters(name, "s3://bucket/pre@fix"), schema, raise_on_error=True)
+    validate(parameters(name, "file:///home/me@work:1"), schema, raise_on_error=True)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_flow_that_is_called_refuses_them_too(name):
+    with pytest.raises(ParameterTypeError, match="credentials") as failure:
+        FLOWS[name].validate_parameters(parameters(name, WITH_SECRET[0]))
+    assert hides(failure.value)
+
+
+def test_a_source_is_a_url_as_a_store_is():
+    for bad in ("s3://b//run", "file:///a/run?x", "old"):
+        with pytest.raises(ValueError, match="warm_start: got"):
+            RunConfig(warm_start=[bad])
+    assert RunConfig(warm_start=["s3://b/run", "file:///a/rows.parquet"]).warm_start

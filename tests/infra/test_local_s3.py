@@ -1,0 +1,35 @@
+"""Claims about infra/local_s3.py. Run: pytest tests/infra/test_local_s3.py
+
+- no command's arguments, which every account of the machine can read, have a secret key; a second start has new keys
+"""
+
+import json
+
+from infra import local_s3
+from infra.local_s3 import LocalS3, LocalS3Error
+
+
+def test_no_secret_key_is_on_a_command_line(tmp_path, monkeypatch):
+    users: dict[str, list[dict]] = {}
+    commands = []
+
+    def admin(program: str, *arguments: str) -> str:  # radosgw-admin, as far as it is used
+        commands.append(arguments)
+        _, _, _, action, _, user, *rest = arguments
+        if action == "info" and user not in users:
+            raise LocalS3Error("radosgw-admin failed: could not fetch user info: no user info saved")
+        keys = users.setdefault(user, [])
+        if action == "rm":
+            keys[:] = [key for key in keys if key["access_key"] != rest[-1]]
+        if "--gen-secret" in rest:
+            number = len(commands)
+            keys.append({"user": user, "access_key": f"ACCESS{number}", "secret_key": f"secret{number}"})
+        return json.dumps({"user_id": user, "keys": keys})
+
+    monkeypatch.setattr(local_s3, "run", admin)
+    server = LocalS3(tmp_path)
+    first, second = server._new_keys(), server._new_keys()
+    assert first != second and all(
+        access.startswith("ACCESS") and secret.startswith("secret") for access, secret in (first, second)
+    )
+    assert not {first[1], second[1], "--secret", "--secret-key"} & {word for command in commands for word in command}

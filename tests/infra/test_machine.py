@@ -1,0 +1,65 @@
+"""Claims about infra/machine.py. Run: pytest tests/infra/test_machine.py
+
+- a temporary folder on a full disk is waited for, whichever library found it full; nothing half-written stays
+- the wait ends with an error that names folder, cause and remedy; another error is raised at once
+"""
+
+import errno
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from infra import machine
+from storage.errors import StoreFull
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch):
+    """Temporary files lie on a file system of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk needs root and mount: {mounted.stderr.strip()}")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+WRITES = {
+    "bytes": lambda folder: (folder / "file").write_bytes(bytes(700_000)),
+    "safetensors": lambda folder: save_file({"a": torch.zeros(175_000)}, folder / "file"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_full_temporary_folder_is_waited_for(small_disk, monkeypatch, caplog, write):
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(1 << 19))
+    threading.Timer(1.5, ballast.unlink).start()
+    with machine.filled_folder("checkpoint", "run", WRITES[write]) as folder:
+        assert (Path(folder) / "file").stat().st_size >= 700_000
+    assert "cannot write a checkpoint to" in caplog.text and "retrying" in caplog.text
+    monkeypatch.setenv("TBA_STORE_PATIENCE_MINUTES", "0")
+    ballast.write_bytes(bytes(1 << 19))
+    with pytest.raises(StoreFull, match=rf"cannot write a policy of run run to {small_disk}: no room is left.*TMPDIR"):
+        machine.filled_folder("policy", "run", WRITES[write])
+    assert list(small_disk.iterdir()) == [ballast]
+
+
+@pytest.mark.parametrize("error", [ValueError("no such tensor"), OSError(errno.EACCES, "denied"), KeyError("x")])
+def test_another_error_is_raised_at_once(error):
+    tries = []
+
+    def fill(folder):
+        tries.append(folder)
+        raise error
+
+    with pytest.raises(type(error)):
+        machine.filled_folder("policy", "run", fill)
+    assert len(tries) == 1 and not tries[0].exists()
