@@ -116,10 +116,10 @@ class S3Prefix:
         try:
             return self._fs.call_s3("head_object", Bucket=self._bucket, Key=self._key(path))
         except OSError as error:
-            if error_code(error) in ("400", "403"):
-                # the answer to a HEAD has no body, so no reason, such as an expired token; that to a GET has
-                self._fs.call_s3("get_object", Bucket=self._bucket, Key=self._key(path), Range="bytes=0-0")
-            raise
+            if error_code(error) not in ("400", "403"):
+                raise
+            # the answer to a HEAD has no body, so no reason, such as an expired token; that to a GET has both
+            return self._fs.call_s3("get_object", Bucket=self._bucket, Key=self._key(path), Range="bytes=0-0")
 
     def _key(self, path: str) -> str:
         return f"{self._prefix}/{path}".lstrip("/")

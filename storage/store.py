@@ -194,9 +194,10 @@ class RunStore:
             try:
                 return read()
             except Exception as error:
-                if is_without_reason(error):
-                    self._files.exists("run.json")  # raises the reason, if every request is refused
-                raise
+                if not is_without_reason(error):
+                    raise
+                self._files.exists("run.json")  # raises the reason, if every request is refused
+                return read()
 
         with _store_errors("read files of", f"run {self.run} in {self.url}"):
             return patiently(try_once, "read", self._files.patience_s, self._files.renew)

@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from infra.local_s3 import free_ports
-from storage import attempts, backends
+from storage import attempts
 from storage.buffer import ReplayBuffer, Sampling
 from storage.errors import AlreadyExists, NotFound, StoreFull, StoreUnreachable
+from storage.patience import patience_s
 from storage.shards import commit_shard, read_shards, shard_path
 from storage.store import RunStore
 from tests.faults.fault_proxy import FaultProxy
@@ -140,7 +141,7 @@ def test_a_full_disk_is_waited_for_and_named(small_disk, caplog):
     with pytest.raises(StoreFull, match=r"cannot create big .* no room is left"):
         store.put_new("big", big)
     assert store.list("") == [] and list((small_disk / "run").iterdir()) == []  # no half file takes what room there is
-    store._files.patience_s = backends.PATIENCE_S
+    store._files.patience_s = patience_s()
     threading.Timer(1.0, ballast.unlink).start()
     store.put_new("big", big)
     assert store.get("big") == big

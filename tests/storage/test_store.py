@@ -233,4 +233,4 @@ def test_pyarrow_reads_through_arrow_filesystem(store):
     path = commit_shard(store, make_shard(num_rows=5))
     filesystem, base = store.arrow_filesystem()
     assert ds.dataset(f"{base}/{path}", filesystem=filesystem).count_rows() == 5
-    assert not isinstance(filesystem, PyFileSystem), "a scan through Python can deadlock (storage/backends.py)"
+    assert not isinstance(filesystem, PyFileSystem), "a scan through Python can deadlock (storage/s3_prefix.py)"
