@@ -82,16 +82,14 @@ def summarise(store: RunStore) -> dict:
 def idle_share(rounds: list[dict]) -> float | None:
     """Of the Searchers' time, each from its first round to its last, the share spent neither sampling nor scoring.
 
-    None: there was no Searcher.
+    None: there was no Searcher, or its clock stood still.
     """
-    if not rounds:
-        return None
     busy = present = timedelta()
     for searcher in {row["searcher"] for row in rounds}:
         own = [(row["started_at"], row["ended_at"]) for row in rounds if row["searcher"] == searcher]
         busy += sum((end - start for start, end in own), timedelta())
         present += max(end for _, end in own) - min(start for start, _ in own)
-    return 1 - busy / present
+    return 1 - busy / present if present else None
 
 
 def evaluation_share(store: RunStore, rounds: list[dict]) -> float | None:

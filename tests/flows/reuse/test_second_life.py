@@ -4,6 +4,7 @@
 - Interrupted, it goes on. A version belongs to one reward. NaN, a wrong count, an unknown function: refused, by name.
 - 10,000 trajectories are rescored and trained on with the new version by a run without Searchers, resumed or not.
 - A run begins with runs and files of demonstrations; what a file lacks is computed; held-out problems stay out.
+- Torn shards of a run, and those that it refused, are left out of both.
 - A copy that was interrupted goes on, also from a source that grew, and counts nothing twice.
 - What cannot be a source is refused by name; so are too few trajectories where nobody adds to them.
 
@@ -208,6 +209,16 @@ def test_ten_thousand_rescored_trajectories_are_trained_on_without_an_engine(tmp
     summary = summarise(store)
     assert summary["steps"] == 2 and summary["accuracy_after"] is None and "no engine" in summary["note"]
     assert json.loads(store.get("run.json"))["warm_start"] == [url(old)]
+
+
+def test_torn_and_refused_shards_of_a_source_are_left_out(tmp_path, model, module, caplog):
+    old = new_run(tmp_path, model, "old", num_shards=4, prompts=4)
+    old.put(shards.shard_path("s0", 1), b"torn")
+    old.put(shards.refusal_path("s0", 2), b'{"reasons": ["reward is finite"]}')
+    assert rescore(old, f"{module}:brief", "v2", silent) == ("v2", 2 * 4 * K)
+    store = begin(run_config(tmp_path, model, "new", warm_start=[url(old)], reward_version="v2"))
+    assert rows_of(store, "SELECT count(*), count(DISTINCT round) FROM trajectories") == [(2 * 4 * K, 2)]
+    assert caplog.text.count("is not a whole Parquet file") == 2
 
 
 def test_a_run_begins_with_several_sources(tmp_path, model):

@@ -25,6 +25,7 @@ from flows.report.render import render
 from flows.trainer import session
 from flows.trainer.__main__ import learn
 from flows.trainer.outbox import StoreOutbox
+from storage import attempts
 from storage.ledger import record_search_round
 from storage.policies import PolicyRef, latest_policy
 from storage.queries import query
@@ -52,7 +53,7 @@ def shard(model: Path, number: int, policy: PolicyRef) -> bytes:
         "s0", number, 2 * K, policy_step=policy.step, policy_fingerprint=policy.fingerprint, schema_version=version
     ).to_pylist()
     for index, row in enumerate(rows):
-        problem, text = problems[index // K], f" {number}{index % K}\n"
+        problem, text = problems[index // K], f" {number % 10}{index % K}\n"
         row |= {"prompt_id": problem.prompt_id, "prompt": problem.prompt, "response": text}
         row |= {"prompt_tokens": tokenizer.encode(problem.prompt), "response_tokens": tokenizer.encode(text)}
         row |= {name: [-1.0] * 4 for name in ("behavior_logprobs", "reference_logprobs")}
@@ -99,6 +100,7 @@ def test_a_run_with_bad_shards_trains_to_its_end_and_names_them(tmp_path, monkey
     monkeypatch.setattr(session, "StoreOutbox", outbox_with_searcher(model, [KILLED_AT]))
     with pytest.raises(KeyboardInterrupt):
         learn(config.store, config.run, parent=os.getppid())
+    monkeypatch.setattr(attempts, "run_is_alive", lambda *_: False)  # this process is the dead Trainer's, too
     learn(config.store, config.run, parent=os.getppid())
     bad = {shard_path("s0", number) for number in (TORN, NEWER, NOT_A_NUMBER)}
 
