@@ -91,7 +91,7 @@ soak: $(STAMP)  ## A run under faults of store, network, machine: HOURS=1 SEED=1
 	$(BIN)/python -m tests.faults.soak --hours $(HOURS) --seed $(SEED) --store $(STORE)
 
 fuzz: $(STAMP)  ## Ten thousand odd files, configurations, commands: only declared errors, no traceback
-	$(BIN)/python -m pytest tests/faults/test_fuzzing.py --durations 10
+	$(BIN)/python -m pytest tests/faults/test_fuzzing_stores.py tests/faults/test_fuzzing_users.py --durations 10
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

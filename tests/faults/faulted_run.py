@@ -85,7 +85,7 @@ class FaultedRun:
         self.ended: list[dict] = []  # processes that ended by themselves
         self.outages: list[tuple[float, float]] = []
         self.undo: list[tuple[float, Callable[[], None]]] = []
-        self._begun: list[tuple[float, str]] = []  # faults, for the record of what ended
+        self._begun: list[str] = []  # kinds, for the record of what ended
         self._events: list[Event] = []
         self.parts = self._parts()
         (folder / "soak_reward.py").write_text(REWARD)
@@ -138,7 +138,7 @@ class FaultedRun:
         if part.process is None or part.is_killed:
             return
         last = [line for line in part.log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-        recent = [kind for at, kind in self._begun if at > time.monotonic() - 30]
+        recent = self._begun[-5:]
         said = {"part": part.log.stem, "status": part.process.returncode, "said": "".join(last)[:300], "after": recent}
         self.ended.append(said)
         print(f"{part.log.stem} ended by itself: {said}", file=sys.stderr, flush=True)
@@ -212,7 +212,7 @@ class FaultedRun:
         return self._beat().get("attempt", 0)
 
     def _inject(self, event: Event) -> None:
-        self._begun.append((time.monotonic(), event.kind))
+        self._begun.append(event.kind)
         if event.kind in STORE_FAULTS:
             self.proxy.arm(event)
         elif event.kind in MACHINE_FAULTS:
