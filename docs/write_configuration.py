@@ -85,6 +85,8 @@ def _kind(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is type(None):
         return "none"
+    if origin is typing.Annotated:
+        return _kind(arguments[0])
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is tuple:
