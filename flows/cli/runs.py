@@ -44,7 +44,7 @@ def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
     except (StoreError, ValueError) as error:
         fail(str(error), status=2)
     if as_json:
-        typer.echo(json.dumps([asdict(status) for status in statuses], default=str, indent=2))
+        say(json.dumps([asdict(status) for status in statuses], default=str, indent=2))
     elif not statuses:
         say(f"There are no runs in {url}. `tba train` starts one.")
     else:
@@ -53,7 +53,7 @@ def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
         console().print(_runs_table(statuses))
         for status in statuses:
             if status.state == "unreadable":
-                typer.echo(f"{status.run}: {status.message}", err=True)
+                say(f"{status.run}: {status.message}", err=True)
 
 
 def _runs_table(statuses: "list[RunStatus]") -> "RenderableType":

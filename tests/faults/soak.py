@@ -28,18 +28,7 @@ from pathlib import Path
 
 from infra.local_s3 import LocalS3, free_ports
 from tests.faults.faulted_run import FaultedRun
-from tests.faults.schedule import KINDS, SPOILED_FILES, Event, schedule
-
-# Kinds that the code does not survive today, with the item of the issue that mends each: injected only where --kinds
-# names them.
-_ENDS = "issue 23, 13 and 14: a process ends, which waiting would have kept; by itself each loses nothing"
-AWAITED = {
-    **dict.fromkeys(("429", "409 conflict, nothing stored", "412, and metadata dropped", "body cut short"), _ENDS),
-    **dict.fromkeys(("skewed clock", "403 ExpiredToken", "temporary folder full"), _ENDS),
-    **dict.fromkeys(("listing is HTML", "listing is empty"), "issue 23, 3: read as empty"),
-    "Trainer killed, then a wrong listing": "issue 23, 3: it resumes from step 0",
-    **dict.fromkeys(SPOILED_FILES, "issue 23, 4 and 5: each stops every sync, or is trained on"),
-}
+from tests.faults.schedule import KINDS, Event, schedule
 
 
 @contextlib.contextmanager
@@ -82,7 +71,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", choices=["moto", "radosgw"], default="radosgw")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind not in AWAITED])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
         "--folder", type=Path, help="for logs; default: a temporary one, removed unless there is a fault"
     )

@@ -105,7 +105,6 @@ def test_a_damaged_compacted_file(data):
         shards.read_shards(store, "s0", [0, 31])
 
 
-@pytest.mark.xfail(strict=False, reason="issue 23, 4: what a shard's cells hold is not checked before it is trained on")
 @fuzzed(300, columns=CHANGED_COLUMNS)
 def test_a_whole_shard_of_odd_values_is_synced_and_drawn_or_refused(columns):
     store = memory_store()
@@ -160,7 +159,6 @@ NAMES = st.lists(
 )
 
 
-@pytest.mark.xfail(strict=False, reason="issue 23, 9: a name in the bucket becomes a path outside the folder")
 @fuzzed(400, names=NAMES)
 def test_a_name_in_the_bucket_stays_in_the_folder_that_it_is_downloaded_to(names):
     store, folder = memory_store(), "policies/step=00000004"
@@ -197,7 +195,6 @@ def fetched(store: RunStore) -> None:
         policies.fetch_policy(store, policies.PolicyRef(**POLICY), cache)
 
 
-NO_PATH = pytest.mark.xfail(strict=False, reason="issue 23, 15: an entry of another shape is a TypeError or KeyError")
 RECORDS = {
     "latest": (policies.LATEST, POLICY, readers(policies.latest_policy)),
     "best": (policies.BEST, BEST, readers(policies.best_policy)),
@@ -219,11 +216,9 @@ RECORDS = {
         lambda store: upkeep._marked_at(store, "expired/searcher=s0/through=00000003.json"), shards.expired_through)),
     "summary": ("summary.json", {"steps": 3, "trajectories": 4}, readers(status.run_status)),
 }  # fmt: skip
-AWAITED = {"latest", "best", "held", "pruning", "manifest", "attempt", "heartbeat", "wanted searchers", "run.json",
-           "expired", "summary"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NO_PATH) if n in AWAITED else n for n in RECORDS])
+@pytest.mark.parametrize("name", RECORDS)
 def test_a_record(name):
     path, example, read = RECORDS[name]
 
@@ -238,10 +233,7 @@ def test_a_record(name):
     a_record()
 
 
-UNVERIFIED = {"attempt", "best", "latest", "manifest"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NO_PATH) if n in UNVERIFIED else n for n in RECORDS])
+@pytest.mark.parametrize("name", RECORDS)
 def test_a_record_is_verified(name):
     """`tba verify` names what is broken, and goes on or ends with a message."""
     path, example, _ = RECORDS[name]

@@ -22,7 +22,8 @@ from flows.cli.common import store_url
 from flows.cli.settings import config_of
 from flows.config import RunConfig
 from storage import attempts, shards
-from storage.store import RunStore, _parse_url
+from storage.store import RunStore
+from storage.store_url import parse_store_url
 from tba.rewards import load_reward
 from tests.faults.fuzzing import DECLARED, JSON, WORDS, fuzzed, no_hang, tried  # noqa: F401, no_hang is a fixture
 from tests.storage.helpers import OWNER, make_shard
@@ -71,7 +72,7 @@ def test_settings_of_a_command_line(given_settings):
 
 @fuzzed(1200, url=URLS)
 def test_the_url_of_a_store(url):
-    for read in (_parse_url, lambda url: _parse_url(store_url(url))):
+    for read in (parse_store_url, lambda url: parse_store_url(store_url(url))):
         with contextlib.suppress(*DECLARED):
             read(url)
 

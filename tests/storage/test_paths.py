@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from storage import local_folder, policies
-from storage.errors import StoreError, UnsafePath
+from storage.errors import DamagedRecord, StoreError, UnsafePath
 from storage.paths import inside, is_plain
 from storage.shards import new_shards
 from storage.store import list_runs
@@ -67,7 +67,7 @@ def test_a_pointer_or_manifest_cannot_lead_out(local_store, tmp_path):
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/model.safetensors").write_bytes(b"w")
     ref = policies.publish_policy(local_store, tmp_path / "policy", policies.policy_ref(0, "f" * 32, attempt=1))
-    with pytest.raises(UnsafePath):
+    with pytest.raises(DamagedRecord):
         policies.fetch_policy(local_store, replace(ref, path="../../policy"), tmp_path / "cache")
     manifest = f"{ref.path}/policy.json"
     content = json.loads(local_store.get(manifest))
@@ -81,7 +81,7 @@ def test_a_fingerprint_cannot_lead_out_of_the_cache(moto_store, tmp_path):
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/model.safetensors").write_bytes(b"w")
     ref = policies.policy_ref(0, "/../../out", attempt=1)
-    with pytest.raises(UnsafePath):
+    with pytest.raises((UnsafePath, DamagedRecord)):
         policies.publish_policy(moto_store, tmp_path / "policy", ref, tmp_path / "deep/cache")
         policies.fetch_policy(moto_store, ref, tmp_path / "deep/cache")
     assert not (tmp_path / "out").exists()
