@@ -372,10 +372,7 @@ def read_file(store: RunStore, path: str) -> pa.Table:
 def _check_size(store: RunStore, path: str, data: bytes) -> None:
     """StoreUnreachable if the store holds another number of bytes: the answer was cut, not the file."""
     filesystem, base = store.arrow_filesystem()
-    try:
-        size = filesystem.get_file_info(f"{base}/{path}").size
-    except OSError as error:
-        raise StoreUnreachable(f"cannot look up {path} (run {store.run} in {store.url}): {error}") from error
+    size = store.scan(lambda: filesystem.get_file_info(f"{base}/{path}").size)
     if size is not None and size != len(data):
         raise StoreUnreachable(
             f"cannot read {path} (run {store.run} in {store.url}): {len(data)} bytes came of {size}; the answer was cut"

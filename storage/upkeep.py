@@ -176,6 +176,7 @@ def _now(store: RunStore) -> datetime:
     return _written_at(store, "expired")[_CLOCK]
 
 
+@scans
 def _written_at(store: RunStore, folder: str) -> dict[str, datetime]:
     """When each file of a folder was written, by the store's clock."""
     filesystem, base = store.arrow_filesystem()

@@ -202,7 +202,7 @@ def summary_table(summary: Mapping) -> Table:
         if summary.get(key) is not None:
             table.add_row(label, form.format(summary[key]))
     for shard, reasons in summary.get("refused_shards", {}).items():
-        table.add_row("Refused shard", Text(f"{shard}: {reasons}"))
+        table.add_row("Refused shard", Text(printable(f"{shard}: {reasons}")))
     return table
 
 
