@@ -252,6 +252,7 @@ def wrong_run(wrong):
     store, server = wrong
     store.put("run.json", b"{}")
     commit_shard(store, make_shard())
+    store.put("trainer/step=00000001/state.json", b'{"step": 1}')
     store.put("trainer/step=00000001/trainer.safetensors", (2).to_bytes(8, "little") + b"{}")
 
     def fail(answer: bytes, number: int) -> None:
@@ -272,8 +273,8 @@ def wrong_run(wrong):
 READS = {
     "sql": lambda store, folder: query(store, "SELECT count(*) FROM trajectories"),
     "export": lambda store, folder: export(store, folder / "run.duckdb"),
-    "checkpoint": lambda store, folder: checkpoints.broken_safetensors(
-        store, "trainer/step=00000001/trainer.safetensors"
+    "checkpoint": lambda store, folder: checkpoints.checkpoint_faults(
+        store, checkpoints.Checkpoint(1, 1, "trainer/step=00000001")
     ),
 }
 
