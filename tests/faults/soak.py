@@ -17,6 +17,7 @@ that another writer put in spoiled, and nothing else.
 import argparse
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,9 +97,11 @@ def main() -> None:
     done = run.events_done()
     found["faults"] = faults + found["faults"]
     report(run, events)
-    print("\n".join(found["faults"]) or f"nothing is wrong; logs: {folder}")
+    print("\n".join(found["faults"]) or "nothing is wrong")
     said = {"seed": arguments.seed, "hours": arguments.hours, "injected": done.total(), "kinds": len(+done)}
     print(json.dumps(said | found | {"faults": len(found["faults"])}))
+    if not found["faults"] and not arguments.folder:
+        shutil.rmtree(folder)
     sys.exit(bool(found["faults"]))
 
 
