@@ -32,7 +32,7 @@ test: $(STAMP)  ## The tests, real servers and engines included
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
 test-unit: $(STAMP)  ## The tests that start no server, engine or process: under two minutes
-	$(BIN)/python -m pytest -n 2 -m "not apart and not slow and not s3"
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not apart and not slow and not s3"
 
 test-apart: $(STAMP)  ## Tests of minutes each: printed commands, Prefect's page, two Trainer processes, kills, outages
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart

@@ -289,9 +289,9 @@ def published_policies(store: RunStore) -> dict[str, dict]:
     Raises: DamagedRecord: one cannot be read.
     """
     paths = [path for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
-    manifests = transfer_all(lambda path: store.read_json(path, dict[str, Any]), paths)
+    manifests = transfer_all(lambda path: store.read_json(path, Manifest), paths)
     found = zip(paths, manifests, strict=True)
-    return {path.removesuffix(f"/{MANIFEST}"): manifest for path, manifest in found if manifest is not None}
+    return {path.removesuffix(f"/{MANIFEST}"): asdict(manifest) for path, manifest in found if manifest is not None}
 
 
 def prune_policies(store: RunStore, keep: int) -> None:

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage import attempts, checkpoints, ledger, policies, schema
-from storage.errors import DamagedPolicy, NotFound, StoreError
+from storage.errors import DamagedPolicy, DamagedRecord, NotFound, StoreError
 from storage.intake import limits_of
 from storage.shards import round_of
 from storage.store import RunStore, transfer_all
@@ -226,11 +226,10 @@ def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Call
 def _read_pointer(store: RunStore, path: str) -> dict | str | None:
     """The content of a pointer; the reason (text) if it cannot be read; None if there is none."""
     try:
-        return asdict(_POINTERS[path](**json.loads(store.get(path))))
-    except NotFound:
-        return None
-    except (ValueError, TypeError) as error:  # no JSON, or other keys
+        found = store.read_json(path, _POINTERS[path])
+    except DamagedRecord as error:
         return str(error)
+    return asdict(found) if found else None
 
 
 def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], shards: Shards) -> Iterator[Fault]:

@@ -8,10 +8,14 @@ from storage.store import RunStore
 
 
 class MemoryFiles:
-    """storage.backends' interface over a dictionary."""
+    """The interface of storage's backends over a dictionary."""
+
+    patience_s = 0.0
 
     def __init__(self):
         self.data: dict[str, bytes] = {}
+
+    def renew(self) -> None: ...
 
     def put(self, path: str, data: bytes) -> None:
         self.data[path] = data

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import strategies as st
 
 from flows.config import RunConfig, load_run, read_recorded
-from storage import attempts, checkpoints, ledger, policies, quality, requests, shards, status, upkeep
-from storage.buffer import ReplayBuffer, Sampling
+from storage import attempts, checkpoints, intake, ledger, policies, requests, rules, shards, status, upkeep
+from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
 from storage.schema import TRAJECTORY
 from storage.store import RunStore, check_run_name
 from storage.verify import verify
@@ -82,9 +82,15 @@ COLUMNS = {
 CHANGED_COLUMNS = st.lists(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=3, unique=True).flatmap(
     lambda names: st.fixed_dictionaries({name: COLUMNS[name] for name in names})
 )
+LIMITS = rules.Limits(vocab_size=100)
 PATHS = WORDS | st.from_regex(
     r"trajectories/(searcher=[a-z0-9./-]{0,8}/round=\d{0,10}|compacted/[a-z0-9-]{0,30})\.parquet"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(intake, "SECOND_READING_S", 0.0)
 
 
 @fuzzed(3500, data=damaged_shards())
@@ -92,7 +98,7 @@ def test_a_damaged_shard(data):
     path, store = shards.shard_path("s0", 0), memory_store()
     store.put(path, data)
     with contextlib.suppress(*DECLARED):
-        quality.facts_of(shards.read_file(store, path), vocab_size=100)
+        rules.facts_of(shards.read_file(store, path), LIMITS)
 
 
 @fuzzed(400, data=damaged_shards())
@@ -100,7 +106,7 @@ def test_a_damaged_compacted_file(data):
     path, store = shards.block_path("s0", 0), memory_store()
     store.put(path, data)
     with contextlib.suppress(*DECLARED):
-        upkeep._compacted_at(store, path)
+        upkeep._times_kept(store, path)
     with contextlib.suppress(*DECLARED):
         shards.read_shards(store, "s0", [0, 31])
 
@@ -112,7 +118,7 @@ def test_a_whole_shard_of_odd_values_is_synced_and_drawn_or_refused(columns):
     rows = make_shard("s0", 0).to_pylist()
     rows[1] |= columns
     store.put(shards.shard_path("s0", 0), shards.parquet_bytes(pa.Table.from_pylist(rows, TRAJECTORY)))
-    with contextlib.suppress(*DECLARED):
+    with contextlib.suppress(*DECLARED, NotEnoughExperience):  # a refused shard leaves nothing to draw
         buffer = ReplayBuffer(store, Sampling(prompts_per_batch=1, responses_per_prompt=2, min_size=1), seed=0)
         buffer.sync(1, attempt=1)
         for row in buffer.draw(1).to_pylist():
@@ -125,16 +131,16 @@ def test_the_facts_of_odd_values(columns):
     rows = make_shard("s0", 0).to_pylist()
     rows[1] |= columns
     with contextlib.suppress(*DECLARED):
-        quality.facts_of(pa.Table.from_pylist(rows, TRAJECTORY), vocab_size=100)
+        rules.facts_of(pa.Table.from_pylist(rows, TRAJECTORY), LIMITS)
 
 
 @fuzzed(800, path=PATHS)
 def test_a_files_name(path):
     store = memory_store()
-    store.put(path, SHARD)
+    store._files.put(path, SHARD)  # as another writer may
     shards.files_named([path])
     shards.marked_through([path])
-    for read in (shards.new_shards, lambda store, _: shards.committed_paths(store)):
+    for read in (shards.new_shards, lambda store, _: shards.committed_files(store)):
         with contextlib.suppress(*DECLARED):
             read(store, {})
     with contextlib.suppress(*DECLARED):
@@ -147,8 +153,8 @@ def test_names_of_runs_searchers_and_folders(name):
     for check in (check_run_name, shards.check_searcher_id, lambda name: RunStore("file:///a", name)):
         with contextlib.suppress(*DECLARED):
             check(name)
-    store.put(f"trainer/{name}/state.json", b"{}")
-    store.put(f"policies/{name}/policy.json", b"{}")
+    store._files.put(f"trainer/{name}/state.json", b"{}")
+    store._files.put(f"policies/{name}/policy.json", b"{}")
     checkpoints.list_checkpoints(store)
     with contextlib.suppress(*DECLARED):
         policies.prune_policies(store, keep=1)
@@ -162,7 +168,7 @@ NAMES = st.lists(
 @fuzzed(400, names=NAMES)
 def test_a_name_in_the_bucket_stays_in_the_folder_that_it_is_downloaded_to(names):
     store, folder = memory_store(), "policies/step=00000004"
-    store.put(f"{folder}/{'/'.join(names)}", b"text")
+    store._files.put(f"{folder}/{'/'.join(names)}", b"text")
     with tempfile.TemporaryDirectory() as outer:
         inner = Path(outer, *"abcdefgh")  # deeper than the names go up
         inner.mkdir(parents=True)
@@ -213,7 +219,7 @@ RECORDS = {
     "wanted searchers": (requests.SEARCHERS, {"wanted": 2}, readers(lambda store: requests.wanted_searchers(store, 1))),
     "stop": (requests.STOP, {"asked": 1}, readers(requests.take_back_stop)),
     "expired": ("expired/searcher=s0/through=00000003.json", {"at": "2026-01-01T00:00:00+00:00"}, readers(
-        lambda store: upkeep._marked_at(store, "expired/searcher=s0/through=00000003.json"), shards.expired_through)),
+        shards.expired_through)),
     "summary": ("summary.json", {"steps": 3, "trajectories": 4}, readers(status.run_status)),
 }  # fmt: skip
 

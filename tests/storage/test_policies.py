@@ -237,7 +237,7 @@ def test_of_a_pruned_policy_the_fingerprint_stays(store, publish):
     assert {path: manifest["fingerprint"] for path, manifest in manifests.items()} == {
         path: ref.fingerprint for path, ref in refs.items()
     }
-    assert {path for path, manifest in manifests.items() if "pruned" not in manifest} == {latest_policy(store).path}
+    assert {path for path, manifest in manifests.items() if not manifest["pruned"]} == {latest_policy(store).path}
 
 
 def test_pruning_killed_half_way_is_finished_by_the_next(store, publish, monkeypatch):
@@ -398,6 +398,6 @@ def test_whatever_order_pruning_and_evaluation_come_in_best_json_names_a_whole_p
             shelf.step(min(shelf.at_work))
         best = best_policy(shelf)
         assert f"{best.path}/model.safetensors" in shelf.files, turns
-        assert "pruned" not in published_policies(shelf)[best.path], turns
+        assert not published_policies(shelf)[best.path]["pruned"], turns
         outcomes.add(best.step)
     assert outcomes == {0, 1}  # pruning came first, and evaluation did
