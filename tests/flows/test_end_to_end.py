@@ -136,7 +136,7 @@ def test_a_run_killed_in_mid_training_resumes_and_ends_as_if_nothing_had_happene
 
     process = train(project, "killed", "--steps", str(STEPS))
     wait_for((run_folder / "trainer" / "attempt=00000002.json").exists, process)
-    assert states(json.loads(stack.read_text())["url"], "killed") == ["Crashed", "Running"]
+    assert states(project, json.loads(stack.read_text())["url"], "killed") == ["Crashed", "Running"]
     assert "Accuracy before" in finish(process)
     assert not left_running(project) and not stack.exists()
 
