@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from flows.config import RunConfig, load_run, read_recorded
 from storage import attempts, checkpoints, intake, ledger, policies, requests, rules, shards, status, upkeep
 from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
+from storage.reward_versions import begin_version
 from storage.schema import TRAJECTORY
 from storage.store import RunStore, check_run_name
 from storage.verify import verify
@@ -237,7 +238,9 @@ RECORDS = {
     "wanted searchers": (requests.SEARCHERS, {"wanted": 2}, readers(lambda store: requests.wanted_searchers(store, 1))),
     "stop": (requests.STOP, {"asked": 1}, readers(requests.take_back_stop)),
     "refusal": (shards.refusal_path("s0", 0), REFUSAL, readers(intake.refusals)),
-    "warm start": (WARM_START, {"run": "other", "rounds": 3}, readers(lambda store: store.read_json(WARM_START, list[dict]))),
+    "reward version": ("rewards/v2/version.json", {"version": "v2", "reward": "math:sqrt"}, readers(
+        lambda store: begin_version(store, "v2", "math:sqrt"))),
+    "warm start": (WARM_START, {"run": "other"}, readers(lambda store: store.read_json(WARM_START, list[dict]))),
     "summary": ("summary.json", {"steps": 3, "trajectories": 4}, readers(status.run_status)),
 }  # fmt: skip
 
