@@ -1,9 +1,9 @@
 """The configuration of a run: one pydantic model, from which Prefect validates parameters and builds its form."""
 
-import json
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import from_json
 
 from infra.machine import default_store
 from storage.buffer import Sampling
@@ -171,7 +171,7 @@ def read_recorded(run_json: bytes) -> dict:
 
 def _settings(run_json: bytes) -> dict:
     """The settings in a run.json, without a setting that evaluate_share has replaced. Raises: ValueError."""
-    recorded = json.loads(run_json)
+    recorded = from_json(run_json)
     if not isinstance(recorded, dict):
         raise ValueError(f"got {recorded!r:.80}, expected a JSON object")
     return {name: value for name, value in recorded.items() if name not in ("evaluate_interval", "store")}

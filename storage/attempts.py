@@ -74,7 +74,7 @@ def start_attempt(
     try:
         store.put_new(_attempt_path(attempt), json.dumps(asdict(record), indent=2).encode())
     except AlreadyExists:
-        raise _already_training(store, _read(store, _attempt_path(attempt))) from None
+        raise _already_training(store, read_attempt(store, _attempt_path(attempt))) from None
     return attempt
 
 
@@ -131,11 +131,11 @@ def list_attempts(store: RunStore) -> list[dict]:
     Raises: DamagedRecord: one cannot be read.
     """
     paths = map(_attempt_path, range(1, latest_attempt(store) + 1))
-    return [record for record in transfer_all(lambda path: _read(store, path), paths) if record]
+    return [record for record in transfer_all(lambda path: read_attempt(store, path), paths) if record]
 
 
-def _read(store: RunStore, path: str) -> dict | None:
-    """A record; None if there is none."""
+def read_attempt(store: RunStore, path: str) -> dict | None:
+    """A record; None if there is none. DamagedRecord: it cannot be read, or is another attempt's."""
     found = store.read_json(path, _Attempt)
     if found is not None and _attempt_path(found.attempt) != path:
         raise DamagedRecord(
@@ -152,7 +152,7 @@ def trainer(store: RunStore) -> Identity | None:
 
 def first_attempt_at(store: RunStore) -> datetime:
     """When training began. NotFound before that."""
-    if (first := _read(store, _attempt_path(1))) is None:
+    if (first := read_attempt(store, _attempt_path(1))) is None:
         raise NotFound(f"run {store.run} in {store.url} has not begun to train: {_attempt_path(1)} is not there")
     return datetime.fromisoformat(first["created_at"])
 

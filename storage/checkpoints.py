@@ -10,11 +10,12 @@ attempt's that an older version began.
 A complete checkpoint whose files are torn is passed over for an older one that is whole.
 """
 
-import json
 import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic_core import from_json
 
 from storage.attempts import check_not_superseded, counts, list_attempts
 from storage.errors import DamagedRecord, NotFound, StoreError
@@ -153,7 +154,7 @@ def _broken_safetensors(store: RunStore, path: str) -> str | None:
         header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
         header = file.read_at(header_length, 8) if header_length <= min(size - 8, _LONGEST_HEADER) else b""
     try:
-        ends = [tensor["data_offsets"][1] for name, tensor in json.loads(header).items() if name != "__metadata__"]
+        ends = [tensor["data_offsets"][1] for name, tensor in from_json(header).items() if name != "__metadata__"]
         expected = 8 + header_length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         return f"its header cannot be read ({error!r})"

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 import pyarrow as pa
 
 from storage import ledger, policies
-from storage.errors import AlreadyExists, NotFound, StoreError, TornShard
+from storage.errors import AlreadyExists, DamagedRecord, StoreError, TornShard, UnsafePath
 from storage.rules import LAST_STEP, Limits, broken_in_each
 from storage.shards import by_block, new_shards, origins_of, read_each, refusal_path, refused_rounds, shard_path
 from storage.store import RunStore, transfer_all
@@ -46,6 +46,13 @@ class Refusal:
     @property
     def shard(self) -> str:
         return shard_path(self.searcher, self.round)
+
+
+@dataclass(frozen=True)
+class _Reasons:
+    """The part of a JSON file in quarantine/ that is read."""
+
+    reasons: list[str]
 
 
 def accept(
@@ -101,10 +108,10 @@ def refusals(store: RunStore) -> list[Refusal]:
 def recorded_reasons(store: RunStore, path: str) -> list[str]:
     """Of a JSON file in quarantine/."""
     try:
-        reasons = json.loads(store.get(path))["reasons"]
-        return [str(reason) for reason in reasons]
-    except (NotFound, ValueError, TypeError, KeyError) as error:  # of a killed writer
-        return [f"the record of the reasons cannot be read ({error!r})"]
+        found = store.read_json(path, _Reasons)
+    except DamagedRecord as error:
+        return [f"the record of the reasons is damaged: {error}"]
+    return found.reasons if found else ["the record of the reasons is not there"]  # its writer was killed
 
 
 def refuse_rest(store: RunStore) -> None:
@@ -120,9 +127,10 @@ def refuse_rest(store: RunStore) -> None:
 def limits_of(store: RunStore) -> Limits:
     """From the configuration and the newest policy of a run; what is not known is not limited."""
     known = Limits()
-    with suppress(NotFound, ValueError, TypeError, KeyError):
-        known = replace(known, last_step=int(json.loads(store.get("run.json"))["train"]["steps"]))
-    with suppress(NotFound, ValueError, TypeError, KeyError):
-        config = json.loads(store.get(f"{json.loads(store.get(policies.LATEST))['path']}/config.json"))
+    unknown = (DamagedRecord, UnsafePath, ValueError, TypeError, KeyError, AttributeError, OverflowError)
+    with suppress(*unknown):
+        known = replace(known, last_step=int(store.read_json("run.json")["train"]["steps"]))
+    with suppress(*unknown):
+        config = store.read_json(f"{store.read_json(policies.LATEST)['path']}/config.json")
         known = replace(known, vocab_size=int(config.get("text_config", config)["vocab_size"]))
     return known

@@ -38,7 +38,7 @@ def begin_version(store: RunStore, version: str, reward: str) -> None:
     try:
         store.put_new(path, json.dumps({"version": version, "reward": reward}).encode())
     except AlreadyExists:
-        recorded = json.loads(store.get(path))["reward"]
+        recorded = (store.read_json(path, dict[str, str]) or {}).get("reward")
         if recorded != reward:
             raise ValueError(
                 f"reward version {version!r} of run {store.run} was scored by {recorded}; {reward} cannot "

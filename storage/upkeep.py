@@ -22,13 +22,16 @@ import re
 from collections import defaultdict
 from contextlib import suppress
 from datetime import datetime, timedelta
+from typing import Annotated
 
 import pyarrow as pa
 from pyarrow.fs import FileSelector
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from storage import checkpoints, queries
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.shards import (
+    ROUNDS_PER_BLOCK,
     block_of,
     block_path,
     by_block,
@@ -53,6 +56,7 @@ from storage.summary import is_finished
 MAX_BLOCK_BYTES = 32 << 20
 _REWARDS = re.compile(r"rewards/[^/]+/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
 _WRITTEN_AT = b"written_at"  # in a compacted file's metadata: a JSON list of when each shard was written, in ISO 8601
+_TIMES = TypeAdapter(Annotated[list[AwareDatetime], Field(min_length=ROUNDS_PER_BLOCK, max_length=ROUNDS_PER_BLOCK)])
 _CLOCK = "expired/clock"
 
 
@@ -197,8 +201,8 @@ def _written_table(store: RunStore) -> pa.Table:
 
 
 def _times_kept(store: RunStore, path: str) -> list[datetime] | None:
-    """When the shards of a compacted file were written; None: an older version did not record it, or it is torn."""
-    with suppress(TornShard, NotFound):
-        recorded = (read_file(store, path).schema.metadata or {}).get(_WRITTEN_AT)
-        return recorded and [datetime.fromisoformat(time) for time in json.loads(recorded)]
+    """When the shards of a compacted file were written; None: not recorded, as by older versions, or torn."""
+    with suppress(TornShard, NotFound, ValidationError):
+        recorded = (read_file(store, path).schema.metadata or {}).get(_WRITTEN_AT, b"null")
+        return _TIMES.validate_json(recorded)
     return None

@@ -10,7 +10,6 @@ A killed process's unfinished writes are no fault. Pointers are read before the 
 """
 
 import itertools
-import json
 import tempfile
 import time
 from collections import defaultdict
@@ -27,6 +26,7 @@ import pyarrow.parquet as pq
 from storage import attempts, checkpoints, ledger, policies, schema
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, StoreError
 from storage.intake import limits_of
+from storage.policy_folder import Manifest
 from storage.shards import round_of
 from storage.store import RunStore, transfer_all
 from storage.verify_shards import Fault, Shards, check_shards, duplicates, some
@@ -95,19 +95,14 @@ def _torn_records(store: RunStore) -> Iterator[Fault]:
     """Attempts, and policies' manifests."""
     of_attempts = [path for path in store.list("trainer") if path.startswith("trainer/attempt=")]
     manifests = [path for path in store.list("policies") if path.endswith(f"/{policies.MANIFEST}")]
-    wanted = dict.fromkeys(of_attempts, ("attempt", "resumed_from", "owner", "created_at"))
-    wanted |= dict.fromkeys(manifests, ("step", "fingerprint", "attempt", "files"))
 
-    def read(path: str) -> Fault | None:
-        try:
-            missing = set(wanted[path]) - json.loads(store.get(path)).keys()
-        except NotFound:
-            return None  # deleted since it was listed
-        except (ValueError, AttributeError) as error:
-            return Fault("torn record", path, f"it is no JSON object ({error})")
-        return Fault("torn record", path, f"it lacks {', '.join(sorted(missing))}") if missing else None
+    def fault(path: str) -> Fault | None:
+        try:  # None: deleted since it was listed
+            attempts.read_attempt(store, path) if path in of_attempts else store.read_json(path, Manifest)
+        except DamagedRecord as error:
+            return Fault("torn record", path, str(error))
 
-    yield from filter(None, transfer_all(read, wanted))
+    yield from filter(None, transfer_all(fault, of_attempts + manifests))
 
 
 # --- ledger -----------------------------------------------------------------------------------------------------------
@@ -226,10 +221,10 @@ def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Call
 def _read_pointer(store: RunStore, path: str) -> dict | str | None:
     """The content of a pointer; the reason (text) if it cannot be read; None if there is none."""
     try:
-        found = store.read_json(path, _POINTERS[path])
+        pointer = store.read_json(path, _POINTERS[path])
     except DamagedRecord as error:
         return str(error)
-    return asdict(found) if found else None
+    return asdict(pointer) if pointer else None
 
 
 def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], shards: Shards) -> Iterator[Fault]:

@@ -1,10 +1,9 @@
 """tba diversity: the diversity of a run's responses, by policy, by Searcher and as a whole. No engine, no Prefect."""
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,7 +68,7 @@ def measure_diversity(
 
 
 def usual_responses_per_prompt(store: RunStore) -> int:
-    search = json.loads(store.get("run.json")).get("search", {})
+    search = (store.read_json("run.json", dict[str, Any]) or {}).get("search", {})
     return min(RESPONSES_PER_PROMPT, search.get("samples_per_prompt", RESPONSES_PER_PROMPT))
 
 

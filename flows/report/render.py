@@ -5,7 +5,6 @@ untrusted text of a model: the template escapes everything, and the page's own p
 the network.
 """
 
-import json
 from datetime import UTC, datetime
 from importlib.resources import files
 
@@ -43,7 +42,7 @@ def render(store: RunStore) -> str:
 
     tables = {name: table.to_pylist() for name, table in report_tables(store).items()}
     best = best_policy(store)
-    config, summary = json.loads(store.get("run.json")), read_summary(store)
+    config, summary = store.read_json("run.json", dict), read_summary(store)
     totals = tables["totals"][0]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (number, percent, clip, when, long_duration, setting)}

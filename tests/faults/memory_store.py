@@ -8,14 +8,15 @@ from storage.store import RunStore
 
 
 class MemoryFiles:
-    """The interface of storage's backends over a dictionary."""
+    """The interface of storage/local_folder.py over a dictionary."""
 
     patience_s = 0.0
 
     def __init__(self):
         self.data: dict[str, bytes] = {}
 
-    def renew(self) -> None: ...
+    def renew(self) -> None:
+        """No credentials."""
 
     def put(self, path: str, data: bytes) -> None:
         self.data[path] = data
@@ -53,8 +54,13 @@ class MemoryFiles:
             del self.data[path]
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        """A copy of the files, in Arrow's own memory."""
         filesystem, _ = pyarrow.fs.FileSystem.from_uri("mock://")
-        return filesystem, ""
+        for path, data in self.data.items():
+            filesystem.create_dir(f"run/{path}".rpartition("/")[0])
+            with filesystem.open_output_stream(f"run/{path}") as file:
+                file.write(data)
+        return filesystem, "run"
 
     def local_path(self, path: str) -> None:
         return None

@@ -22,12 +22,26 @@ from hypothesis import strategies as st
 from flows.config import RunConfig, load_run, read_recorded
 from storage import attempts, checkpoints, intake, ledger, policies, requests, rules, shards, status, upkeep
 from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
+from storage.reward_versions import begin_version
 from storage.schema import TRAJECTORY
 from storage.store import RunStore, check_run_name
 from storage.verify import verify
+from storage.verify_shards import WARM_START
 from tests.faults.fuzzing import DECLARED, JSON, WORDS, fuzzed, no_hang, tried  # noqa: F401, no_hang is a fixture
 from tests.faults.memory_store import memory_store
 from tests.storage.helpers import OWNER, make_shard
+
+LIMITS = rules.Limits(vocab_size=100)
+DEEP = [b"[" * 100_000, b'{"a":' * 100_000]  # no parser may recurse into these
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_pause():
+    """A store in memory answers the second reading as the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intake, "SECOND_READING_S", 0.0)
+        patch.setattr("storage.verify._BETWEEN_WRITES_S", 0.0)
+        yield
 
 
 def record_like(example: dict) -> st.SearchStrategy[bytes]:
@@ -40,7 +54,8 @@ def record_like(example: dict) -> st.SearchStrategy[bytes]:
         lacking,
     )
     cut = st.builds(lambda data, share: data[: int(share * len(data))], changed, st.floats(0, 1))
-    return changed | cut | JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+    other = JSON.map(lambda value: json.dumps(value).encode()) | st.sampled_from(DEEP)
+    return changed | cut | other | st.binary(max_size=40)
 
 
 SHARD = shards.parquet_bytes(make_shard("s0", 0))
@@ -82,15 +97,9 @@ COLUMNS = {
 CHANGED_COLUMNS = st.lists(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=3, unique=True).flatmap(
     lambda names: st.fixed_dictionaries({name: COLUMNS[name] for name in names})
 )
-LIMITS = rules.Limits(vocab_size=100)
 PATHS = WORDS | st.from_regex(
     r"trajectories/(searcher=[a-z0-9./-]{0,8}/round=\d{0,10}|compacted/[a-z0-9-]{0,30})\.parquet"
 )
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(intake, "SECOND_READING_S", 0.0)
 
 
 @fuzzed(3500, data=damaged_shards())
@@ -98,7 +107,7 @@ def test_a_damaged_shard(data):
     path, store = shards.shard_path("s0", 0), memory_store()
     store.put(path, data)
     with contextlib.suppress(*DECLARED):
-        rules.facts_of(shards.read_file(store, path), LIMITS)
+        rules.broken(rules.facts_of(shards.read_file(store, path), LIMITS))
 
 
 @fuzzed(400, data=damaged_shards())
@@ -106,9 +115,19 @@ def test_a_damaged_compacted_file(data):
     path, store = shards.block_path("s0", 0), memory_store()
     store.put(path, data)
     with contextlib.suppress(*DECLARED):
-        upkeep._times_kept(store, path)
+        upkeep._written_table(store)
     with contextlib.suppress(*DECLARED):
         shards.read_shards(store, "s0", [0, 31])
+
+
+BLOCK = pa.concat_tables(make_shard("s0", number) for number in shards.rounds_of(0))
+
+
+@fuzzed(200, times=JSON.map(json.dumps) | WORDS | st.lists(WORDS, min_size=32, max_size=32).map(json.dumps))
+def test_the_times_in_a_compacted_file(times):
+    store, metadata = memory_store(), {upkeep._WRITTEN_AT: times.encode("utf-8", "replace")}
+    store.put(shards.block_path("s0", 0), shards.parquet_bytes(BLOCK.replace_schema_metadata(metadata)))
+    assert upkeep._written_table(store).num_rows == len(shards.rounds_of(0))
 
 
 @fuzzed(300, columns=CHANGED_COLUMNS)
@@ -118,7 +137,7 @@ def test_a_whole_shard_of_odd_values_is_synced_and_drawn_or_refused(columns):
     rows = make_shard("s0", 0).to_pylist()
     rows[1] |= columns
     store.put(shards.shard_path("s0", 0), shards.parquet_bytes(pa.Table.from_pylist(rows, TRAJECTORY)))
-    with contextlib.suppress(*DECLARED, NotEnoughExperience):  # a refused shard leaves nothing to draw
+    with contextlib.suppress(*DECLARED, NotEnoughExperience):  # the only shard is refused
         buffer = ReplayBuffer(store, Sampling(prompts_per_batch=1, responses_per_prompt=2, min_size=1), seed=0)
         buffer.sync(1, attempt=1)
         for row in buffer.draw(1).to_pylist():
@@ -131,13 +150,13 @@ def test_the_facts_of_odd_values(columns):
     rows = make_shard("s0", 0).to_pylist()
     rows[1] |= columns
     with contextlib.suppress(*DECLARED):
-        rules.facts_of(pa.Table.from_pylist(rows, TRAJECTORY), LIMITS)
+        rules.broken(rules.facts_of(pa.Table.from_pylist(rows, TRAJECTORY), LIMITS))
 
 
 @fuzzed(800, path=PATHS)
 def test_a_files_name(path):
     store = memory_store()
-    store._files.put(path, SHARD)  # as another writer may
+    store._files.data[path] = SHARD  # whoever has the bucket can give any name
     shards.files_named([path])
     shards.marked_through([path])
     for read in (shards.new_shards, lambda store, _: shards.committed_files(store)):
@@ -153,8 +172,7 @@ def test_names_of_runs_searchers_and_folders(name):
     for check in (check_run_name, shards.check_searcher_id, lambda name: RunStore("file:///a", name)):
         with contextlib.suppress(*DECLARED):
             check(name)
-    store._files.put(f"trainer/{name}/state.json", b"{}")
-    store._files.put(f"policies/{name}/policy.json", b"{}")
+    store._files.data |= {f"trainer/{name}/state.json": b"{}", f"policies/{name}/policy.json": b"{}"}
     checkpoints.list_checkpoints(store)
     with contextlib.suppress(*DECLARED):
         policies.prune_policies(store, keep=1)
@@ -168,7 +186,7 @@ NAMES = st.lists(
 @fuzzed(400, names=NAMES)
 def test_a_name_in_the_bucket_stays_in_the_folder_that_it_is_downloaded_to(names):
     store, folder = memory_store(), "policies/step=00000004"
-    store._files.put(f"{folder}/{'/'.join(names)}", b"text")
+    store._files.data[f"{folder}/{'/'.join(names)}"] = b"text"
     with tempfile.TemporaryDirectory() as outer:
         inner = Path(outer, *"abcdefgh")  # deeper than the names go up
         inner.mkdir(parents=True)
@@ -184,6 +202,7 @@ BEST = POLICY | {"accuracy": 0.5, "num_problems": 8}
 MANIFEST = {"step": 4, "fingerprint": "f" * 32, "attempt": 1, "files": {"config.json": 2}}
 ATTEMPT = {"attempt": 1, "resumed_from": 0, "owner": OWNER, "created_at": "2026-01-01T00:00:00+00:00"}
 BEAT = {"state": "training", "step": 3, "attempt": 1, "owner": OWNER, "at": "2026-01-01T00:00:00+00:00", "message": ""}
+REFUSAL = {"shard": shards.shard_path("s0", 0), "reasons": ["reward is finite"], "refused_by": "attempt 1"}
 CONFIG = RunConfig(run="run").recorded()
 
 
@@ -202,7 +221,7 @@ def fetched(store: RunStore) -> None:
 
 
 RECORDS = {
-    "latest": (policies.LATEST, POLICY, readers(policies.latest_policy)),
+    "latest": (policies.LATEST, POLICY, readers(policies.latest_policy, intake.limits_of)),
     "best": (policies.BEST, BEST, readers(policies.best_policy)),
     "held": ("policies/held/s0.json", POLICY, readers(policies._evaluated)),
     "pruning": ("policies/pruning.json", {"0": "policies/step=00000004"}, readers(
@@ -214,12 +233,14 @@ RECORDS = {
         lambda store: attempts.run_is_alive(store, 0), ledger.evaluations)),
     "heartbeat": (attempts.HEARTBEAT, BEAT, readers(attempts.read_heartbeat, status.run_status)),
     "run.json": ("run.json", CONFIG, readers(
-        load_run, lambda store: read_recorded(store.get("run.json")),
+        load_run, intake.limits_of, lambda store: read_recorded(store.get("run.json")),
         lambda store: store.create_run(CONFIG, read_recorded))),
     "wanted searchers": (requests.SEARCHERS, {"wanted": 2}, readers(lambda store: requests.wanted_searchers(store, 1))),
     "stop": (requests.STOP, {"asked": 1}, readers(requests.take_back_stop)),
-    "expired": ("expired/searcher=s0/through=00000003.json", {"at": "2026-01-01T00:00:00+00:00"}, readers(
-        shards.expired_through)),
+    "refusal": (shards.refusal_path("s0", 0), REFUSAL, readers(intake.refusals)),
+    "reward version": ("rewards/v2/version.json", {"version": "v2", "reward": "math:sqrt"}, readers(
+        lambda store: begin_version(store, "v2", "math:sqrt"))),
+    "warm start": (WARM_START, {"run": "other"}, readers(lambda store: store.read_json(WARM_START, list[dict]))),
     "summary": ("summary.json", {"steps": 3, "trajectories": 4}, readers(status.run_status)),
 }  # fmt: skip
 
