@@ -337,7 +337,7 @@ def test_a_torn_record_of_a_refusal_is_one_all_the_same(store, data):
     commit_shard(store, make_shard("s0", 0))
     store.put(refusal_path("s0", 0), data)
     assert new_shards(store, {}) == {}
-    assert "cannot be read" in the_only_refusal(store).reasons[0]
+    assert "is damaged" in the_only_refusal(store).reasons[0]
 
 
 def test_the_record_says_who_refused_what(store):
