@@ -22,16 +22,15 @@ import re
 from collections import defaultdict
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Annotated
 
 import pyarrow as pa
 from pyarrow.fs import FileSelector
-from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
+from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
 from storage import checkpoints, queries
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.shards import (
-    ROUNDS_PER_BLOCK,
+    File,
     block_of,
     block_path,
     by_block,
@@ -56,7 +55,7 @@ from storage.summary import is_finished
 MAX_BLOCK_BYTES = 32 << 20
 _REWARDS = re.compile(r"rewards/[^/]+/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
 _WRITTEN_AT = b"written_at"  # in a compacted file's metadata: a JSON list of when each shard was written, in ISO 8601
-_TIMES = TypeAdapter(Annotated[list[AwareDatetime], Field(min_length=ROUNDS_PER_BLOCK, max_length=ROUNDS_PER_BLOCK)])
+_TIMES = TypeAdapter(list[AwareDatetime])
 _CLOCK = "expired/clock"
 
 
@@ -193,16 +192,17 @@ def _written_table(store: RunStore) -> pa.Table:
     written, rows = _written_at(store, "trajectories"), []
     for file in committed_files(store):
         if file.path in written:
-            times = _times_kept(store, file.path) if file.is_compacted else None
+            times = _times_kept(store, file) if file.is_compacted else None
             times = times or [written[file.path]] * len(file.rounds)
             rows += zip([file.searcher] * len(file.rounds), file.rounds, times, strict=True)
     types = {"searcher": pa.string(), "round": pa.int64(), "committed_at": pa.timestamp("us", tz="UTC")}
     return pa.table(list(zip(*rows, strict=True)) or [[], [], []], pa.schema(types))
 
 
-def _times_kept(store: RunStore, path: str) -> list[datetime] | None:
+def _times_kept(store: RunStore, file: File) -> list[datetime] | None:
     """When the shards of a compacted file were written; None: not recorded, as by older versions, or torn."""
     with suppress(TornShard, NotFound, ValidationError):
-        recorded = (read_file(store, path).schema.metadata or {}).get(_WRITTEN_AT, b"null")
-        return _TIMES.validate_json(recorded)
+        recorded = (read_file(store, file.path).schema.metadata or {}).get(_WRITTEN_AT, b"null")
+        times = _TIMES.validate_json(recorded)
+        return times if len(times) == len(file.rounds) else None
     return None
