@@ -44,7 +44,7 @@ def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
     except (StoreError, ValueError) as error:
         fail(str(error), status=2)
     if as_json:
-        say(json.dumps([asdict(status) for status in statuses], default=str, indent=2))
+        typer.echo(json.dumps([asdict(status) for status in statuses], default=str, indent=2))
     elif not statuses:
         say(f"There are no runs in {url}. `tba train` starts one.")
     else:
