@@ -1,6 +1,7 @@
 """The Trainer: steps the policy with the Trajectory Balance loss on batches drawn from the replay buffer.
 
 Before: flows/trainer/experience.py draws a batch; after: flows/trainer/outbox.py records it and sends the policy out.
+tba/training_loop.py has the loop around the step.
 
     produces      a policy every k steps
     consumes      batches: B prompts, K responses to each, sampled by any policy
@@ -14,10 +15,8 @@ import copy
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba import baselines, lora, schedule
-from tba.batch import Batch, Draw, Metrics, Record_co, passes
+from tba.batch import Draw, Metrics, passes
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.objective import log_partition, residual, taper, trajectory_balance_loss
@@ -36,44 +35,6 @@ MAX_SKIPPED_IN_A_ROW = 10
 MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any meaningful ratio, and its square is finite
 NOTHING = [Group([0], [[0]])]  # what an empty pass scores
 CHECKPOINT = "trainer.safetensors"
-
-Record = TypeVar("Record")
-Record_contra = TypeVar("Record_contra", contravariant=True)
-
-
-class TooEarly(Exception):
-    """The replay buffer has no batch for this step yet; the message says why."""
-
-
-class Experience(Protocol[Record_co]):
-    """The replay buffer's interface to the Trainer."""
-
-    def sync(self, step: int) -> None:
-        """Takes in the shards committed since the last sync; `step` is the first that can draw them."""
-
-    def draw(self, step: int) -> Batch[Record_co]:
-        """The batch for a step. Raises: TooEarly."""
-
-
-class Stopped(Exception):
-    """Training was asked to end after this step; the run can be resumed."""
-
-
-class Outbox(Protocol[Record_contra]):
-    """Receives the Trainer's results. They are durable when `close` returns."""
-
-    def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
-        """Between steps. Raises: Stopped."""
-
-    def record(self, step: int, batch: Batch[Record_contra], metrics: Mapping[str, float | datetime | None]) -> None:
-        """The step's batch, and its row of the training ledger."""
-
-    def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None: ...
-
-    def has_lost_policy(self) -> bool:
-        """Whether the newest policy that was published is no longer where Searchers fetch it."""
-
-    def checkpoint(self, step: int, trainer: "Trainer") -> None: ...
 
 
 class Trainer:
@@ -331,71 +292,3 @@ def _off_policy(totals: dict[str, float]) -> Metrics:
         "effective_sample_size": mean**2 / square_mean,
         "logprob_mismatch": disagreement / fresh if fresh else None,
     }
-
-
-def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float = 0.2) -> None:
-    """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done.
-
-    If it is asked to stop, it saves and publishes the policy, and the next `train` resumes from it. The last step has
-    no checkpoint: no run resumes from it, and its gigabytes would delay the final policy.
-    """
-    begun = trainer.step
-    try:
-        _train(trainer, experience, outbox, poll_s)
-    except Stopped:
-        if trainer.step > begun:
-            final = trainer.step >= trainer.settings.steps
-            if not final:
-                outbox.checkpoint(trainer.step, trainer)
-            outbox.publish(trainer.step, trainer.weights(), final=final)
-
-
-def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float) -> None:
-    settings = trainer.settings
-
-    def publish(final: bool) -> float:
-        """Returns the seconds that training waited for the copy; the outbox writes it beside training."""
-        started = time.monotonic()
-        outbox.publish(trainer.step, trainer.weights(), final=final)
-        return time.monotonic() - started
-
-    # Searchers start from here.
-    stall_s = publish(final=trainer.step >= settings.steps)
-    experience.sync(trainer.step + 1)
-    while trainer.step < settings.steps:
-        step = trainer.step + 1
-        wait_started = time.monotonic()
-        batch = _await_batch(trainer, experience, outbox, poll_s)
-        wait_s, started_at = time.monotonic() - wait_started, datetime.now(UTC)
-        metrics = trainer.train_step(batch.draws)
-        times: dict[str, float | datetime] = {
-            "wait_s": wait_s,
-            "publish_stall_s": stall_s,
-            "started_at": started_at,
-            "ended_at": datetime.now(UTC),
-        }
-        stall_s = 0.0
-        outbox.record(step, batch, {**metrics, **batch.facts, **times})
-        outbox.status("training", step, metrics | batch.facts)
-        last = step == settings.steps
-        if not last and step % settings.checkpoint_interval == 0:
-            outbox.checkpoint(step, trainer)
-        if last or step % settings.sync_interval == 0:
-            stall_s = publish(final=last)
-            experience.sync(step + 1)
-
-
-def _await_batch(
-    trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float
-) -> Batch[Record]:
-    """The batch for the next step, as soon as it can be drawn."""
-    step = trainer.step + 1
-    while True:
-        try:
-            return experience.draw(step)
-        except TooEarly as reason:
-            outbox.status("waiting", step - 1, {"message": str(reason)})
-            if outbox.has_lost_policy():  # Searchers would wait for a policy, and this Trainer for their shards
-                outbox.publish(step - 1, trainer.weights(), final=False)
-        time.sleep(poll_s)
-        experience.sync(step)

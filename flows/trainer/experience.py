@@ -15,14 +15,14 @@ from storage.fresh import FRESH_COLUMNS, Fresh
 from storage.store import RunStore
 from tba.batch import Batch, Draw, Metrics
 from tba.logprobs import Group
-from tba.trainer import TooEarly
+from tba.training_loop import TooEarly
 
 # Seen on two cores: one minute, or two when vLLM compiles its kernels.
 LOADING = "the Searchers load their engines (1 to 2 minutes), then sample a first round"
 
 
 class StoredExperience:
-    """tba.trainer's Experience over storage's replay buffer."""
+    """tba.training_loop's Experience over storage's replay buffer."""
 
     def __init__(
         self, store: RunStore, buffer: ReplayBuffer, attempt: int, alarms: RunAlarms, *, awaits_shard: bool = False

@@ -23,7 +23,8 @@ from infra.machine import filled_folder, policy_cache
 from storage import attempts, checkpoints, ledger, policies
 from storage.store import RunStore
 from tba.batch import Batch
-from tba.trainer import Stopped, Trainer
+from tba.trainer import Trainer
+from tba.training_loop import Stopped
 from tba.weights import fingerprint, write_weights
 
 # Older ones are deleted: a checkpoint is 3 x the float32 weights, and only the newest whole one is resumed from.
@@ -37,8 +38,10 @@ log = logging.getLogger("tba.learn")
 
 
 class StoreOutbox:
-    """tba.trainer's Outbox over the store. Training does not wait: one thread writes records and policies, in order;
-    another uploads checkpoints, which are gigabytes, so no policy waits for them.
+    """tba.training_loop's Outbox over the store. Training does not wait.
+
+    One thread writes records and policies, in order. Another uploads checkpoints, which are gigabytes, so no policy
+    waits for them.
 
     At most one policy and one checkpoint are in flight. Otherwise a slow store would let memory and disk fill up.
     """

@@ -1,4 +1,4 @@
-"""Training a run: tba.trainer's loop between replay buffer and store, in the process of flows/trainer/__main__.py."""
+"""Training a run: tba.training_loop between replay buffer and store, in the process of flows/trainer/__main__.py."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from storage.buffer import ReplayBuffer
 from storage.rules import Limits
 from storage.store import RunStore
 from tba.models import model_folder
-from tba.trainer import train
+from tba.training_loop import train
 
 
 def train_run(

@@ -103,7 +103,7 @@ def publish_ours(folder: Path, shape: Shape) -> dict:
     from flows.trainer.outbox import StoreOutbox
     from storage.store import RunStore
     from tba.batch import Batch
-    from tba.trainer import train
+    from tba.training_loop import train
 
     steps = []
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.shards import trajectory_id
+from storage.store import RunStore
 
 PROJECT = Path(__file__).parents[2]
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -146,3 +147,7 @@ class Sync:
     attempt: int
     rounds: dict[str, list[int]]
     num_trajectories: int = 8
+
+
+def has_weights(store: RunStore, name: str) -> bool:
+    return store.exists(f"policies/{name}/model.safetensors")

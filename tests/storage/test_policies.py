@@ -7,48 +7,23 @@
 - a later attempt publishes beside the earlier one's files, and an attempt that was superseded cannot publish
 - pruning keeps the newest of the newest attempt, whatever their steps, and leaves no half policies
 - of a pruned policy the fingerprint stays; pruning that was killed half-way is finished by the next
-- the best policy and one that is being evaluated are never pruned; best.json names a whole policy in every order in
-  which the Trainer's and the Searcher's requests reach the store
 """
 
 import errno
 import json
 import os
-import threading
-import time
-from itertools import combinations
 
 import pytest
 
 from storage.errors import DamagedPolicy, NotFound, StoreError, Superseded
 from storage.policies import (
-    best_policy,
     fetch_policy,
-    hold_policy,
-    keep_if_best,
     latest_policy,
-    policy_ref,
     prune_policies,
-    publish_policy,
     published_policies,
-    release_policy,
 )
 from storage.store import RunStore
-
-
-@pytest.fixture
-def publish(tmp_path):
-    """publish(store, step, attempt=1, …) publishes a policy of two files."""
-
-    def publish(store: RunStore, step: int, attempt: int = 1, weights: str = "w", cache_dir=None, final=False):
-        folder = tmp_path / f"policy-{time.monotonic_ns()}"
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_text(weights * (1000 + step))
-        ref = policy_ref(step, f"{weights}{step:031d}", attempt=attempt, final=final)
-        return publish_policy(store, folder, ref, cache_dir)
-
-    return publish
+from tests.storage.helpers import has_weights
 
 
 def test_before_the_first_policy_there_is_none(store):
@@ -218,10 +193,6 @@ def test_pruning_keeps_the_newest_of_the_newest_attempt(store, publish):
     assert latest_policy(store) == resumed
 
 
-def has_weights(store: RunStore, name: str) -> bool:
-    return store.exists(f"policies/{name}/model.safetensors")
-
-
 def test_pruning_leaves_what_is_named_otherwise(store, publish):
     store.put("policies/.DS_Store", b"?")
     for step in (0, 1):
@@ -262,142 +233,3 @@ def test_pruning_sweeps_up_half_a_policy(store, publish):
         "policies/step=00000004-a0002/model.safetensors",
         "policies/step=00000004-a0002/policy.json",
     ]
-
-
-# --- the best policy
-
-
-def evaluate(store: RunStore, ref, accuracy: float) -> None:
-    """What a Searcher does around an evaluation."""
-    if hold_policy(store, ref, "s0"):
-        keep_if_best(store, ref, accuracy, num_problems=256)
-    release_policy(store, "s0")
-
-
-def whole(store: RunStore) -> list[str]:
-    return [name for name in store.folders("policies") if has_weights(store, name)]
-
-
-def test_the_best_policy_stays_and_of_equal_ones_the_newer(store, publish, tmp_path):
-    assert best_policy(store) is None
-    for step, accuracy in enumerate([0.25, 0.75, 0.5, 0.75, 0.625, 0.5]):
-        evaluate(store, publish(store, step), accuracy)
-        prune_policies(store, keep=1)
-        if step == 2:
-            assert whole(store) == ["step=00000001", "step=00000002"]
-    assert whole(store) == ["step=00000003", "step=00000005"]
-    best = best_policy(store)
-    assert (best.step, best.path, best.accuracy, best.num_problems) == (3, "policies/step=00000003", 0.75, 256)
-    assert (fetch_policy(store, best, tmp_path / "cache") / "model.safetensors").read_text() == "w" * 1003
-    latest = json.loads(store.get("policies/latest.json"))
-    assert json.loads(store.get("policies/best.json")).keys() == latest.keys() | {"accuracy", "num_problems"}
-
-
-def test_the_best_policy_stays_when_a_resume_undoes_its_step(store, publish):
-    evaluate(store, publish(store, 40), 0.75)
-    for step in (30, 31, 32):  # the second attempt resumed from a checkpoint at 30
-        evaluate(store, publish(store, step, attempt=2), 0.5)
-        prune_policies(store, keep=1)
-    assert best_policy(store).path == "policies/step=00000040"
-    assert whole(store) == ["step=00000032-a0002", "step=00000040"]
-
-
-def test_a_policy_is_held_while_it_is_evaluated_or_until_a_killed_searchers_successor_holds_another(store, publish):
-    assert hold_policy(store, publish(store, 0), "s0")
-    for step in (1, 2):
-        newest = publish(store, step)
-        prune_policies(store, keep=1)
-    assert whole(store) == ["step=00000000", "step=00000002"]
-    assert hold_policy(store, newest, "s0")  # the successor of one that was killed
-    publish(store, 3)
-    prune_policies(store, keep=1)
-    assert whole(store) == ["step=00000002", "step=00000003"]
-    release_policy(store, "s0")
-    prune_policies(store, keep=1)
-    assert whole(store) == ["step=00000003"]
-
-
-def test_a_pruned_policy_cannot_be_held(store, publish):
-    old = publish(store, 0)
-    publish(store, 1)
-    prune_policies(store, keep=1)
-    publish(store, 2)
-    prune_policies(store, keep=1)  # announces another
-    assert not hold_policy(store, old, "s0")
-
-
-class Shelf:
-    """A store in memory, whose every request waits until it is its thread's turn."""
-
-    url, run = "memory:", "run"
-    read_json = RunStore.read_json
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = files
-        self.may, self.did = {}, threading.Semaphore(0)
-        self.at_work: set[str] = set()
-
-    def start(self, name: str, work) -> None:
-        """Lets a thread of this name come to its first request."""
-
-        def run() -> None:
-            work()
-            self.at_work.remove(name)
-            self.did.release()
-
-        self.may[name] = threading.Semaphore(0)
-        self.at_work.add(name)
-        threading.Thread(target=run, name=name, daemon=True).start()
-        self.did.acquire()
-
-    def step(self, name: str) -> None:
-        """Lets the thread come to its next request, or to its end. Nothing where it has ended."""
-        if name in self.at_work:
-            self.may[name].release()
-            self.did.acquire()
-
-    def _turn(self) -> None:
-        if (name := threading.current_thread().name) in self.may:
-            self.did.release()
-            self.may[name].acquire()
-
-    def get(self, path: str) -> bytes:
-        self._turn()
-        if path not in self.files:
-            raise NotFound(path)
-        return self.files[path]
-
-    def put(self, path: str, data: bytes) -> None:
-        self._turn()
-        self.files[path] = data
-
-    def list(self, folder: str) -> list[str]:
-        self._turn()
-        return sorted(path for path in self.files if path.startswith(f"{folder}/"))
-
-    def delete(self, path: str) -> None:
-        self._turn()
-        if self.files.pop(path, None) is None:
-            raise NotFound(path)
-
-
-def test_whatever_order_pruning_and_evaluation_come_in_best_json_names_a_whole_policy(local_store, publish):
-    was_best, refs = publish(local_store, 0), [publish(local_store, step) for step in (1, 2)]
-    evaluate(local_store, was_best, 0.25)
-    prune_policies(local_store, keep=2)
-    stored = {path: local_store.get(path) for path in local_store.list("policies")}
-    evaluated, outcomes = refs[0], set()
-    PRUNING, EVALUATING = 7, 6  # requests: until a policy is marked as pruned; all
-    for turns in combinations(range(PRUNING + EVALUATING), EVALUATING):
-        shelf = Shelf(dict(stored))
-        shelf.start("trainer", lambda shelf=shelf: prune_policies(shelf, keep=1))
-        shelf.start("searcher", lambda shelf=shelf: evaluate(shelf, evaluated, 0.5))
-        for turn in range(PRUNING + EVALUATING):
-            shelf.step("searcher" if turn in turns else "trainer")
-        while shelf.at_work:
-            shelf.step(min(shelf.at_work))
-        best = best_policy(shelf)
-        assert f"{best.path}/model.safetensors" in shelf.files, turns
-        assert not published_policies(shelf)[best.path]["pruned"], turns
-        outcomes.add(best.step)
-    assert outcomes == {0, 1}  # pruning came first, and evaluation did

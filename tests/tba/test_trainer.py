@@ -1,4 +1,4 @@
-"""The Trainer and its loop.
+"""The Trainer.
 
 - The step does not depend on how the batch is split into micro-batches.
 - A group larger than a micro-batch is split; its gradient is the whole group's, to 1e-10 in float64.
@@ -9,8 +9,6 @@
 - A Trainer that loads what another saved goes on exactly as that one would have.
 - A batch with a NaN leaves the weights alone; ten running stop the training.
 - Published weights hold tied ones once, and load with from_pretrained.
-- The loop publishes every k steps, checkpoints, syncs after publishing, and marks the last policy final.
-- Told to stop, it saves and publishes the step that it is at.
 
 python -m pytest tests/tba/test_trainer.py
 """
@@ -20,46 +18,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-from tba.batch import Batch, Draw
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
-from tba.trainer import MAX_SKIPPED_IN_A_ROW, Stopped, TooEarly, Trainer, train
+from tba.trainer import MAX_SKIPPED_IN_A_ROW, Trainer
 from tba.weights import fingerprint, read_weights, write_weights
-
-
-def draw(prompt, responses, slot, reference_logprob, reward) -> Draw:
-    """`reference_logprob`: of each distinct response, all of it in its first token; sampled a little more likely."""
-    reference = [
-        [value] + [0.0] * (len(tokens) - 1) for value, tokens in zip(reference_logprob, responses, strict=True)
-    ]
-    behavior = [[value + 0.5, *others] for value, *others in reference]
-    return Draw(Group(prompt, responses), slot, reward, behavior, reference, [True] * len(responses))
-
-
-DRAWS = [
-    draw([5, 6, 7], [[1, 2, 3], [4, 9]], [0, 1, 0, 1], [-3.0, -2.0], [1.0, 0.0, 1.0, 0.0]),
-    draw([8, 2], [[3], [6, 6, 1], [2]], [0, 1, 2, 0], [-2.0, -4.0, -3.0], [0.0, 1.0, 0.0, 0.0]),
-    draw([1], [[9, 9], [7]], [0, 1, 0, 1], [-5.0, -1.0], [1.0, 0.0, 1.0, 0.0]),
-]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-def make_trainer(model_folder, **settings) -> Trainer:
-    return Trainer(model_folder, TrainSettings(**{"steps": 20, "learning_rate": 1e-2, "warmup_steps": 0} | settings))
+from tests.tba.small_trainer import DRAWS, make_draw, make_trainer
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -192,8 +158,8 @@ def test_layers_that_are_computed_again_give_the_same_step(model_folder):
 
 
 def test_a_trajectory_drawn_twice_counts_twice(model_folder):
-    once_each = draw([5, 6], [[1, 2], [3]], [0, 1, 0], [-3.0, -2.0], [1.0, 0.0, 1.0])
-    written_out = draw([5, 6], [[1, 2], [3], [1, 2]], [0, 1, 2], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
+    once_each = make_draw([5, 6], [[1, 2], [3]], [0, 1, 0], [-3.0, -2.0], [1.0, 0.0, 1.0])
+    written_out = make_draw([5, 6], [[1, 2], [3], [1, 2]], [0, 1, 2], [-3.0, -2.0, -3.0], [1.0, 0.0, 1.0])
     one, other = make_trainer(model_folder), make_trainer(model_folder)
     left, right = one.train_step([once_each]), other.train_step([written_out])
     assert left["loss"] == pytest.approx(right["loss"], rel=1e-2)
@@ -303,102 +269,3 @@ def test_one_changed_bit_changes_the_fingerprint(model_folder):
     before = fingerprint(weights.items())
     weights["model.norm.weight"].view(torch.int32)[3] ^= 1
     assert fingerprint(weights.items()) != before
-
-
-class Recorder:
-    """Experience and Outbox that write down what the loop does; the buffer is empty for the first two draws."""
-
-    def __init__(self) -> None:
-        self.calls, self.draws_refused, self.follows_a_policy = [], 2, (1, 3, 5)
-
-    def sync(self, step):
-        self.calls.append(("sync", step))
-
-    def draw(self, step):
-        if self.draws_refused:
-            self.draws_refused -= 1
-            raise TooEarly("too early")
-        return Batch(DRAWS, {"staleness_mean": 0.0}, f"rows of step {step}")
-
-    def status(self, state, step, metrics):
-        if state == "waiting":
-            assert metrics == {"message": "too early"}
-            self.calls.append(("waiting", step))
-
-    def record(self, step, batch, metrics):
-        assert batch.record == f"rows of step {step}" and metrics["wait_s"] >= 0
-        assert (metrics["publish_stall_s"] > 0) == (step in self.follows_a_policy)
-        self.calls.append(("record", step))
-
-    def has_lost_policy(self):
-        return False
-
-    def publish(self, step, weights, final):
-        self.calls.append(("final" if final else "publish", step))
-
-    def checkpoint(self, step, trainer):
-        assert trainer.step == step
-        self.calls.append(("checkpoint", step))
-
-
-def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
-    trainer, recorder = make_trainer(model_folder, steps=5, sync_interval=2, checkpoint_interval=3), Recorder()
-    train(trainer, recorder, recorder, poll_s=0)
-    assert recorder.calls == [
-        ("publish", 0), ("sync", 1),
-        ("waiting", 0), ("sync", 1), ("waiting", 0), ("sync", 1),
-        ("record", 1),
-        ("record", 2), ("publish", 2), ("sync", 3),
-        ("record", 3), ("checkpoint", 3),
-        ("record", 4), ("publish", 4), ("sync", 5),
-        ("record", 5), ("final", 5), ("sync", 6),
-    ]  # fmt: skip
-
-
-def test_a_policy_that_was_removed_while_the_loop_waits_is_published_again(model_folder):
-    """Otherwise Searchers would wait for a policy, and the Trainer for their shards."""
-
-    class Removed(Recorder):
-        def has_lost_policy(self):
-            return self.calls.count(("publish", 0)) < 2
-
-    recorder = Removed()
-    train(make_trainer(model_folder, steps=1), recorder, recorder, poll_s=0)
-    assert recorder.calls == [
-        ("publish", 0), ("sync", 1),
-        ("waiting", 0), ("publish", 0), ("sync", 1), ("waiting", 0), ("sync", 1),
-        ("record", 1), ("final", 1), ("sync", 2),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("steps", "last"), [(5, [("checkpoint", 3), ("publish", 3)]), (3, [("final", 3)])])
-def test_a_run_that_is_told_to_stop_saves_and_publishes_the_step_that_it_is_at(model_folder, steps, last):
-    class ToldInStep3(Recorder):
-        def status(self, state, step, metrics):
-            super().status(state, step, metrics)
-            if step == 3:
-                raise Stopped
-
-    trainer, recorder = make_trainer(model_folder, steps=steps, sync_interval=2), ToldInStep3()
-    train(trainer, recorder, recorder, poll_s=0)
-    after = recorder.calls.index(("record", 3)) + 1
-    assert recorder.calls[after:] == last
-
-
-def test_a_run_that_is_told_to_stop_before_it_trained_saves_nothing(model_folder):
-    class ToldAtOnce(Recorder):
-        def status(self, state, step, metrics):
-            raise Stopped
-
-    recorder = ToldAtOnce()
-    train(make_trainer(model_folder, steps=5), recorder, recorder, poll_s=0)
-    assert recorder.calls == [("publish", 0), ("sync", 1)]
-
-
-def test_a_run_with_a_checkpoint_of_its_last_step_publishes_its_policy_on_resume(model_folder):
-    """Versions that had one could be killed between the two."""
-    trainer, recorder = make_trainer(model_folder, steps=5), Recorder()
-    trainer.step = 5
-    train(trainer, recorder, recorder, poll_s=0)
-    assert recorder.calls[0] == ("final", 5)
-    assert not [call for call in recorder.calls if call[0] == "record"]

@@ -42,7 +42,7 @@ from storage.errors import StoreUnreachable
 from storage.policies import PolicyRef
 from storage.shards import commit_shard
 from storage.store import RunStore
-from tba.trainer import Stopped
+from tba.training_loop import Stopped
 from tests.flows.prepared_run import heartbeat, prepare_run
 from tests.storage.helpers import NOON, make_shard
 

@@ -37,7 +37,8 @@ from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.searcher import Identity, Models, Searcher
 from tba.tasks.base import Problem
-from tba.trainer import Trainer, train
+from tba.trainer import Trainer
+from tba.training_loop import train
 from tests.character_model import save_character_model
 from tests.storage.buffer_runs import new_store
 

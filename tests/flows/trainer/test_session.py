@@ -43,7 +43,7 @@ from storage.schema import TRAINING_STEP
 from storage.store import RunStore
 from tba.batch import Batch
 from tba.precision import to_bfloat16
-from tba.trainer import TooEarly
+from tba.training_loop import TooEarly
 from tba.weights import fingerprint, read_weights
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import make_batch, make_training_step

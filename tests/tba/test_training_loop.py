@@ -1,0 +1,112 @@
+"""The Trainer's loop.
+
+- The loop publishes every k steps, checkpoints, syncs after publishing, and marks the last policy final.
+- Told to stop, it saves and publishes the step that it is at.
+
+python -m pytest tests/tba/test_training_loop.py
+"""
+
+import pytest
+
+from tba.batch import Batch
+from tba.training_loop import Stopped, TooEarly, train
+from tests.tba.small_trainer import DRAWS, make_trainer
+
+
+class Recorder:
+    """Experience and Outbox that write down what the loop does; the buffer is empty for the first two draws."""
+
+    def __init__(self) -> None:
+        self.calls, self.draws_refused, self.follows_a_policy = [], 2, (1, 3, 5)
+
+    def sync(self, step):
+        self.calls.append(("sync", step))
+
+    def draw(self, step):
+        if self.draws_refused:
+            self.draws_refused -= 1
+            raise TooEarly("too early")
+        return Batch(DRAWS, {"staleness_mean": 0.0}, f"rows of step {step}")
+
+    def status(self, state, step, metrics):
+        if state == "waiting":
+            assert metrics == {"message": "too early"}
+            self.calls.append(("waiting", step))
+
+    def record(self, step, batch, metrics):
+        assert batch.record == f"rows of step {step}" and metrics["wait_s"] >= 0
+        assert (metrics["publish_stall_s"] > 0) == (step in self.follows_a_policy)
+        self.calls.append(("record", step))
+
+    def has_lost_policy(self):
+        return False
+
+    def publish(self, step, weights, final):
+        self.calls.append(("final" if final else "publish", step))
+
+    def checkpoint(self, step, trainer):
+        assert trainer.step == step
+        self.calls.append(("checkpoint", step))
+
+
+def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
+    trainer, recorder = make_trainer(model_folder, steps=5, sync_interval=2, checkpoint_interval=3), Recorder()
+    train(trainer, recorder, recorder, poll_s=0)
+    assert recorder.calls == [
+        ("publish", 0), ("sync", 1),
+        ("waiting", 0), ("sync", 1), ("waiting", 0), ("sync", 1),
+        ("record", 1),
+        ("record", 2), ("publish", 2), ("sync", 3),
+        ("record", 3), ("checkpoint", 3),
+        ("record", 4), ("publish", 4), ("sync", 5),
+        ("record", 5), ("final", 5), ("sync", 6),
+    ]  # fmt: skip
+
+
+def test_a_policy_that_was_removed_while_the_loop_waits_is_published_again(model_folder):
+    """Otherwise Searchers would wait for a policy, and the Trainer for their shards."""
+
+    class Removed(Recorder):
+        def has_lost_policy(self):
+            return self.calls.count(("publish", 0)) < 2
+
+    recorder = Removed()
+    train(make_trainer(model_folder, steps=1), recorder, recorder, poll_s=0)
+    assert recorder.calls == [
+        ("publish", 0), ("sync", 1),
+        ("waiting", 0), ("publish", 0), ("sync", 1), ("waiting", 0), ("sync", 1),
+        ("record", 1), ("final", 1), ("sync", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "last"), [(5, [("checkpoint", 3), ("publish", 3)]), (3, [("final", 3)])])
+def test_a_run_that_is_told_to_stop_saves_and_publishes_the_step_that_it_is_at(model_folder, steps, last):
+    class ToldInStep3(Recorder):
+        def status(self, state, step, metrics):
+            super().status(state, step, metrics)
+            if step == 3:
+                raise Stopped
+
+    trainer, recorder = make_trainer(model_folder, steps=steps, sync_interval=2), ToldInStep3()
+    train(trainer, recorder, recorder, poll_s=0)
+    after = recorder.calls.index(("record", 3)) + 1
+    assert recorder.calls[after:] == last
+
+
+def test_a_run_that_is_told_to_stop_before_it_trained_saves_nothing(model_folder):
+    class ToldAtOnce(Recorder):
+        def status(self, state, step, metrics):
+            raise Stopped
+
+    recorder = ToldAtOnce()
+    train(make_trainer(model_folder, steps=5), recorder, recorder, poll_s=0)
+    assert recorder.calls == [("publish", 0), ("sync", 1)]
+
+
+def test_a_run_with_a_checkpoint_of_its_last_step_publishes_its_policy_on_resume(model_folder):
+    """Versions that had one could be killed between the two."""
+    trainer, recorder = make_trainer(model_folder, steps=5), Recorder()
+    trainer.step = 5
+    train(trainer, recorder, recorder, poll_s=0)
+    assert recorder.calls[0] == ("final", 5)
+    assert not [call for call in recorder.calls if call[0] == "record"]
