@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from tests.faults.schedule import TARGETS, Event
 
 LONGEST_DELAY_S = 6.0
+CLOSE_POLL_S = 0.02  # the standard library's half a second passes at each end of a test
 HELD_BACK_BEHIND = 4  # later requests
 HOLD_S = 3.0  # at most, where nothing follows
 SKEW_S = 2 * 3600
@@ -75,7 +76,7 @@ class S3Proxy:
         self._forgotten: set[str] = set()  # keys whose user metadata is dropped
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(CLOSE_POLL_S,), daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()

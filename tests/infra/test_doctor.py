@@ -28,6 +28,7 @@ from infra import doctor, stack
 from storage.process_identity import Process
 
 REPOSITORY = Path(__file__).parents[2]
+CLOSE_POLL_S = 0.02  # the standard library's half a second passes at each end of a test
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def server_of_version(monkeypatch):
                 pass
 
         servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer))
-        threading.Thread(target=servers[-1].serve_forever).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(CLOSE_POLL_S,)).start()
         port = servers[-1].server_address[1]
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{port}/api")
         return port

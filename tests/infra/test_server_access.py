@@ -35,6 +35,7 @@ from storage.process_identity import Process
 from tests.browser import LAPTOP, browser
 from tests.infra.project import make_project, processes_of, string_of, tba, unused_url, wait_for
 
+CLOSE_POLL_S = 0.02  # the standard library's half a second passes at each end of a test
 # What a page may send without asking (a "simple" request), and what needs the server's consent first.
 ATTACKS = """(async () => {
   const body = JSON.stringify({state: {type: 'SCHEDULED'}, parameters: {config: {}}, name: 'attack'});
@@ -70,7 +71,7 @@ def serving(answer):
     methods = {"do_GET": answer, "do_POST": answer, "log_message": lambda *_: None}
     handler = type("Handler", (http.server.BaseHTTPRequestHandler,), methods)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(CLOSE_POLL_S,), daemon=True).start()
         yield server.server_address[1]
         server.shutdown()
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
+CLOSE_POLL_S = 0.02  # the standard library's half a second passes at each end of a test
+
 
 @dataclass
 class Request:
@@ -66,7 +68,7 @@ class WrongAnswers:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(CLOSE_POLL_S,), daemon=True).start()
 
     def forward(self, request: Request, drop_headers: str = "") -> bytes:
         """The real server's answer, as bytes; without the headers that begin with `drop_headers`."""
