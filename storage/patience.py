@@ -20,6 +20,7 @@ LIMIT = "TBA_STORE_PATIENCE_MINUTES"
 # Long enough for a gateway to restart, a network to return, or a disk to be cleared. Shorter than the silence after
 # which a Searcher assumes that the Trainer is dead (180 s), so that an outage ends no Searcher.
 DEFAULT_MINUTES = 2.0
+FIRST_PAUSE_S = 0.25  # each pause is twice the one before
 _LONGEST_PAUSE_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def patiently(
 
     renew: makes the next try read the credentials anew; called after an error that says that they have expired.
     """
-    deadline, pause_s = time.monotonic() + limit_s, 0.25
+    deadline, pause_s = time.monotonic() + limit_s, FIRST_PAUSE_S
     while True:
         try:
             return operation()

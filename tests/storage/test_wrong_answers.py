@@ -14,7 +14,7 @@
 
 import pytest
 
-from storage import checkpoints
+from storage import checkpoints, patience
 from storage.errors import AlreadyExists, StoreError, StoreUnreachable
 from storage.export import export
 from storage.patience import patience_s
@@ -48,7 +48,8 @@ NOT_A_LISTING = {
 
 @pytest.fixture
 def wrong(moto_url, moto, monkeypatch):
-    """A store behind a server that may answer wrongly."""
+    """A store behind a server that may answer wrongly. Requests are repeated as often as ever, with shorter pauses."""
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
     server = WrongAnswers(moto["AWS_ENDPOINT_URL"])
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     store = RunStore(moto_url, "run")
