@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 WORK_POOL = "tba"
 DEPLOYMENT = "tba/train"
 OPEN_TIMEOUT_S = 10
+VERSION_TIMEOUT_S = 10
 
 
 class StackError(RuntimeError):
@@ -86,14 +87,14 @@ def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[st
     return None
 
 
-def version(url: str, timeout_s: float = 10, settings: dict | None = None) -> str | None:
+def version(url: str, timeout_s: float | None = None, settings: dict | None = None) -> str | None:
     """The version of the Prefect server at this URL; None if none answers. Raises: AccessRefused.
 
-    settings: stack.credentials, if it may be a server of ours."""
+    timeout_s: None is VERSION_TIMEOUT_S; settings: stack.credentials, if it may be a server of ours."""
     import httpx
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
-    quick = {PREFECT_API_REQUEST_TIMEOUT: timeout_s, PREFECT_CLIENT_MAX_RETRIES: 0}
+    quick = {PREFECT_API_REQUEST_TIMEOUT: timeout_s or VERSION_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 0}
     try:
         with api(url, {**quick, **(settings or {})}) as client:
             answer = client.api_version()

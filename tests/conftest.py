@@ -88,6 +88,17 @@ def moto_store(moto_url, monkeypatch) -> RunStore:
     return RunStore(moto_url, "run")
 
 
+def pytest_xdist_make_scheduler(config, log):
+    """With --dist loadscope, tests of infra/ are one group, not one a module: they share a Prefect server."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/infra" if nodeid.startswith("tests/infra/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
 S3 = [pytest.param(kind, marks=pytest.mark.s3) for kind in ("moto", "radosgw")]
 
 

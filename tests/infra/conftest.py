@@ -9,7 +9,8 @@ from infra import stack
 from tests.infra.project import make_project, processes_of
 
 
-@pytest.fixture(scope="package")  # and not for the other packages' tests: it takes a tenth of a core
+# Not for the other packages' tests: it takes a tenth of a core. tests/conftest.py keeps this package in one process.
+@pytest.fixture(scope="package")
 def server(tmp_path_factory):
     """A project with a stack that was started on a taken port: (project, URL, the port that was taken)."""
     project = make_project(tmp_path_factory.mktemp("first"))

@@ -91,9 +91,9 @@ def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypa
 @pytest.mark.slow
 def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_unless_a_run_waits(project, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", unused_url())
-    monkeypatch.setattr(stack, "ANSWER_TIMEOUT_S", 2)
     monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 3)
     url = stack.up(project, keep=True)
+    monkeypatch.setattr(stack, "ANSWER_TIMEOUT_S", 2)
     before = set(processes_of(project))
     hung = stack._read_state(project).processes["server"].find()
 
@@ -103,7 +103,8 @@ def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_u
     hung.suspend()
     with stack._locked_state(project) as state:
         state.users.append(Process.of(flow.pid))
-    with pytest.raises(stack.StackError, match=rf"\(pid {flow.pid}\) waits for it"):
+    with monkeypatch.context() as patch, pytest.raises(stack.StackError, match=rf"\(pid {flow.pid}\) waits for it"):
+        patch.setattr(prefect_server, "VERSION_TIMEOUT_S", 2)
         stack.up(project, keep=False)
     assert set(processes_of(project)) == before
     with stack._locked_state(project) as state:
@@ -120,6 +121,7 @@ def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_u
     def hang_and_deploy(project: Path, state: stack.State) -> str | None:
         if hung.is_running():
             hung.suspend()
+            monkeypatch.setattr(prefect_server, "VERSION_TIMEOUT_S", 2)
         return deploy(project, state)
 
     monkeypatch.setattr(stack, "_deploy", hang_and_deploy)
