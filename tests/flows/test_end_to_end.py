@@ -42,6 +42,7 @@ SMALL = {
     "train.checkpoint_interval": 3,
     "task.num_heldout": 16,
 }
+WITHOUT_VLLM = "import sys\n\nsys.modules['vllm'] = None\n"  # every Python process of the project begins with it
 SUMMARY_KEYS = {
     "accuracy_before", "accuracy_after", "steps", "trajectories", "staleness_mean", "staleness_max",
     "trainer_wait_share", "publish_stall_share", "searcher_idle_share", "overlap_share", "wall_s", "step_s_median",
@@ -208,6 +209,8 @@ def test_every_served_policy_was_a_published_one(project):
 
 
 def test_a_run_killed_after_its_final_policy_is_evaluated_and_not_trained_again(project):
+    """By transformers' generate: vLLM, which the other runs here have, takes half a minute to start."""
+    (project / "sitecustomize.py").write_text(WITHOUT_VLLM)
     run_folder = project / ".tba" / "killed"
     (run_folder / "summary.json").unlink()
     (run_folder / "metrics" / "evaluations" / f"step={STEPS:08d}-a0002.parquet").unlink()
