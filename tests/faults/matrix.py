@@ -288,8 +288,10 @@ def run_cell(test: CrashTest, part: str, point: str) -> tuple[float, Account]:
     killed_at = time.monotonic()
 
     def works_again() -> bool:
-        test.read_acknowledgements()
-        return max(test.acknowledged) > newest and test.progress() > attempt_and_step
+        if test.progress() <= attempt_and_step:
+            return False
+        test.read_acknowledgements()  # all of the logs, so not each time
+        return max(test.acknowledged) > newest
 
     test.await_(works_again, f"{part} killed ({point}): the run to search and train again")
     return time.monotonic() - killed_at, account(test.store, test.acknowledged)
