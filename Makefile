@@ -38,7 +38,7 @@ test-apart: $(STAMP)  ## Tests of minutes each: printed commands, Prefect's page
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart
 
 test-crash: $(STAMP)  ## Searcher, Trainer and S3 of a run are killed, each once: the part of crash-matrix that CI runs
-	$(BIN)/python -m pytest -m apart tests/faults -k killed
+	$(BIN)/python -m pytest -m apart tests/faults/test_crash.py -k killed
 
 lint: $(STAMP)  ## Style and the usual mistakes
 	$(BIN)/ruff check .
