@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import yaml
 
 from infra import prefect_server, server_access, stack
 from infra.processes import find_processes
@@ -54,7 +55,9 @@ main()
 
 def make_project(folder: Path) -> Path:
     (folder / "flows").mkdir(parents=True)
-    shutil.copy(REPOSITORY / "prefect.yaml", folder)
+    settings = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
+    settings["deployments"] = [each for each in settings["deployments"] if "parameters" not in each]  # no presets
+    (folder / "prefect.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     shutil.copy(REPOSITORY / "prefect.toml", folder, follow_symlinks=False)
     entrypoints = set(re.findall(r"entrypoint: (\S+):(\w+)", (folder / "prefect.yaml").read_text()))
     for file, function in entrypoints:
