@@ -28,7 +28,7 @@ class WordFile:
     TYPES = (pa.int32(), pa.int32(), pa.float32(), pa.float32())
 
     def __init__(self):
-        self._file = with_room(lambda: tempfile.TemporaryFile(prefix="tba-words-", buffering=0), _NAME)
+        self._file = with_room(lambda: tempfile.TemporaryFile(prefix="tba-words-", buffering=0), _NAME)  # noqa: SIM115, closed with the object
         self._starts = array("q", [0])  # of each record in words, and of the next one
 
     def append(self, table: pa.Table) -> dict[str, np.ndarray]:
