@@ -10,6 +10,7 @@ python -m pytest tests/flows/compare/test_study.py
 """
 
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +62,12 @@ def test_an_unknown_study_and_a_file_of_ones_own(tmp_path):
     file.write_text("title = 3")
     with pytest.raises(ValueError, match=r"(?s)mine.toml:\ntitle: got 3; .*published: .*required"):
         read_study(str(file))
+
+
+def test_the_study_that_the_docs_show_is_read(tmp_path):
+    text = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
+    (tmp_path / "two_betas.toml").write_text(text.partition("```toml\n")[2].partition("```")[0])
+    assert list(read_study(str(tmp_path / "two_betas.toml")).arms) == ["low", "high"]
 
 
 def test_an_arms_settings_lie_over_the_common_ones():
