@@ -1,5 +1,6 @@
 """Fixtures that several folders of tests share: a run in a local store, and the same on an S3 server."""
 
+import functools
 import logging
 import shutil
 import uuid
@@ -44,14 +45,26 @@ def moto() -> Iterator[dict[str, str]]:
     server.stop()
 
 
-def new_bucket(environment: dict[str, str], monkeypatch) -> str:
-    """Root URL of a store in a new bucket, with the environment variables set that reach it."""
+@functools.cache
+def s3_client(**settings: str):
+    """One for each server: making a client takes a tenth of a second."""
     import boto3
 
+    return boto3.Session().client("s3", **settings)
+
+
+def new_bucket(environment: dict[str, str], monkeypatch) -> str:
+    """Root URL of a store in a new bucket, with the environment variables set that reach it."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     bucket = f"test-{uuid.uuid4().hex}"
-    boto3.Session().client("s3").create_bucket(Bucket=bucket)  # its default session would keep the first server's keys
+    client = s3_client(
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+        region_name=environment["AWS_DEFAULT_REGION"],
+    )
+    client.create_bucket(Bucket=bucket)
     return f"s3://{bucket}/stores"
 
 
