@@ -82,6 +82,8 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
         }
         if name == "trajectories":
             values |= {"table": "files", "columns": f"{values['columns']}, filename", "condition": _named(run, store)}
+        elif torn := [path for path in store.list(folder) if path.endswith(".parquet") and not _has_footer(run / path)]:
+            values["condition"] = _is_none_of(run, torn)
         connection.execute(sql("view_of_files").format(**values))
     columns = ", ".join(STORED["trajectories"][1].names)
     values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns}
@@ -93,9 +95,14 @@ def _named(run: Path, store: RunStore) -> str:
     """The condition for files of trajectories: named as such, and none that cannot be read now."""
     refused = [shard_path(name, number) for name, rounds in refused_rounds(store).items() for number in rounds]
     torn = [file.path for file in committed_files(store) if not _has_footer(run / file.path)]
-    excluded = ", ".join(f"'{_quoted(run / path)}'" for path in ["", *refused, *torn])
     names = r"/(searcher=[a-z][a-z0-9-]*/round=\d+|compacted/[a-z][a-z0-9-]*-\d+-\d+)\.parquet$"
-    return f"regexp_matches(filename, '{names}') AND filename NOT IN ({excluded})"
+    return f"regexp_matches(filename, '{names}') AND {_is_none_of(run, ['', *refused, *torn])}"
+
+
+def _is_none_of(run: Path, paths: list[str]) -> str:
+    """The condition for files with other paths in the run."""
+    excluded = ", ".join(f"'{_quoted(run / path)}'" for path in paths)
+    return f"filename NOT IN ({excluded})"
 
 
 def _has_footer(file: Path) -> bool:

@@ -208,7 +208,7 @@ def summary_table(summary: Mapping) -> Table:
 
 def print_table(rows: "pyarrow.Table", form: str) -> None:
     """form: `table` for people, `json` (one array of objects) or `csv` (with a header) for programs, on stdout."""
-    rows = rows.rename_columns(_distinct(rows.column_names))
+    rows = _with_python_times(rows.rename_columns(_distinct(rows.column_names)))
     if form == "json":
         print(json_text(rows.to_pylist(maps_as_pydicts="strict")))
     elif form == "csv":
@@ -217,6 +217,17 @@ def print_table(rows: "pyarrow.Table", form: str) -> None:
         writer.writerows(row.values() for row in rows.to_pylist(maps_as_pydicts="strict"))
     else:
         _print_for_people(rows)
+
+
+def _with_python_times(rows: "pyarrow.Table") -> "pyarrow.Table":
+    """Times that Python cannot hold, such as those of year 290000, make their column text."""
+    for place, field in enumerate(rows.schema):
+        if types.is_temporal(field.type):
+            try:
+                rows.column(place).to_pylist()
+            except (OverflowError, ValueError):
+                rows = rows.set_column(place, field.name, rows.column(place).cast("string"))
+    return rows
 
 
 def _write_csv(row: str) -> None:

@@ -4,6 +4,7 @@ Claims
 - `tba sql` (table; CSV to a terminal), `tba show`, `runs`, `watch`, `verify` and errors print control characters,
   escape sequences and marks that reorder text as Python writes them; rich's markup in them is text
 - CSV and JSON that no terminal gets are exact
+- a time that Python cannot hold is text in `tba sql`, in a list an error without a traceback
 - commands print by `say`, `styled` and `console` alone
 - an artifact's description on Prefect's page shows a heartbeat's text as it is
 
@@ -178,3 +179,12 @@ def test_a_heartbeats_text_is_no_markdown():
     assert _plain("<img src=x> [a](http://b) *c* `d`") == r"\<img src=x\> \[a\](http://b) \*c\* \`d\`"
     assert _plain("entropy is near zero. Raise search.temperature") == "entropy is near zero. Raise search.temperature"
     assert "\x1b" not in _plain(HOSTILE)
+
+
+def test_times_beyond_pythons_are_printed(root):
+    for form in ("table", "json", "csv"):
+        query = "SELECT TIMESTAMP '290000-01-01' AS t, 42 AS n"
+        done = CliRunner().invoke(app, ["sql", "arithmetic", query, "--format", form])
+        assert done.exit_code == 0 and "42" in done.output, done.output
+    done = CliRunner().invoke(app, ["sql", "arithmetic", "SELECT [TIMESTAMP '290000-01-01'] AS t"])
+    assert done.exit_code == 2 and "out of range" in done.output
