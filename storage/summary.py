@@ -5,7 +5,7 @@ import math
 from datetime import UTC, datetime, timedelta
 from statistics import median
 
-from pydantic import BaseModel
+from pydantic import BaseModel, FiniteFloat
 
 from storage import attempts, intake, policies, queries
 from storage.store import RunStore
@@ -21,6 +21,8 @@ class _Summary(BaseModel, extra="allow"):
 
     steps: int | None = None
     trajectories: int | None = None
+    refused_shards: dict[str, str] = {}
+    wall_s: FiniteFloat | None = None
 
 
 def read_summary(store: RunStore) -> dict | None:

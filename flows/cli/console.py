@@ -192,15 +192,23 @@ def _fields(heartbeat: Mapping) -> dict[str, str]:
         fields["step"] = f"{heartbeat['step']}/{heartbeat['steps']}"
     for key, (heading, form) in COLUMNS.items():
         if heartbeat.get(key) is not None:
-            fields[heading] = form.format(heartbeat[key])
+            fields[heading] = _formatted(form, heartbeat[key])
     return fields
 
 
+def _formatted(form: str, value: object) -> str:
+    """A store may hold text in place of a number."""
+    try:
+        return form.format(value)
+    except (TypeError, ValueError, OverflowError):
+        return f"{value!s:.100}"
+
+
 def summary_table(summary: Mapping) -> Table:
-    table = Table(title=f"Run {summary['run']}", show_header=False, title_justify="left", title_style="bold")
+    table = Table(title=f"Run {summary.get('run')}", show_header=False, title_justify="left", title_style="bold")
     for key, (label, form) in SUMMARY.items():
         if summary.get(key) is not None:
-            table.add_row(label, form.format(summary[key]))
+            table.add_row(label, _formatted(form, summary[key]))
     for shard, reasons in summary.get("refused_shards", {}).items():
         table.add_row("Refused shard", Text(printable(f"{shard}: {reasons}")))
     return table
