@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.queries import STORED, VIEWS, attempts_table, dataset, torn_files
-from storage.shards import committed_files, refused_rounds, shard_path
+from storage.shards import committed_files, files_named, marked_through, refused_rounds, shard_path, stray_files
 from storage.sql import sql
 from storage.store import RunStore
 
@@ -96,7 +96,9 @@ def _named(run: Path, store: RunStore) -> str:
     refused = [shard_path(name, number) for name, rounds in refused_rounds(store).items() for number in rounds]
     torn = [file.path for file in committed_files(store) if not _has_footer(run / file.path)]
     names = r"/(searcher=[a-z][a-z0-9-]*/round=\d+|compacted/[a-z][a-z0-9-]*-\d+-\d+)\.parquet$"
-    return f"regexp_matches(filename, '{names}') AND {_is_none_of(run, ['', *refused, *torn])}"
+    marked = marked_through(store.list("expired"))
+    stray = [file.path for file in stray_files(files_named(store.list("trajectories")), marked)]
+    return f"regexp_matches(filename, '{names}') AND {_is_none_of(run, ['', *refused, *torn, *stray])}"
 
 
 def _is_none_of(run: Path, paths: list[str]) -> str:
