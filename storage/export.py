@@ -82,8 +82,9 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
         }
         if name == "trajectories":
             values |= {"table": "files", "columns": f"{values['columns']}, filename", "condition": _named(run, store)}
-        elif torn := [path for path in store.list(folder) if path.endswith(".parquet") and not _has_footer(run / path)]:
-            values["condition"] = _is_none_of(run, torn)
+        else:
+            torn = [path for path in store.list(folder) if path.endswith(".parquet") and not _has_footer(run / path)]
+            values["condition"] = _is_none_of(run, ["", *torn, *_links(run, folder)])
         connection.execute(sql("view_of_files").format(**values))
     columns = ", ".join(STORED["trajectories"][1].names)
     values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns}
@@ -98,7 +99,13 @@ def _named(run: Path, store: RunStore) -> str:
     names = r"/(searcher=[a-z][a-z0-9-]*/round=\d+|compacted/[a-z][a-z0-9-]*-\d+-\d+)\.parquet$"
     marked = marked_through(store.list("expired"))
     stray = [file.path for file in stray_files(files_named(store.list("trajectories")), marked)]
-    return f"regexp_matches(filename, '{names}') AND {_is_none_of(run, ['', *refused, *torn, *stray])}"
+    excluded = ["", *refused, *torn, *stray, *_links(run, "trajectories")]
+    return f"regexp_matches(filename, '{names}') AND {_is_none_of(run, excluded)}"
+
+
+def _links(run: Path, folder: str) -> list[str]:
+    """Symbolic links to files, which no listing of the store has; DuckDB's patterns follow them."""
+    return [path.relative_to(run).as_posix() for path in (run / folder).rglob("*.parquet") if path.is_symlink()]
 
 
 def _is_none_of(run: Path, paths: list[str]) -> str:
