@@ -20,7 +20,7 @@ test test-unit test-apart test-crash soak fuzz: export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer bench-accuracy \
-	bench-stability smoke compare-staleness compare-sync crash-matrix soak fuzz clean
+	bench-stability smoke compare-staleness studies compare-sync crash-matrix soak fuzz clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,9 @@ smoke: $(STAMP)  ## Every task through tba/train, a few steps each, with its own
 
 compare-staleness: $(STAMP)  ## Accuracy by the age of the samples: Trajectory Balance, tapered and plain, Dr. GRPO, proximal RLOO
 	$(BIN)/tba compare staleness
+
+studies: $(STAMP)  ## Every study of flows/compare/studies, one after the other; some 80 minutes, and interrupted it continues
+	for study in flows/compare/studies/*.toml; do $(BIN)/tba compare $$(basename $$study .toml) || exit 1; done
 
 compare-sync: $(STAMP)  ## Asynchronous beside synchronous training, on the same hardware
 	$(BIN)/tba compare sync

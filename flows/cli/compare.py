@@ -1,4 +1,4 @@
-"""tba compare: objectives beside each other, with all else equal."""
+"""tba compare: configurations beside each other, with all else equal."""
 
 import json
 from pathlib import Path
@@ -13,36 +13,42 @@ app = typer.Typer()
 
 @app.command()
 def compare(
-    theme: Annotated[str, typer.Argument(help="Comparison: staleness or sync.")] = "staleness",
+    study: Annotated[
+        str, typer.Argument(help="A study of flows/compare/studies, a .toml file of your own, or sync.")
+    ] = "staleness",
     out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
     store: Annotated[
         str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.", callback=not_empty)
     ] = None,
     model: Annotated[str, typer.Option(help="Model of sync, as for tba train.")] = "smollm2-135m-instruct",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds; default: 10, for sync 3.")] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 320, for sync 50.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds; default: the study's; for sync 3.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps; default: the study's; for sync 50.")] = None,
 ) -> None:
-    """Run named configurations by seeds; write one table and one plot with confidence intervals.
+    """Run named configurations by seeds; write tables and a plot with confidence intervals.
 
-    staleness: Trajectory Balance with and without the taper, Dr. GRPO and proximal RLOO at an enforced policy lag of 1
-    to 128, with a small policy made for it. If interrupted, the same command continues. The last line is a JSON object.
+    A study trains a small policy, made for it, at enforced policy lags; a run takes seconds. If interrupted, the same
+    command continues. The last line is a JSON object. Studies: beta, capacity, prompts, recency, recency_dense,
+    responses, samples, searchers, staleness.
     sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
 
     Example: tba compare staleness --seeds 3
     """
-    from flows.compare import staleness, turns
+    from flows.compare import study_page, turns
+    from flows.compare.study import read_study
     from storage.errors import StoreError
 
-    if theme not in ("staleness", "sync"):
-        fail(f"compare: got {theme!r}; known are staleness and sync", status=2)
+    try:
+        read = read_study(study, seeds, steps) if study != "sync" else None
+    except ValueError as error:
+        fail(f"compare: {error}", status=2)
     root, numbers = store_url(store or ".tba/compare"), None
     try:
-        if theme == "sync":
-            table = turns.turns(root, out, model, seeds or 3, steps or 50, say)
+        if read is None:
+            page = turns.turns(root, out, model, seeds or 3, steps or 50, say)
         else:
-            table, numbers = staleness.staleness(root, out, seeds or 10, steps or 320, say)
+            page, numbers = study_page.run_study(Path(study).stem, read, root, out, say)
     except (StoreError, ValueError) as error:
         fail(str(error))
-    say(f"Written: {table}")
+    say(f"Written: {page}")
     if numbers:
         typer.echo(json.dumps(numbers))
