@@ -32,7 +32,7 @@ def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:
     except ValueError:  # its message may repeat the URL
         raise ValueError(f"{setting}: the URL cannot be read; {_RULE}") from None
     path = parts.path.rstrip("/")
-    if parts.scheme == "file" and not parts.netloc and path:
+    if parts.scheme == "file" and not parts.netloc and path.startswith("/"):
         return "file", unquote(path)
     if parts.scheme != "s3" or not parts.netloc:
         raise ValueError(f"{setting}: got {_shown(url)!r}; {_RULE}")
@@ -41,8 +41,9 @@ def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:
 
 def _bucket_and_prefix(bucket: str, prefix: str, setting: str) -> str:
     if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(prefix.split("/")[1:]) or "\\" in prefix:
+        shown = _shown(f"s3://{bucket}{prefix}")
         raise ValueError(
-            f"{setting}: got {_shown(f's3://{bucket}{prefix}')!r}; {_RULE}: a bucket's name has letters, digits, '.', '-' "
+            f"{setting}: got {shown!r}; {_RULE}: a bucket's name has letters, digits, '.', '-' "
             "and '_' only, and a prefix has no empty part, '.', '..' or backslash, because other programs would "
             "look for the objects elsewhere"
         )
