@@ -1,6 +1,6 @@
 -- The drawn slots of every batch, of steps that a resumed Trainer undid too.
 CREATE VIEW all_batches AS
-SELECT * FROM stored_batches;
+SELECT * FROM stored_batches WHERE step IS NOT NULL; -- not of a file of another program
 
 COMMENT ON VIEW all_batches IS 'One row a drawn slot of every batch ever drawn, undone steps included.';
 COMMENT ON COLUMN all_batches.attempt IS 'Which life of the Trainer drew it.';

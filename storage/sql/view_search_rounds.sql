@@ -1,6 +1,8 @@
--- One row a committed search round.
+-- One row a committed search round. A row of a file of another program has no times.
 CREATE VIEW search_rounds AS
-SELECT * FROM stored_search_rounds;
+SELECT *
+FROM stored_search_rounds
+WHERE searcher IS NOT NULL AND started_at IS NOT NULL AND ended_at IS NOT NULL;
 
 COMMENT ON VIEW search_rounds IS 'One row a committed search round.';
 COMMENT ON COLUMN search_rounds.searcher IS 'Who searched.';
