@@ -1,4 +1,4 @@
-"""tba compare: objectives beside each other, with all else equal."""
+"""tba compare: named configurations, by seeds."""
 
 import json
 from pathlib import Path
@@ -16,17 +16,20 @@ def compare(
     theme: Annotated[str, typer.Argument(help="Comparison: staleness or sync.")] = "staleness",
     out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
     store: Annotated[
-        str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.", callback=not_empty)
+        str | None,
+        typer.Option(help="Store of the runs, as URL or folder; default: .tba/compare here.", callback=not_empty),
     ] = None,
-    model: Annotated[str, typer.Option(help="Model of sync, as for tba train.")] = "smollm2-135m-instruct",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds; default: 10, for sync 3.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Model of the comparison sync, as for tba train.")
+    ] = "smollm2-135m-instruct",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default: 10, for sync 3.")] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 320, for sync 50.")] = None,
 ) -> None:
-    """Run named configurations by seeds; write one table and one plot with confidence intervals.
+    """Train named configurations with several seeds; write a table and a plot with confidence intervals.
 
-    staleness: Trajectory Balance with and without the taper, Dr. GRPO and proximal RLOO at an enforced policy lag of 1
-    to 128, with a small policy made for it. If interrupted, the same command continues. The last line is a JSON object.
-    sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
+    staleness: Trajectory Balance with and without the taper, Dr. GRPO and proximal RLOO, on samples 1 to 128 policy
+    steps old, with a small policy made for it. The last line is a JSON object. sync: asynchronous and synchronous
+    training by tba train, and the time of each to equal accuracy. If interrupted, the same command continues.
 
     Example: tba compare staleness --seeds 3
     """

@@ -1,8 +1,8 @@
-"""tba compare staleness: objectives at enforced lags, by seeds, on tba.testbed.
+"""The runs of tba compare staleness: objectives at enforced lags, by seeds, on tba.testbed.
 
-Runs are parallel, one on each core. Each outcome is stored when its run ends, so an interrupted command continues. Each
-arm trains with its best step size, found first with a seed that is used nowhere else. The grid of step sizes grows
-until the best one is not at an edge.
+One run at a time on each core. Each outcome is stored when its run ends, so an interrupted command continues. Each arm
+trains with its best step size, which is found first with a seed that no other run has. The grid of step sizes grows
+until the best one is not at its edge.
 """
 
 import json
@@ -19,7 +19,7 @@ from storage.store import RunStore
 
 RATE_FACTOR = 10**0.5  # from one step size of the grid to the next
 FIRST_RATES = (1e-3, 10**-2.5, 1e-2)
-SMALLEST_RATE, LARGEST_RATE = 1e-5, 1.0  # an objective whose best step size is outside these does not learn
+SMALLEST_RATE, LARGEST_RATE = 1e-5, 1.0  # limits of the grid; an objective with a best step size outside does not learn
 TUNING_SEED = 1000
 
 
@@ -27,7 +27,7 @@ TUNING_SEED = 1000
 class Arm:
     """One configuration of a comparison."""
 
-    objective: str  # as it is called in the table
+    objective: str  # its name in the table
     lag: int
     settings: dict  # of TrainSettings
 
@@ -79,7 +79,7 @@ class Bench:
         return [outcomes[place] for place in range(len(jobs))]
 
     def tune(self, arms: list[Arm]) -> list[Arm]:
-        """Each arm with its best step size, by one run each; the best is inside the tried grid."""
+        """Each arm with its best step size, by one run for each arm and step size."""
         found: dict[str, dict[float, float]] = {arm.name: {} for arm in arms}  # by arm: step size, accuracy
         while wanted := [(arm, rate) for arm in arms for rate in rates_to_try(found[arm.name])]:
             trials = [replace(arm, settings=arm.settings | {"learning_rate": rate}) for arm, rate in wanted]
@@ -106,7 +106,7 @@ def rates_to_try(found: dict[float, float]) -> list[float]:
 def run_arm(arm: Arm, seed: int, store: str, first_policy: Path) -> Outcome:
     """Runs one arm in this process, on one thread, unless the store has its outcome.
 
-    Raises: RunConfigMismatch: the store has a run of this name with other settings, which are named.
+    Raises: RunConfigMismatch: the store has a run of this name with other settings; the message names them.
     """
     rate = arm.settings["learning_rate"]
     run_store = RunStore(store, f"{arm.name}-rate{rate:.2e}-seed{seed}")

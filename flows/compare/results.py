@@ -1,4 +1,4 @@
-"""Results of a comparison: means over seeds with their intervals, where they came about, the numbers as a file."""
+"""Results of a comparison: means over seeds with intervals, hardware and code version, the numbers as a file."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Interval:
 
 
 def confidence_interval(values: list[float]) -> Interval:
-    """Of values by seed."""
+    """Mean and interval of values, one for each seed."""
     return Interval(statistics.fmean(values), half_width(values) if len(values) > 1 else None, len(values))
 
 
@@ -70,6 +70,6 @@ def hardware() -> dict:
 
 
 def write_numbers(file: Path, about: dict, runs: list[dict]) -> None:
-    """One JSON object, a line a run."""
+    """Writes one JSON object, with one line for each run."""
     lines = ",\n".join(json.dumps(run, default=str) for run in runs)
     file.write_text(f'{{"about": {json.dumps(about)},\n"runs": [\n{lines}\n]}}\n')

@@ -1,4 +1,4 @@
-"""tba compare staleness: objectives at each lag, as a table, a plot and the numbers, in one folder."""
+"""tba compare staleness: objectives at each lag; writes a table, a plot and the numbers into one folder."""
 
 import statistics
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from flows.compare.results import (
 )
 
 LAGS = (1, 4, 16, 64, 128)
-ADAM_BETA1 = 0.9  # torch's, and the baselines' authors'; ours is lower
-# Published: TBA 0.004 to 0.014, Dr. GRPO 0. RLOO gets TBA's, because both have the KL in the reward.
+ADAM_BETA1 = 0.9  # torch's default, which the baselines' authors use; the default of a run is lower
+# Published values of beta: TBA 0.004 to 0.014, Dr. GRPO 0. RLOO has TBA's here, because both have the KL in the reward.
 OBJECTIVES = {
     "tb": {"objective": "tb", "beta": 0.05},
     "tb_plain": {"objective": "tb", "beta": 0.05, "residual_weight": "plain"},
@@ -28,7 +28,7 @@ OBJECTIVES = {
 
 
 def staleness(store: str, out: Path, seeds: int, steps: int, say: Callable[[str], None]) -> tuple[Path, dict]:
-    """Each objective at each lag, with its best step size there. Returns the table's file and its numbers.
+    """Trains each objective at each lag, with the best step size for it. Returns the table's file and its numbers.
 
     If interrupted, the next call continues: finished runs are in the store.
     """
@@ -58,7 +58,7 @@ def staleness(store: str, out: Path, seeds: int, steps: int, say: Callable[[str]
 def write_staleness(out: Path, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
     """`staleness_cpu_<date>`: .md with the table, .png with the plot, .json with every run. Returns table and numbers.
 
-    about: what the table begins with; its "date" is part of the name.
+    about: the facts above the table, by name; "date" is part of the files' names.
     """
     out.mkdir(parents=True, exist_ok=True)
     name = f"staleness_cpu_{about['date']}"
@@ -83,13 +83,15 @@ def write_staleness(out: Path, outcomes: list[Outcome], about: dict) -> tuple[Pa
         "",
         "Greedy accuracy on held-out sums, mean over seeds with its 95 % confidence interval (Student's t):",
         "",
-        *table_lines(["Lag", *OBJECTIVES], [*rows_by_lag, [f"lost from {first} to {last}, by seed", *lost.values()]]),
+        *table_lines(
+            ["Lag", *OBJECTIVES], [*rows_by_lag, [f"loss from lag {first} to {last}, paired by seed", *lost.values()]]
+        ),
         "",
-        "Accuracy of tb less that of the others, by seed:",
+        "Accuracy of tb minus that of each other objective, paired by seed:",
         "",
         *table_lines(["Lag", *others], [[lag, *of_lag] for lag, of_lag in ahead.items()]),
         "",
-        "Step size of each: the best of a grid by factors of 3.16, at no edge of it, by one run each of another seed:",
+        "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:",
         "",
         *table_lines(["Lag", *OBJECTIVES], rates_by_lag),
         "",
@@ -114,7 +116,7 @@ def plot_staleness(accuracies: dict[str, Interval], file: Path) -> None:
     for offset, objective in enumerate(OBJECTIVES):
         points = [accuracies[f"{objective}-lag{lag}"] for lag in LAGS]
         half_widths = [point.half_width or 0.0 for point in points]
-        places = [lag * 1.04**offset for lag in LAGS]  # side by side, not on top of each other
+        places = [lag * 1.04**offset for lag in LAGS]  # side by side, so that markers do not overlap
         axes.errorbar(places, [p.mean for p in points], yerr=half_widths, marker="o", capsize=3, label=objective)
     axes.set_xscale("log", base=2)
     axes.set_xticks(LAGS, [str(lag) for lag in LAGS])

@@ -80,7 +80,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
     there = [moment for moment in moments if moment]
     wall = (max(there) - min(there)).total_seconds() if there else None
     sampled = totals["num_sampled_tokens"] or 0
-    lives = totals["num_attempts"] or 0
+    attempts = f"{totals['num_attempts'] or 0} {'attempt' if totals['num_attempts'] == 1 else 'attempts'}"
     tiles = [
         {
             "label": "held-out accuracy",
@@ -96,7 +96,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
         {
             "label": "policy steps",
             "value": f"{totals['num_steps'] or 0:,}",
-            "remark": f"{totals['num_skipped']:,} skipped, {lives} {'attempt' if lives == 1 else 'attempts'} of the Trainer",
+            "remark": f"{totals['num_skipped']:,} skipped, {attempts} of the Trainer",
         },
         {
             "label": "trajectories",

@@ -42,6 +42,7 @@ from flows.report.text import duration
 from flows.run import flow_runs
 from infra import prefect_server, stack
 from storage import attempts, policies
+from storage.status import stage_of
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -80,10 +81,16 @@ def tba(*arguments: str):
         (["--set", "train.beta=much"], "train.beta: got 'much'; Input should be a valid number"),
         (["--set", "sampling.recent_probability=1.5"], "sampling.recent_probability: got '1.5'"),
         (["--set", "sampling.responses_per_prompt=30"], "sampling.responses_per_prompt (K) is 30"),
-        (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: objective, residual_weight"),
-        (["--set", "betta=1"], "betta: there is no such setting; known here: run, store"),
-        (["--set", "train.beta"], "--set train.beta: got no '='"),
-        (["--set", "search.exploration_top_p=[0.8"], "--set search.exploration_top_p=[0.8: a list is JSON, such as"),
+        (
+            ["--set", "train.betta=1"],
+            "train.betta: there is no such setting; settings of this group: objective, residual_weight",
+        ),
+        (["--set", "betta=1"], "betta: there is no such setting; settings of this group: run, store"),
+        (["--set", "train.beta"], "--set train.beta: has no '='"),
+        (
+            ["--set", "search.exploration_top_p=[0.8"],
+            "--set search.exploration_top_p=[0.8: is not JSON; write a list as",
+        ),
         (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is one setting"),
     ],
 )
@@ -358,7 +365,8 @@ def test_progress_without_a_terminal_is_plain_lines():
     first, second = out.getvalue().splitlines()
     assert first == "starting  elapsed 0s"
     assert second == (
-        "training  step 12/100  reward 0.61  buffer 1,280  prompts 40  staleness 2.1  elapsed 0s  left 6m 10s"
+        "training  step 12/100  batch reward 0.61  trajectories 1,280  prompts 40  staleness 2.1  "
+        "elapsed 0s  left 6m 10s"
     )
 
 
@@ -391,3 +399,11 @@ def test_progress_in_a_terminal_shows_alarms_below_the_table():
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (90, "1m 30s"), (7260, "2h 01m")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_starting_trainer_says_what_the_run_waits_for():
+    assert stage_of({"state": "starting", "step": 0}) == (
+        "starting: the Trainer imports torch and loads the model (10 to 30 s)"
+    )
+    assert stage_of({"state": "waiting", "step": 0, "message": "too early"}) == "too early"
+    assert stage_of({"state": "training", "step": 1}) == "training"

@@ -170,7 +170,7 @@ def test_watch_fits_every_width_in_place_to_the_end(store, heart, terminal):
     terminal.wait_for("the store does not answer")
     folder.unlink()
     os.rename(folder.with_name("moved"), folder)
-    terminal.wait_for("no sign of life from the Trainer for")
+    terminal.wait_for("no heartbeat from the Trainer for")
 
     store.put("summary.json", b'{"run": "arithmetic", "steps": 80, "accuracy_after": 0.785}')
     assert terminal.status_at_its_end() == 0

@@ -100,7 +100,7 @@ def test_what_is_written_says_what_came_out(tmp_path):
     assert table.name == "staleness_cpu_2026-01-02.md"
     assert "| Lag | tb | tb_plain | dr_grpo | prox_rloo |" in text
     assert "| 128 | 0.650 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 |" in text
-    assert "| lost from 1 to 128, by seed | 0.200 ± 1.271 | 0.000 ± 0.000 |" in text
+    assert "| loss from lag 1 to 128, paired by seed | 0.200 ± 1.271 | 0.000 ± 0.000 |" in text
     assert "| 128 | -0.200 ± 1.271 | -0.200 ± 1.271 | -0.200 ± 1.271 |" in text  # tb less the others
     assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(table.with_suffix(".json").read_text())["runs"]) == 40

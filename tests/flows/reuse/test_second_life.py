@@ -336,7 +336,7 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
         run_config(tmp_path, model, "twice", warm_start=[url(old)] * 2)
     with pytest.raises(ValidationError, match="warm_start: got 'old'"):
         run_config(tmp_path, model, "name", warm_start=["old"])
-    with pytest.raises(ValidationError, match="there is no warm_start"):
+    with pytest.raises(ValidationError, match="warm_start is empty"):
         run_config(tmp_path, model, "cold", reward_version="v2")
     rescore(old, f"{module}:brief", "v2", silent)
     commit(old, model, 2, TASK.train[:1])

@@ -105,7 +105,9 @@ def test_a_resumed_run_waits_for_its_searchers(store, alarms):
     commit(store, "s0", 0, distinct("ab", 4))
     for _ in range(2):
         experience.sync(5)
-        with pytest.raises(TooEarly, match=r"^resumed: the Searchers' first new shard is awaited$"):
+        with pytest.raises(
+            TooEarly, match=r"^resumed: waiting for the first new shard; the Searchers load their engines"
+        ):
             experience.draw(5)
     commit(store, "s0", 1, distinct("ab", 4))
     experience.sync(5)
