@@ -162,7 +162,7 @@ def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model):
     assert rows_of(store, "SELECT DISTINCT reward FROM rewards") == [(0.0,)]  # no sum of two-digit numbers is 0 to 3
     foreign = make_shard("s1", 0, 1, prompt="who are you?", prompt_id="foreign")
     shards.commit_shard(store, foreign)
-    with pytest.raises(ValueError, match="task arithmetic does not ask 'foreign'"):
+    with pytest.raises(ValueError, match="task arithmetic has no prompt 'foreign'"):
         rescore(store, "task", None, silent)
 
 
@@ -347,6 +347,6 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
 
 def test_too_few_trajectories_without_searchers_are_refused(tmp_path, model):
     old = new_run(tmp_path, model, "old", num_shards=1, prompts=1)
-    with pytest.raises(ValueError, match=r"4 trajectories in all, but sampling\.min_size is 8"):
+    with pytest.raises(ValueError, match=r"the sources have 4 trajectories, but sampling\.min_size is 8"):
         begin(run_config(tmp_path, model, "few", warm_start=[url(old)]))
     begin(run_config(tmp_path, model, "enough", warm_start=[url(old)], searchers=1))
