@@ -50,8 +50,8 @@ def mark_crashed(client, config: RunConfig) -> int:
 
     Call it only if no flow trains the run (live_run). A killed stack or flow leaves such flow runs behind, and a
     Searcher that outlived its flow would run beside the next flow's Searcher of the same name. Flow runs that wait for
-    a worker are marked, too. On another machine the worker there stops the processes.""" from prefect.states import
-    Crashed
+    a worker are marked, too. On another machine the worker there stops the processes."""
+    from prefect.states import Crashed
 
     dead = unfinished(client, config, ["tba"])
     dead += [r for r in unfinished(client, config, ["search"]) if r.parent_task_run_id or not is_alive(client, r)]
