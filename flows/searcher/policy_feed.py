@@ -111,7 +111,7 @@ class PolicyFeed:
         except Exception as error:  # a damaged file may raise any
             if not policies.drop_cached_policy(policy, policy_cache(self._store.run)):
                 raise
-            self._warn(f"the copy {folder} of policy step {policy.step} is damaged and is fetched anew: {error}")
+            self._warn(f"the copy {folder} of policy step {policy.step} is damaged and is fetched again: {error}")
         return load(self._searcher, policies.fetch_policy(self._store, policy, policy_cache(self._store.run)), policy)
 
     def _warn(self, message: str) -> None:

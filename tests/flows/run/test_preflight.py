@@ -131,7 +131,7 @@ def test_a_run_of_another_configuration_says_what_differs(tmp_path, tokenizer_on
     first = config(tmp_path)
     RunStore(first.store, first.run).create_run(first.recorded())
     check_inputs(first)
-    with pytest.raises(RunConfigMismatch, match=rf"train\.beta is {first.train.beta}, asked for 0\.5"):
+    with pytest.raises(RunConfigMismatch, match=rf"train\.beta is {first.train.beta}, but 0\.5 is given"):
         check_inputs(config(tmp_path, train={"beta": 0.5}))
     assert json.loads((tmp_path / "store" / "checked" / "run.json").read_text()) == first.recorded()
 
@@ -145,6 +145,6 @@ def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(t
     prepare(first)
     assert load_run(store) == first
     for changed in ({"evaluate_share": 0.5}, {"train": {"beta": 0.5}}):
-        with pytest.raises(RunConfigMismatch, match=r"is .*, asked for 0\.5"):
+        with pytest.raises(RunConfigMismatch, match=r"is .*, but 0\.5 is given"):
             check_inputs(config(tmp_path, **changed))
     assert json.loads(store.get("run.json")) == recorded | {"evaluate_interval": 3}
