@@ -18,7 +18,7 @@ from storage.patience import patience_s, patiently
 
 
 def default_store() -> str:
-    """`.tba/` in the working folder, which git ignores; TBA_STORE names another."""
+    """Root URL of the default store: TBA_STORE, else `.tba/` in the working folder, which git ignores."""
     return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
 
 
@@ -66,14 +66,14 @@ def code_version() -> str:
 
 
 def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
-    """A temporary folder whose name has its owner, for removal after a kill of this process."""
+    """A temporary folder with this process's pid in its name, for removal after a kill (remove_leftovers)."""
     return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
 
 
 def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfile.TemporaryDirectory:
-    """A temporary folder with the files that `fill` writes to it. A full disk is waited for, as a full store is.
+    """A temporary folder with the files that `fill` writes to it. If the disk is full, `fill` is repeated (patience_s).
 
-    Raises: StoreFull: no room was left for as long as a store is waited for.
+    Raises: StoreFull: the disk was full for all that time.
     """
 
     def try_once() -> tempfile.TemporaryDirectory:
@@ -82,7 +82,7 @@ def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfi
             fill(Path(folder.name))
         except Exception as error:
             is_full = _is_for_lack_of_room(error)
-            folder.cleanup()  # half of a checkpoint takes what room there is
+            folder.cleanup()  # frees the room that half of a checkpoint takes
             if is_full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder.name) from error
             raise
@@ -100,7 +100,7 @@ def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfi
 
 
 def _is_for_lack_of_room(error: Exception) -> bool:
-    """safetensors and torch raise errors of their own, without a number."""
+    """Whether the disk is full. safetensors and torch raise errors of their own, without an errno."""
     numbered = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return numbered or "No space left" in str(error) or "quota exceeded" in str(error)
 

@@ -202,7 +202,7 @@ def test_a_system_prompt_takes_the_place_of_a_chats_own(tokenizer):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"system_prompts": ("five",)}, "exploration_probability is 0: none would ever be drawn"),
+        ({"system_prompts": ("five",)}, "exploration_probability is 0: none would be drawn"),
         ({"system_prompts": ("",), "exploration_probability": 0.3}, "one is empty"),
     ],
 )

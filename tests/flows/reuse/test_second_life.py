@@ -323,7 +323,7 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
         url(other_model): "run 'other' has model elsewhere/model",
         (tmp_path / "text.parquet").as_uri(): "is not a Parquet file",
         (tmp_path / "answers.parquet").as_uri(): "has no column 'response', only prompt",
-        (tmp_path / "unrewarded.parquet").as_uri(): "does not ask 'who\\?', so it cannot reward",
+        (tmp_path / "unrewarded.parquet").as_uri(): "has no prompt 'who\\?', so it cannot reward",
     }
     for number, (source, message) in enumerate(refused.items()):
         with pytest.raises(ValueError, match=message):
