@@ -111,8 +111,8 @@ def run_arm(arm: Arm, seed: int, store: str, first_policy: Path) -> Outcome:
     rate = arm.settings["learning_rate"]
     run_store = RunStore(store, f"{arm.name}-rate{rate:.2e}-seed{seed}")
     run_store.create_run({"arm": asdict(arm), "seed": seed})
-    if run_store.exists("outcome.json"):
-        return Outcome(**json.loads(run_store.get("outcome.json")))
+    if (stored := run_store.read_json("outcome.json", Outcome)) is not None:
+        return stored
     import torch
 
     from tba import testbed
