@@ -20,7 +20,7 @@ test test-unit test-apart test-crash soak fuzz: export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer bench-accuracy \
-	bench-stability smoke compare-staleness compare-sync crash-matrix soak fuzz clean
+	bench-stability smoke compare-staleness studies compare-sync crash-matrix soak fuzz clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,9 @@ smoke: $(STAMP)  ## Train every task for a few steps, with its own grader or jud
 
 compare-staleness: $(STAMP)  ## Compare objectives by the age of samples: tapered and plain TB, Dr. GRPO, proximal RLOO
 	$(BIN)/tba compare staleness
+
+studies: $(STAMP)  ## Every study of flows/compare/studies, one after the other; some 80 minutes, and interrupted it continues
+	for study in flows/compare/studies/*.toml; do $(BIN)/tba compare $$(basename $$study .toml) || exit 1; done
 
 compare-sync: $(STAMP)  ## Compare asynchronous and synchronous training
 	$(BIN)/tba compare sync

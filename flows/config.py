@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from infra.machine import default_store
@@ -177,3 +177,20 @@ def _settings(run_json: bytes) -> dict:
     if not isinstance(recorded, dict):
         raise ValueError(f"got {recorded!r:.80}, expected a JSON object")
     return {name: value for name, value in recorded.items() if name not in ("evaluate_interval", "store")}
+
+
+def explanation(error: ValidationError, model: type[BaseModel]) -> str:
+    """A line for each mistake that pydantic found in a model's settings."""
+    return "\n".join(_explain(mistake, model) for mistake in error.errors())
+
+
+def _explain(mistake: dict, model: type[BaseModel]) -> str:
+    """One line for a pydantic error: setting, value and rule; for an unknown setting, the names of its group."""
+    *path, name = [str(part) for part in mistake["loc"]] or ["configuration"]
+    field = ".".join([*path, name])
+    if mistake["type"] == "extra_forbidden":
+        for part in path:
+            model = model.model_fields[part].annotation
+        return f"{field}: there is no such setting; settings of this group: {', '.join(model.model_fields)}"
+    message = mistake["msg"].removeprefix("Value error, ")
+    return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"

@@ -1,6 +1,5 @@
 """This machine's folders, threads, GPUs and code version, for the processes of a run."""
 
-import errno
 import logging
 import math
 import os
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from storage.errors import FULL, StoreFull
-from storage.patience import patience_s, patiently
+from storage.patience import with_room
 
 
 def default_store() -> str:
@@ -80,29 +78,12 @@ def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfi
         folder = temporary_folder(kind, run)
         try:
             fill(Path(folder.name))
-        except Exception as error:
-            is_full = _is_for_lack_of_room(error)
+        except Exception:
             folder.cleanup()  # frees the room that half of a checkpoint takes
-            if is_full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder.name) from error
             raise
         return folder
 
-    try:
-        return patiently(try_once, f"write a {kind} to {tempfile.gettempdir()}", patience_s())
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise StoreFull(
-            f"cannot write a {kind} of run {run} to {tempfile.gettempdir()}: {FULL.remedy}. TMPDIR names a folder on "
-            "another disk."
-        ) from error
-
-
-def _is_for_lack_of_room(error: Exception) -> bool:
-    """Whether the disk is full. safetensors and torch raise errors of their own, without an errno."""
-    numbered = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return numbered or "No space left" in str(error) or "quota exceeded" in str(error)
+    return with_room(try_once, f"a {kind} of run {run}")
 
 
 def remove_leftovers(run: str) -> None:

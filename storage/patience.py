@@ -5,16 +5,18 @@ waits for an outage; botocore and s3fs repeat a request for seconds. Every opera
 writes the same bytes to the same path.
 """
 
+import errno
 import functools
 import logging
 import math
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from storage.errors import EXPIRED, find_cause
+from storage.errors import EXPIRED, FULL, StoreFull, find_cause
 
 LIMIT = "TBA_STORE_PATIENCE_MINUTES"
 # Long enough for a gateway to restart, a network to return, or a disk to be cleared. Shorter than the silence after
@@ -62,6 +64,36 @@ def patiently(
         # at random, so that many Searchers do not retry at the same moment
         time.sleep(pause_s * random.uniform(0.5, 1))  # noqa: S311 - no secret
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def with_room(write: Callable[[], Result], name: str) -> Result:
+    """write(), which writes `name` to this machine's temporary folder. A full disk is waited for, as a full store is.
+
+    Raises: StoreFull: no room was left for as long as a store is waited for.
+    """
+
+    def try_once() -> Result:
+        try:
+            return write()
+        except Exception as error:
+            if not _is_for_lack_of_room(error):
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir()) from error
+
+    try:
+        return patiently(try_once, f"write {name} to {tempfile.gettempdir()}", patience_s())
+    except OSError as error:
+        if not _is_for_lack_of_room(error):
+            raise
+        raise StoreFull(
+            f"cannot write {name} to {tempfile.gettempdir()}: {FULL.remedy}. TMPDIR names a folder on another disk."
+        ) from error
+
+
+def _is_for_lack_of_room(error: Exception) -> bool:
+    """safetensors and torch raise errors of their own, without a number."""
+    numbered = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return numbered or "No space left" in str(error) or "quota exceeded" in str(error)
 
 
 def patient(operation: Callable) -> Callable:

@@ -38,6 +38,7 @@ from typing import Any
 from storage.attempts import check_not_superseded, counts, is_superseded, list_attempts
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, Superseded
 from storage.paths import inside
+from storage.patience import with_room
 from storage.policy_folder import MANIFEST, POLICY_NAME, Manifest, drop, folder_fault, into_cache, link_or_copy
 from storage.store import RESTORE, RunStore, transfer_all
 
@@ -91,7 +92,8 @@ def publish_policy(
         if file.is_file() and file.name != MANIFEST
     }
     manifest = {"step": ref.step, "fingerprint": ref.fingerprint, "attempt": ref.attempt, "files": files}
-    (local_folder / MANIFEST).write_text(json.dumps(manifest | {"final": ref.final}, indent=2))
+    text = json.dumps(manifest | {"final": ref.final}, indent=2)
+    with_room(lambda: (local_folder / MANIFEST).write_text(text), f"{MANIFEST} of run {store.run}")
     store.upload_folder(
         local_folder, ref.path, last=MANIFEST, before_last=lambda: check_not_superseded(store, ref.attempt)
     )

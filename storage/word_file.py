@@ -9,6 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
+from storage.patience import with_room
+
+_NAME = "the replay buffer's word file"
 WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
 
 
@@ -25,7 +28,7 @@ class WordFile:
     TYPES = (pa.int32(), pa.int32(), pa.float32(), pa.float32())
 
     def __init__(self):
-        self._file = tempfile.TemporaryFile(prefix="tba-words-")  # noqa: SIM115, closed with the object
+        self._file = with_room(lambda: tempfile.TemporaryFile(prefix="tba-words-", buffering=0), _NAME)  # noqa: SIM115, closed with the object
         self._starts = array("q", [0])  # of each record in words, and of the next one
 
     def append(self, table: pa.Table) -> dict[str, np.ndarray]:
@@ -43,15 +46,18 @@ class WordFile:
             values = column.values.to_numpy()[ends[0, index] : ends[-1, index]]
             words[self._positions(starts, lengths, index)] = values.view(np.int32)
         first, begin = len(self._starts) - 1, self._starts[-1]
-        self._file.seek(begin * WORD_BYTES)
-        self._file.write(words)
-        self._file.flush()
+        with_room(lambda: self._write(words.tobytes(), begin * WORD_BYTES), _NAME)
         self._starts.frombytes((begin + starts + num_words).tobytes())
         responses = columns[self.COLUMNS.index("response_tokens")]
         bounds, tokens = responses.offsets.to_numpy(), memoryview(responses.values.to_numpy())
         digests = [hashlib.blake2b(tokens[start:end], digest_size=8).digest() for start, end in pairwise(bounds)]
         digest = np.frombuffer(b"".join(digests), np.int64)
         return {"record": first + np.arange(len(starts)), "response_digest": digest}
+
+    def _write(self, data: bytes, offset: int) -> None:
+        while data:  # a disk that fills up takes a part
+            written = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[written:], offset + written
 
     def read(self, records: np.ndarray) -> dict[str, pa.ListArray]:
         """The records with these numbers, in that order, as the four list columns of `COLUMNS`."""

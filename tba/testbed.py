@@ -1,23 +1,24 @@
 """A testbed whose training runs take seconds: a small policy learns to add, from samples of an enforced age.
 
-Step t trains on B prompts x K responses that the policy of step max(0, t - 1 - lag) sampled, without replay, so that
-only the objective, the lag and the step size differ between runs. The objectives are the Trainer's own (tba.objective,
-tba.baselines), as are schedule, optimizer and clipping; sampling and scoring are written for this one small policy.
+Step t trains on B prompts x K responses. The policy of step max(0, t - 1 - lag) samples them, without replay, unless
+another `Experience` is given. The objectives are the Trainer's own (tba.objective, tba.baselines), as are schedule,
+optimizer and clipping; sampling and scoring are written for this one small policy.
 
 The policy is a transformer of 27,000 parameters whose tokens are characters. It writes the last digit of a sum first.
 Its pretraining uses answers of which most forget a carry, so it answers some two fifths of held-out sums correctly.
 After supervised training on correct answers alone it answers nearly all. Runs are seeded: the same code gives the same
 runs on the same machine.
 
-Dimensions: B prompts, K responses to each, U <= B * K distinct ones, P prompt tokens, T response tokens at most, V
-characters, D width, H heads.
+Dimensions: B prompts, K responses to each, U <= B * K distinct ones, N responses of any prompts, P prompt tokens, T
+response tokens at most, V characters, D width, H heads.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from tba import baselines, schedule
 from tba.config import TrainSettings
 from tba.objective import residual, taper, trajectory_balance_loss
 
-B, K, P, T = 16, 8, 6, 4
+B, K, P, T = 16, 8, 6, 4  # B and K: unless an Experience has others
 CHARACTERS = "0123456789+=\n"
 END = CHARACTERS.index("\n")
 WIDTH, LAYERS, HEADS = 32, 2, 4
@@ -122,6 +123,14 @@ def rewards(responses: Tensor, numbers: Tensor) -> Tensor:
     return ((responses == right) | ~is_token(right)).all(1).float()
 
 
+def dense_rewards(samples: "Samples") -> Tensor:
+    """The share of the right response's tokens that are in place, its end included: [B * K]."""
+    numbers = samples.numbers.repeat_interleave(len(samples.responses) // len(samples.numbers))
+    right = sums().answers[0, numbers]
+    counts = is_token(right)
+    return ((samples.responses == right) & counts).sum(1) / counts.sum(1)
+
+
 @torch.no_grad()
 def sample(policy: Policy, prompts: Tensor, num_samples: int, generator: torch.Generator | None = None):
     """Responses to prompts [n, P], and log-probabilities: both [n * num_samples, T]. Greedy without a generator."""
@@ -188,14 +197,42 @@ def pretraining(answer_shares: tuple[float, ...]) -> Iterator[Policy]:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Responses to B prompts, K to each, prompt by prompt."""
+
+    numbers: Tensor  # [B] of sums
+    responses: Tensor  # [B * K, T]; END behind a response's end
+    behavior: Tensor  # [B * K, T] log-probabilities when sampled
+    reward: Tensor  # [B * K]
+
+
+# What a step trains on, from the policy that samples, the step's number and the run's random numbers.
+Experience: TypeAlias = Callable[[Policy, int, torch.Generator], Samples]
+
+
+def sample_sums(policy: Policy, num_prompts: int, num_samples: int, generator: torch.Generator) -> Samples:
+    """Responses to that many sums, drawn at random with replacement."""
+    numbers = sums().train[torch.randint(NUM_TRAIN, (num_prompts,), generator=generator)]
+    responses, behavior = sample(policy, sums().prompts[numbers], num_samples, generator)
+    responses = responses.where(is_token(responses), END)
+    return Samples(numbers, responses, behavior, rewards(responses, numbers.repeat_interleave(num_samples)))
+
+
+def newest(policy: Policy, step: int, generator: torch.Generator) -> Samples:
+    """The Experience without replay."""
+    return sample_sums(policy, B, K, generator)
+
+
+@dataclass(frozen=True)
 class Trained:
     """The result of a run."""
 
     accuracy: float
+    num_distinct: float  # of K responses that the last policy samples to a held-out prompt, at temperature 1
     curve: list[float]  # mean reward of each step's batch
 
 
-def train(first: Policy, settings: TrainSettings, lag: int, seed: int) -> Trained:
+def train(first: Policy, settings: TrainSettings, lag: int, seed: int, experience: Experience = newest) -> Trained:
     """One run of `settings.steps` steps with responses of the policy `lag` steps before."""
     generator = torch.Generator().manual_seed(seed)
     policy, reference, behavior = (copy.deepcopy(first) for _ in range(3))
@@ -209,42 +246,55 @@ def train(first: Policy, settings: TrainSettings, lag: int, seed: int) -> Traine
     for step in range(1, settings.steps + 1):
         with torch.no_grad():
             torch._foreach_copy_(list(behavior.parameters()), earlier[0])
-        terms = batch(policy, reference, behavior, generator)
+        terms = _terms(policy, reference, experience(behavior, step, generator))
         beta = schedule.beta(settings, step)
         optimizer.param_groups[0]["lr"] = schedule.learning_rate(settings, step)
         optimizer.zero_grad()
         _loss(terms, settings, beta).backward()
         nn.utils.clip_grad_norm_(policy.parameters(), settings.gradient_clip)
         optimizer.step()
+        if settings.reference_reset_interval and step % settings.reference_reset_interval == 0:
+            reference = copy.deepcopy(policy)
         earlier = [*earlier, _weights(policy)][-lag - 1 :]
         curve.append(terms.reward.mean().item())
-    return Trained(accuracy(policy), curve)
+    return Trained(accuracy(policy), _num_distinct(policy), curve)
+
+
+def _num_distinct(policy: Policy, num_prompts: int = 512) -> float:
+    numbers = sums().heldout[:num_prompts]
+    responses, _ = sample(policy, sums().prompts[numbers], K, torch.Generator().manual_seed(0))
+    place, _ = _distinct(_with_prompt(responses.where(is_token(responses), END), num_prompts))
+    return (place.max().item() + 1) / num_prompts
 
 
 def _weights(policy: Policy) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in policy.parameters()]
 
 
-def batch(policy: Policy, reference: Policy, behavior: Policy, generator: torch.Generator) -> baselines.Terms:
-    numbers = sums().train[torch.randint(NUM_TRAIN, (B,), generator=generator)]
-    prompts = sums().prompts[numbers]
-    responses, sampled = sample(behavior, prompts, K, generator)
-    counts = is_token(responses)
-    responses = responses.where(counts, END)
-    of_prompt = torch.arange(B).repeat_interleave(K)
-    place, slot = _distinct(torch.cat([of_prompt.unsqueeze(1), responses], 1))  # each response is computed once
-    distinct = prompts[of_prompt[slot]], responses[slot]
+def _terms(policy: Policy, reference: Policy, samples: Samples) -> baselines.Terms:
+    num_prompts = len(samples.numbers)
+    of_prompt = torch.arange(num_prompts).repeat_interleave(len(samples.responses) // num_prompts)
+    place, slot = _distinct(_with_prompt(samples.responses, num_prompts))  # each response is computed once
+    distinct = sums().prompts[samples.numbers[of_prompt[slot]]], samples.responses[slot]
     with torch.no_grad():
         by_reference = score(reference, *distinct)[place]
-    by_policy = score(policy, *distinct)[place]
-    of_responses = (logprobs.where(counts, 0.0).view(B, K, T) for logprobs in (by_policy, sampled, by_reference))
-    reward = rewards(responses, numbers.repeat_interleave(K)).view(B, K)
-    return baselines.Terms(*of_responses, counts.view(B, K, T), reward)
+    by_policy, counts = score(policy, *distinct)[place], is_token(samples.responses)
+    of_responses = (
+        logprobs.where(counts, 0.0).view(num_prompts, -1, T) for logprobs in (by_policy, samples.behavior, by_reference)
+    )
+    of_prompts = (num_prompts, -1)
+    return baselines.Terms(*of_responses, counts.view(*of_prompts, T), samples.reward.view(of_prompts))
+
+
+def _with_prompt(responses: Tensor, num_prompts: int) -> Tensor:
+    """Responses [B * K, T] behind the place of their prompt: [B * K, 1 + T]."""
+    of_prompt = torch.arange(num_prompts).repeat_interleave(len(responses) // num_prompts)
+    return torch.cat([of_prompt.unsqueeze(1), responses], 1)
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Index of each row among the U distinct rows [N], and the place of each of these [U]. rows: small numbers."""
-    codes = (rows * (len(CHARACTERS) + B) ** torch.arange(rows.shape[1])).sum(1)
+    codes = (rows * (rows.max().item() + 1) ** torch.arange(rows.shape[1])).sum(1)
     distinct, place = codes.unique(return_inverse=True)
     slot = torch.empty_like(distinct).scatter_(0, place, torch.arange(len(rows)))
     return place, slot

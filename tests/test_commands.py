@@ -44,6 +44,7 @@ FILL_IN = {
     "s3://bucket/": "$S3_URL/",
     "path/to/model": ".tba/.local/models/smollm2-135m-instruct",
     "trackers=tensorboard,mlflow": "trackers=tensorboard",  # MLflow is a package to install
+    "two_betas.toml": "two_betas.toml --seeds 1 --steps 3",
 }
 # Transformers' generate samples; what looks whether the engine is there shall find it.
 NO_VLLM = "import sys\n\nif 'doctor' not in sys.orig_argv:\n    sys.modules['vllm'] = None\n"
@@ -93,6 +94,8 @@ class Project:
             (folder / f"{name}.py").write_text(code)
         (brief,) = re.findall(r"```python\n(def brief.+?)```", read("docs/extending.md"), re.DOTALL)
         (folder / "my_rewards.py").write_text(brief)
+        (study,) = re.findall(r"```toml\n(.+?)```", read("docs/extending.md"), re.DOTALL)
+        (folder / "two_betas.toml").write_text(study)
         shutil.copy(REPOSITORY / "tests" / "smoke" / "gsm8k.jsonl", folder / "train.jsonl")
         told = {"prompt": ["1 + 1 =", "2 + 2 ="], "response": [" 2\n", " 4\n"], "reward": [1.0, 1.0]}
         pq.write_table(pa.table(told), folder / "told.parquet")

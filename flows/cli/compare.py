@@ -1,4 +1,4 @@
-"""tba compare: named configurations, by seeds."""
+"""tba compare: configurations, with all other settings equal, by seeds."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,8 @@ app = typer.Typer()
 
 @app.command()
 def compare(
-    theme: Annotated[str, typer.Argument(help="Comparison: staleness or sync.")] = "staleness",
-    out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
+    study: Annotated[str, typer.Argument(help="Name of a study, a .toml file of your own, or sync.")] = "staleness",
+    out: Annotated[Path, typer.Option(help="Folder of the tables and the plot.")] = Path("docs/results"),
     store: Annotated[
         str | None,
         typer.Option(help="Store of the runs, as URL or folder; default: .tba/compare here.", callback=not_empty),
@@ -22,30 +22,34 @@ def compare(
     model: Annotated[
         str, typer.Option(help="Model of the comparison sync, as for tba train.")
     ] = "smollm2-135m-instruct",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default: 10, for sync 3.")] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps of a run; default: 320, for sync 50.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default: the study's; for sync 3.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Policy steps; default: the study's; for sync 50.")] = None,
 ) -> None:
-    """Train named configurations with several seeds; write a table and a plot with confidence intervals.
+    """Train configurations with several seeds; write tables and a plot with confidence intervals.
 
-    staleness: Trajectory Balance with and without the taper, Dr. GRPO and proximal RLOO, on samples 1 to 128 policy
-    steps old, with a small policy made for it. The last line is a JSON object. sync: asynchronous and synchronous
-    training by tba train, and the time of each to equal accuracy. If interrupted, the same command continues.
+    A study trains a small policy on samples of enforced ages; a run takes seconds. If interrupted, the same command
+    continues. The last line is a JSON object. Studies: beta, capacity, prompts, recency, recency_dense,
+    responses, samples, searchers, staleness.
+    sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
 
     Example: tba compare staleness --seeds 3
     """
-    from flows.compare import staleness, turns
+    from flows.compare import study_page, turns
+    from flows.compare.study import read_study
     from storage.errors import StoreError
 
-    if theme not in ("staleness", "sync"):
-        fail(f"compare: got {theme!r}; known are staleness and sync", status=2)
+    try:
+        read = read_study(study, seeds, steps) if study != "sync" else None
+    except ValueError as error:
+        fail(f"compare: {error}", status=2)
     root, numbers = store_url(store or ".tba/compare"), None
     try:
-        if theme == "sync":
-            table = turns.turns(root, out, model, seeds or 3, steps or 50, say)
+        if read is None:
+            page = turns.turns(root, out, model, seeds or 3, steps or 50, say)
         else:
-            table, numbers = staleness.staleness(root, out, seeds or 10, steps or 320, say)
+            page, numbers = study_page.run_study(Path(study).stem, read, root, out, say)
     except (StoreError, ValueError) as error:
         fail(str(error))
-    say(f"Written: {table}")
+    say(f"Written: {page}")
     if numbers:
         typer.echo(json.dumps(numbers))

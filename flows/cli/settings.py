@@ -13,7 +13,7 @@ def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
     """The run's configuration. Exits with status 2, and a line for each mistake, if it is not valid."""
     from pydantic import ValidationError
 
-    from flows.config import RunConfig
+    from flows.config import RunConfig, explanation
 
     values: dict = {}
     for setting in settings:
@@ -40,16 +40,4 @@ def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        fail("\n".join(_explain(mistake, RunConfig) for mistake in error.errors()), status=2)
-
-
-def _explain(mistake: dict, model: type) -> str:
-    """One line of a pydantic error: field, rule, value got, and for an unknown field the known ones."""
-    *path, name = [str(part) for part in mistake["loc"]] or ["configuration"]
-    field = ".".join([*path, name])
-    if mistake["type"] == "extra_forbidden":
-        for part in path:
-            model = model.model_fields[part].annotation
-        return f"{field}: there is no such setting; settings of this group: {', '.join(model.model_fields)}"
-    message = mistake["msg"].removeprefix("Value error, ")
-    return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"
+        fail(explanation(error, RunConfig), status=2)

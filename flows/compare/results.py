@@ -4,12 +4,12 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flows.compare.arms import Outcome
+from flows.compare.bench import Outcome
 from storage.queries import query
 from storage.store import RunStore
 from tba.intervals import half_width
@@ -27,24 +27,27 @@ class Interval:
         return f"{self.mean:.3f}" + ("" if self.half_width is None else f" ± {self.half_width:.3f}")
 
 
-def confidence_interval(values: list[float]) -> Interval:
-    """Mean and interval of values, one for each seed."""
-    return Interval(statistics.fmean(values), half_width(values) if len(values) > 1 else None, len(values))
+def confidence_interval(values: list[float], num_intervals: int = 1) -> Interval:
+    """Mean and interval of values, one for each seed. num_intervals: how many hold together (Bonferroni)."""
+    width = half_width(values, 1 - 0.05 / num_intervals) if len(values) > 1 else None
+    return Interval(statistics.fmean(values), width, len(values))
 
 
-def by_arm(outcomes: list[Outcome]) -> dict[str, dict[int, float]]:
-    """Accuracy by arm and seed, in the order in which the arms first appear."""
-    accuracies: dict[str, dict[int, float]] = {}
+def by_arm(outcomes: list[Outcome], measure: str = "accuracy_after") -> dict[str, dict[int, float]]:
+    """A measure by arm and seed, in the order in which the arms first appear."""
+    values: dict[str, dict[int, float]] = {}
     for outcome in outcomes:
-        accuracies.setdefault(outcome.arm, {})[outcome.seed] = outcome.accuracy_after
-    return accuracies
+        values.setdefault(outcome.arm, {})[outcome.seed] = getattr(outcome, measure)
+    return values
 
 
-def paired_differences(outcomes: list[Outcome], pairs: list[tuple[str, str]]) -> Iterator[Interval]:
-    """For each pair of arms, the accuracy of the first minus that of the second, seed by seed."""
+def paired_differences(outcomes: list[Outcome], pairs: list[tuple[str, str]]) -> list[Interval]:
+    """For each pair of arms, the accuracy of the first minus that of the second, seed by seed; joint intervals."""
     accuracies = by_arm(outcomes)
-    for one, other in pairs:
-        yield confidence_interval([accuracies[one][seed] - accuracies[other][seed] for seed in accuracies[one]])
+    return [
+        confidence_interval([accuracies[one][seed] - accuracies[other][seed] for seed in accuracies[one]], len(pairs))
+        for one, other in pairs
+    ]
 
 
 def table_lines(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from flows.trainer.experience import StoredExperience
 from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
-from infra.machine import cpu_threads, temporary_folder
+from infra.machine import cpu_threads, filled_folder
 from storage import checkpoints
 from storage.buffer import ReplayBuffer
 from storage.rules import Limits
@@ -38,8 +39,8 @@ def train_run(
         trainer_of(folder, config.train, config.seed) as trainer,
     ):
         if checkpoint != checkpoints.FROM_SCRATCH:
-            with temporary_folder("resume", store.run) as local:
-                store.download_folder(checkpoint.path, Path(local))
+            download = partial(store.download_folder, checkpoint.path)
+            with filled_folder("resume", store.run, download) as local:
                 trainer.load(Path(local))
         buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
         buffer.rebuild(checkpoint.step)

@@ -2,13 +2,15 @@
 
     SEEDS=0,1 make bench-accuracy                                      # default: SEEDS=0,1,2,3,4
 
-Both post-train the embedded SmolLM2-135M-Instruct on two-digit addition until the mean reward of what ten steps sampled
-is 0.6; a table, then one JSON object. Ours is `tba train` with its defaults, stopped there: a Searcher (vLLM) and the
-Trainer share the cores. TRL's steps generate 4 prompts x 16 responses with transformers and learn from them by the
-Dr. GRPO loss; its step size is constant and as large as ours is at most (no other was tried), its precision the
-machine's fastest (bfloat16 autocast where that is multiplied in hardware), all cores are its own. Seconds are from the
-first round's start, before which engines and models loaded; of ours only draws from the newest sync count, as replayed
-trajectories are chosen.
+Both post-train the embedded SmolLM2-135M-Instruct on two-digit addition until the mean reward of the newest 640 sampled
+responses is 0.6; a table, then one JSON object. These are ten of TRL's steps and four of our rounds. Every sampled
+response counts; what ours draws to learn from is chosen, and is not measured.
+
+Ours is `tba train` with its defaults, stopped there: a Searcher (vLLM) and the Trainer share the cores. TRL's steps
+generate 4 prompts x 16 responses with transformers and learn from them by the Dr. GRPO loss; its step size is constant
+and as large as ours is at most (no other was tried), its precision the machine's fastest (bfloat16 autocast where that
+is multiplied in hardware), all cores are its own. Seconds are from the first round's start, before which engines and
+models loaded.
 """
 
 import json
@@ -21,7 +23,7 @@ from statistics import fmean, median
 
 from storage.store import RunStore
 from tests.benchmarks.bench_stability import integers
-from tests.benchmarks.default_run import TARGET, default_run, reached, reward_curve
+from tests.benchmarks.default_run import TARGET, Sample, default_run, reached, sampled
 
 GIVE_UP_S = 1200
 PROMPTS, RESPONSES = 4, 16
@@ -45,10 +47,10 @@ def ours(seed: int) -> dict:
     began = time.monotonic()
 
     def enough(store: RunStore) -> bool:
-        return time.monotonic() - began > GIVE_UP_S or reached(reward_curve(store))["seconds"] is not None
+        return time.monotonic() - began > GIVE_UP_S or reached(sampled(store))["seconds"] is not None
 
     with default_run(seed, enough=enough) as store:
-        return reached(reward_curve(store))
+        return reached(sampled(store))
 
 
 def trl(folder: Path) -> dict:
@@ -64,7 +66,7 @@ def trl(folder: Path) -> dict:
     problems = Arithmetic(data=None, seed=0).train
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokenizer.encode("\n"))[0]  # a line's end ends the response
-    seen, started = [], time.monotonic()
+    seen, samples, started = [], [], time.monotonic()
 
     def reward(completion_ids: list[list[int]], answer: list[str], **_) -> list[float]:
         rewards = [
@@ -81,10 +83,9 @@ def trl(folder: Path) -> dict:
 
         def on_step_end(self, args, state, control, **_):
             elapsed = time.monotonic() - started
-            curve.append((elapsed, seen[-1]))
-            control.should_training_stop = reached(curve)["seconds"] is not None or elapsed > GIVE_UP_S
+            samples.append(Sample(elapsed, PROMPTS * RESPONSES, seen[-1]))
+            control.should_training_stop = reached(samples)["seconds"] is not None or elapsed > GIVE_UP_S
 
-    curve: list[tuple[float, float]] = []
     trainer = GRPOTrainer(
         model=str(folder),
         processing_class=tokenizer,
@@ -104,7 +105,7 @@ def trl(folder: Path) -> dict:
         ),
     )
     trainer.train()
-    return reached(curve)
+    return reached(samples)
 
 
 def main() -> None:
@@ -115,12 +116,13 @@ def main() -> None:
     sides = {f"ours, seed {seed}": lambda seed=seed: ours(seed) for seed in integers("SEEDS", "0,1,2,3,4")}
     # TRL last: right after its eleven minutes ours' first steps took twice as long, files being read anew (LOG.md).
     sides["TRL"] = lambda: trl(folder)
-    print(f"{'side':14}{'seconds':>10}{'step':>8}{'ten-step mean':>16}", flush=True)
+    print(f"{'side':14}{'seconds':>10}{'responses':>11}{'best mean':>11}", flush=True)
     seconds = []
     for side, run in sides.items():
         result = run()
         seconds.append(result["seconds"])
-        print(f"{side:14}{result['seconds'] or 'never':>10}{result['step']:8}{result['best'] or 0:16.3f}", flush=True)
+        cells = f"{result['seconds'] or 'never':>10}{result['responses']:11}{result['best'] or 0:11.3f}"
+        print(f"{side:14}{cells}", flush=True)
     print(json.dumps({"target": TARGET} | compare(seconds[:-1], seconds[-1])))
 
 

@@ -8,7 +8,7 @@ A line as each run ends, a table, then one JSON object:
 
     accuracy        greedy, held-out, of the final policy; kept_accuracy: of the best policy; null without one
     worst_fall      of the mean reward of three rounds, below its best so far, once it has passed 0.55
-    seconds_to_060  from the first round's start until the recent draws of ten steps have a mean reward of 0.60
+    seconds_to_060  from the first round's start until the newest 640 sampled responses have a mean reward of 0.60
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 
 from storage.store import RunStore
-from tests.benchmarks.default_run import default_run, reached, reward_curve, round_rewards, worst_fall
+from tests.benchmarks.default_run import default_run, reached, sampled, worst_fall
 
 # It ends with the process that started it, however that one ends.
 MULTIPLY = """
@@ -49,11 +49,11 @@ def load(num_processes: int) -> Iterator[None]:
 
 
 def measure(store: RunStore) -> dict:
-    summary = json.loads(store.get("summary.json"))
+    summary, rounds = json.loads(store.get("summary.json")), sampled(store)
     return {
         "accuracy": summary["accuracy_after"],
-        "worst_fall": worst_fall(round_rewards(store)),
-        "seconds_to_060": reached(reward_curve(store))["seconds"],
+        "worst_fall": worst_fall([sample.reward for sample in rounds]),
+        "seconds_to_060": reached(rounds)["seconds"],
         "kept_accuracy": summary.get("best_accuracy"),
         "staleness_mean": summary["staleness_mean"],
         "wall_s": summary["wall_s"],

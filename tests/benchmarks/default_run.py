@@ -4,6 +4,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -11,10 +12,20 @@ from flows.compare.turns import run_to_its_end
 from storage.queries import query
 from storage.store import RunStore
 
-TARGET, STEPS = 0.6, 10
-ROUNDS = 3  # of 12 prompts each: the mean reward of one round scatters
+TARGET = 0.6
+NEWEST = 640  # responses that a mean is of: as many as ten of TRL's steps sample in bench_accuracy
+ROUNDS = 3  # of 24 prompts each: the mean reward of one round scatters
 LEARNED = 0.55
 INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Responses that were sampled together, from one policy."""
+
+    seconds: float  # since sampling first began
+    num_responses: int
+    reward: float  # their mean
 
 
 @contextlib.contextmanager
@@ -34,29 +45,35 @@ def default_run(
         yield store
 
 
-def reward_curve(store: RunStore) -> list[tuple[float, float]]:
-    """For each step with recent draws: seconds since the first round began, and the mean reward of those draws."""
-    steps = query(
+def sampled(store: RunStore) -> list[Sample]:
+    """Each search round, in order; seconds are from the start of the first one."""
+    rounds = query(
         store,
-        "SELECT avg(batches.reward) AS reward, "
-        "any_value(epoch(ended_at - (SELECT min(started_at) FROM search_rounds))) AS seconds "
-        "FROM batches JOIN training_steps USING (step) WHERE recent GROUP BY step ORDER BY step",
+        "SELECT epoch(ended_at - (SELECT min(started_at) FROM search_rounds)) AS seconds, "
+        "num_trajectories, reward_mean FROM search_rounds ORDER BY ended_at",
     ).to_pylist()
-    return [(step["seconds"], step["reward"]) for step in steps]
+    return [Sample(row["seconds"], row["num_trajectories"], row["reward_mean"]) for row in rounds]
 
 
-def reached(curve: list[tuple[float, float]]) -> dict:
-    """When the mean of the newest `STEPS` rewards first is `TARGET`: seconds and step; None: never, and its best."""
-    means = [fmean(reward for _, reward in curve[max(0, end - STEPS) : end]) for end in range(1, len(curve) + 1)]
-    for step in range(STEPS, len(curve) + 1):
-        if means[step - 1] >= TARGET:
-            return {"seconds": round(curve[step - 1][0], 1), "step": step, "best": means[step - 1]}
-    return {"seconds": None, "step": len(curve), "best": max(means[STEPS - 1 :], default=None)}
+def reached(samples: list[Sample]) -> dict:
+    """Seconds, and responses sampled, until the mean reward of the newest `NEWEST` responses is `TARGET`.
 
-
-def round_rewards(store: RunStore) -> list[float]:
-    """The mean reward of each search round, in order."""
-    return query(store, "SELECT reward_mean FROM search_rounds ORDER BY ended_at").column(0).to_pylist()
+    Whole samples are counted, as few as have that many responses. `seconds` None: never. `best`: the highest mean.
+    """
+    best = None
+    for end in range(1, len(samples) + 1):
+        first, responses = end, 0
+        while responses < NEWEST and first > 0:
+            first -= 1
+            responses += samples[first].num_responses
+        if responses < NEWEST:
+            continue
+        mean = sum(sample.num_responses * sample.reward for sample in samples[first:end]) / responses
+        best = mean if best is None else max(best, mean)
+        if mean >= TARGET:
+            total = sum(sample.num_responses for sample in samples[:end])
+            return {"seconds": round(samples[end - 1].seconds, 1), "responses": total, "best": best}
+    return {"seconds": None, "responses": sum(sample.num_responses for sample in samples), "best": best}
 
 
 def worst_fall(rewards: list[float]) -> float:

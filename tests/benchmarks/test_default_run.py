@@ -10,7 +10,7 @@ import pytest
 from flows.compare import turns
 from flows.compare.turns import run_to_its_end
 from tests.benchmarks.bench_accuracy import compare
-from tests.benchmarks.default_run import reached, worst_fall
+from tests.benchmarks.default_run import Sample, reached, worst_fall
 
 # A run that takes until it is told to end, and then says so.
 PATIENT = """
@@ -25,19 +25,32 @@ time.sleep(60)
 """
 
 
-def test_the_target_is_reached_where_the_mean_of_ten_steps_first_is_060():
-    # Ten steps of 0.5, then of 0.75: after four of these the mean is 0.6, not counting any mean of fewer than ten.
-    curve = [(10.0 * step, 0.5 if step <= 10 else 0.75) for step in range(1, 21)]
-    assert reached(curve) == {"seconds": 140.0, "step": 14, "best": pytest.approx(0.6)}
+def samples(*rewards: float, num_responses: int = 160) -> list[Sample]:
+    """A sample every ten seconds."""
+    return [Sample(10.0 * number, num_responses, reward) for number, reward in enumerate(rewards, 1)]
 
 
-def test_fewer_than_ten_steps_reach_nothing():
-    assert reached([(float(step), 1.0) for step in range(9)]) == {"seconds": None, "step": 9, "best": None}
+def test_the_target_is_reached_where_the_mean_of_640_responses_first_is_060():
+    # 160 responses each: after two of 0.75 the newest four have 0.625, before them 0.5625
+    assert reached(samples(0.5, 0.5, 0.5, 0.5, 0.75, 0.75, 0.9)) == {
+        "seconds": 60.0,
+        "responses": 960,
+        "best": pytest.approx(0.625),
+    }
+
+
+def test_samples_count_whole_and_by_their_responses():
+    # 400 of 0.9 and 300 of 0.3 are needed for 640 responses: (400 x 0.9 + 300 x 0.3) / 700
+    uneven = [Sample(1.0, 50, 1.0), Sample(2.0, 400, 0.9), Sample(3.0, 300, 0.3)]
+    assert reached(uneven) == {"seconds": 3.0, "responses": 750, "best": pytest.approx(0.642857, abs=1e-6)}
+
+
+def test_fewer_than_640_responses_reach_nothing():
+    assert reached(samples(1.0, 1.0, 1.0)) == {"seconds": None, "responses": 480, "best": None}
 
 
 def test_a_target_that_is_not_reached_leaves_the_best_mean():
-    # 0.5, then ten of 0.1: the best mean of ten is the first, (0.5 + 9 x 0.1) / 10
-    assert reached([(0.0, 0.5)] + [(1.0, 0.1)] * 10) == {"seconds": None, "step": 11, "best": pytest.approx(0.14)}
+    assert reached(samples(0.5, 0.1, 0.1, 0.1, 0.1)) == {"seconds": None, "responses": 800, "best": pytest.approx(0.2)}
 
 
 @pytest.fixture

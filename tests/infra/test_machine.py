@@ -44,7 +44,7 @@ def test_a_full_temporary_folder_is_waited_for(small_disk, monkeypatch, caplog, 
     threading.Timer(1.5, ballast.unlink).start()
     with machine.filled_folder("checkpoint", "run", WRITES[write]) as folder:
         assert (Path(folder) / "file").stat().st_size >= 700_000
-    assert "cannot write a checkpoint to" in caplog.text and "retrying" in caplog.text
+    assert "cannot write a checkpoint of run run to" in caplog.text and "retrying" in caplog.text
     monkeypatch.setenv("TBA_STORE_PATIENCE_MINUTES", "0")
     ballast.write_bytes(bytes(1 << 19))
     with pytest.raises(StoreFull, match=rf"cannot write a policy of run run to {small_disk}: no room is left.*TMPDIR"):

@@ -2,8 +2,8 @@
 
 - An arm is run once: its outcome is in the store, and other settings under its name are refused.
 - The grid of step sizes grows until its best is at no edge.
-- Intervals are Student's; differences are taken seed by seed.
-- Table, plot and numbers say what came out; the numbers are what the command's last line is.
+- Intervals are Student's; differences are taken seed by seed, and their intervals hold at once.
+- Tables, plot and numbers say what came out; the numbers are what the command's last line is.
 - Interrupted, the comparison of turns lets its run stop in order.
 
 python -m pytest tests/flows/compare/test_compare.py
@@ -13,28 +13,33 @@ import json
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from flows.compare import staleness, turns
-from flows.compare.arms import Arm, Bench, Outcome, rates_to_try, run_arm
+from flows.compare import study_page, turns
+from flows.compare.bench import Bench, Outcome, rates_to_try, with_rate
 from flows.compare.results import confidence_interval, paired_differences
+from flows.compare.study import Arm, Study, read_study
 from storage.attempts import first_attempt_at, start_attempt
 from storage.errors import RunConfigMismatch
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit
 from tests.storage.helpers import NOON, OWNER, start_python
 
+STALENESS = read_study("staleness", seeds=2, steps=3)
+
 
 @pytest.mark.slow
 def test_an_arm_is_run_once(tmp_path):
-    arm = Arm("tb", 2, {"steps": 3, "learning_rate": 1e-3})
-    with Bench(tmp_path.as_uri(), tmp_path / "first.safetensors", print) as bench:
+    arm = with_rate(Arm("tb", 2, STALENESS.configuration("tb").model_dump(mode="json")), 1e-3)
+    with Bench(tmp_path.as_uri(), "mine", tmp_path / "first.safetensors", print) as bench:
         one, other = bench.run([(arm, 0), (arm, 1)])
         assert (one.arm, one.seed, other.seed, one.learning_rate) == ("tb-lag2", 0, 1, 1e-3)
         assert len(one.curve) == 3 and one.curve != other.curve and one.accuracy_before == other.accuracy_before
         assert bench.run([(arm, 0)]) == [one]  # from the store, its seconds too
-    with pytest.raises(RunConfigMismatch, match="weight_decay"):
-        run_arm(Arm("tb", 2, arm.settings | {"weight_decay": 0.5}), 0, tmp_path.as_uri(), tmp_path / "none")
+        changed = Arm("tb", 2, arm.settings | {"reward": "dense"})
+        with pytest.raises(RunConfigMismatch, match="reward"):
+            bench.run([(changed, 0)])
 
 
 @pytest.mark.parametrize(
@@ -51,33 +56,35 @@ def test_step_sizes_are_tried_until_the_best_is_at_no_edge(accuracies, next_rate
     assert rates_to_try(accuracies) == pytest.approx(next_rates)
 
 
+def outcome(arm: str, seed: int, accuracy: float, rate: float = 1e-3) -> Outcome:
+    return Outcome(arm, seed, rate, 0.4, accuracy, 3.0, 1.0, "code", [0.4])
+
+
 def test_each_arm_gets_the_step_size_that_is_best_for_it(monkeypatch):
     best = {"tb-lag1": 10**-2.5, "tb-lag16": 1e-3}
 
     def run(self, jobs):
+        rates = [arm.settings["train"]["learning_rate"] for arm, _ in jobs]
         return [
-            Outcome(arm.name, seed, rate, 0.1, 0.9 - abs(rate - best[arm.name]), 1.0, "code", [])
-            for arm, seed in jobs
-            for rate in [arm.settings["learning_rate"]]
+            outcome(arm.name, seed, 0.9 - abs(rate - best[arm.name]), rate)
+            for (arm, seed), rate in zip(jobs, rates, strict=True)
         ]
 
     monkeypatch.setattr(Bench, "run", run)
-    arms = [Arm("tb", lag, {"beta": 0.05}) for lag in (1, 16)]
+    arms = [Arm("tb", lag, {"train": {"beta": 0.05}}) for lag in (1, 16)]
     tuned = Bench.tune(Bench.__new__(Bench), arms)
     assert [(arm.name, arm.settings) for arm in tuned] == [
-        (name, {"beta": 0.05, "learning_rate": rate}) for name, rate in best.items()
+        (name, {"train": {"beta": 0.05, "learning_rate": rate}}) for name, rate in best.items()
     ]
 
 
-def outcomes() -> list[Outcome]:
+def outcomes(study: Study = STALENESS) -> list[Outcome]:
     """Two seeds of each; tb loses 0.1 and 0.3 from the first lag to the last, the others nothing."""
     found = []
     for seed in (0, 1):
-        for objective in staleness.OBJECTIVES:
-            for lag in staleness.LAGS:
-                lost = (0.1, 0.3)[seed] if objective == "tb" and lag == staleness.LAGS[-1] else 0.0
-                accuracy = (0.8, 0.9)[seed] - lost
-                found.append(Outcome(f"{objective}-lag{lag}", seed, 1e-3, 0.4, accuracy, 1.0, "code", [0.4]))
+        for arm in study.arms_at_each_lag():
+            lost = (0.1, 0.3)[seed] if arm.label == "tb" and arm.lag == study.lags[-1] else 0.0
+            found.append(outcome(arm.name, seed, (0.8, 0.9)[seed] - lost))
     return found
 
 
@@ -94,22 +101,47 @@ def test_differences_are_taken_seed_by_seed():
     assert (lost.mean, lost.half_width) == (pytest.approx(0.2), pytest.approx(1.2706, abs=1e-4))
 
 
+def test_equal_arms_rarely_differ():
+    """Of 1,000 studies of six equal arms at most 5 % find any difference; without the correction 20 % do."""
+    chance = np.random.default_rng(0)
+    arms = [f"arm{number}-lag1" for number in range(6)]
+    pairs = [(arms[0], other) for other in arms[1:]]
+
+    def finds_a_difference() -> bool:
+        accuracies = chance.normal(0.8, 0.02, (6, 10))
+        found = [outcome(arm, seed, accuracies[place, seed]) for place, arm in enumerate(arms) for seed in range(10)]
+        return any(abs(difference.mean) > difference.half_width for difference in paired_differences(found, pairs))
+
+    assert 0.01 < np.mean([finds_a_difference() for _ in range(1000)]) <= 0.05
+
+
 def test_what_is_written_says_what_came_out(tmp_path):
-    table, numbers = staleness.write_staleness(tmp_path, outcomes(), {"task": "addition", "date": "2026-01-02"})
-    text = table.read_text()
-    assert table.name == "staleness_cpu_2026-01-02.md"
+    about = {"task": "addition", "date": "2026-01-02"}
+    page, numbers = study_page.write_study(tmp_path, "staleness", STALENESS, outcomes(), about)
+    text = page.read_text()
+    assert page.name == "staleness_cpu_2026-01-02.md"
+    assert f"- published: {STALENESS.published}" in text and "- task: addition" in text
     assert "| Lag | tb | tb_plain | dr_grpo | prox_rloo |" in text
     assert "| 128 | 0.650 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 |" in text
-    assert "| loss from lag 1 to 128, paired by seed | 0.200 ± 1.271 | 0.000 ± 0.000 |" in text
-    assert "| 128 | -0.200 ± 1.271 | -0.200 ± 1.271 | -0.200 ± 1.271 |" in text  # tb less the others
-    assert table.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads(table.with_suffix(".json").read_text())["runs"]) == 40
+    assert "| loss from lag 1 to 128, paired by seed | 0.200 ± " in text
+    assert "The 15 intervals hold at once" in text
+    assert "| 128 | 0.071 | 0.071 | 0.071 | 0.071 |" in text  # 0.7 and 0.6, 0.8 and 0.9: standard deviations
+    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(page.with_suffix(".json").read_text())["runs"]) == 40
     assert numbers["arms"]["tb-lag128"] == {
         "mean": pytest.approx(0.65),
         "half_width": pytest.approx(0.635, abs=1e-3),
         "seeds": 2,
     }
-    assert numbers["lost"]["tb"]["mean"] == pytest.approx(0.2) and set(numbers["lost"]) == set(staleness.OBJECTIVES)
+    assert numbers["lost"]["tb"]["mean"] == pytest.approx(0.2) and set(numbers["lost"]) == set(STALENESS.arms)
+    assert numbers["ahead"]["dr_grpo-lag128"]["mean"] == pytest.approx(-0.2)
+
+
+def test_a_study_of_one_lag_has_nothing_to_lose(tmp_path):
+    study = read_study("recency", seeds=2)
+    page, numbers = study_page.write_study(tmp_path, "recency", study, outcomes(study), {"date": "2026-01-02"})
+    assert numbers["lost"] == {} and "loss from lag" not in page.read_text()
+    assert page.with_suffix(".png").exists()
 
 
 # In the place of Python: `tba train`, which takes a moment to stop its run.

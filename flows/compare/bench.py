@@ -1,8 +1,8 @@
-"""The runs of tba compare staleness: objectives at enforced lags, by seeds, on tba.testbed.
+"""The runs of a study, on tba.testbed, one at a time on each core.
 
-One run at a time on each core. Each outcome is stored when its run ends, so an interrupted command continues. Each arm
-trains with its best step size, which is found first with a seed that no other run has. The grid of step sizes grows
-until the best one is not at its edge.
+Each outcome is stored when its run ends, so an interrupted study continues. Each arm trains with its best step size,
+which is found first with a seed that no other run has. The grid of step sizes grows until the best one is not at its
+edge.
 """
 
 import json
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from flows.compare.study import Arm, Configuration
 from infra.machine import code_version
 from storage.store import RunStore
 
@@ -24,27 +25,15 @@ TUNING_SEED = 1000
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One configuration of a comparison."""
-
-    objective: str  # its name in the table
-    lag: int
-    settings: dict  # of TrainSettings
-
-    @property
-    def name(self) -> str:
-        return f"{self.objective}-lag{self.lag}"
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The result of one run."""
 
     arm: str
     seed: int
     learning_rate: float
-    accuracy_before: float
+    accuracy_before: float  # greedy, on held-out sums
     accuracy_after: float
+    num_distinct: float  # responses of the last policy to a prompt, of 8 sampled
     seconds: float
     code_version: str
     curve: list[float]  # mean reward of each step's batch
@@ -53,8 +42,9 @@ class Outcome:
 class Bench:
     """Runs arms on all cores; outcomes of finished runs are read from the store."""
 
-    def __init__(self, store: str, first_policy: Path, say: Callable[[str], None]) -> None:
-        self._store, self._first_policy, self._say = store, first_policy, say
+    def __init__(self, store: str, study: str, first_policy: Path, say: Callable[[str], None]) -> None:
+        """`study`: its name, in the names of its runs."""
+        self._store, self._study, self._first_policy, self._say = store, study, first_policy, say
         self._pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
 
     def __enter__(self) -> "Bench":
@@ -66,7 +56,7 @@ class Bench:
     def run(self, jobs: list[tuple[Arm, int]]) -> list[Outcome]:
         """The outcome of each arm with a seed, in the order of the jobs."""
         futures = {
-            self._pool.submit(run_arm, arm, seed, self._store, self._first_policy): place
+            self._pool.submit(run_arm, arm, seed, self._run_store(arm, seed), self._first_policy): place
             for place, (arm, seed) in enumerate(jobs)
         }
         outcomes: dict[int, Outcome] = {}
@@ -78,17 +68,22 @@ class Bench:
             )
         return [outcomes[place] for place in range(len(jobs))]
 
+    def _run_store(self, arm: Arm, seed: int) -> RunStore:
+        rate = arm.settings["train"]["learning_rate"]
+        return RunStore(self._store, f"{self._study}-{arm.name}-rate{rate:.2e}-seed{seed}")
+
     def tune(self, arms: list[Arm]) -> list[Arm]:
         """Each arm with its best step size, by one run for each arm and step size."""
         found: dict[str, dict[float, float]] = {arm.name: {} for arm in arms}  # by arm: step size, accuracy
         while wanted := [(arm, rate) for arm in arms for rate in rates_to_try(found[arm.name])]:
-            trials = [replace(arm, settings=arm.settings | {"learning_rate": rate}) for arm, rate in wanted]
+            trials = [with_rate(arm, rate) for arm, rate in wanted]
             for outcome in self.run([(trial, TUNING_SEED) for trial in trials]):
                 found[outcome.arm][outcome.learning_rate] = outcome.accuracy_after
-        return [
-            replace(arm, settings=arm.settings | {"learning_rate": max(found[arm.name], key=found[arm.name].get)})
-            for arm in arms
-        ]
+        return [with_rate(arm, max(found[arm.name], key=found[arm.name].get)) for arm in arms]
+
+
+def with_rate(arm: Arm, rate: float) -> Arm:
+    return replace(arm, settings=arm.settings | {"train": arm.settings["train"] | {"learning_rate": rate}})
 
 
 def rates_to_try(found: dict[float, float]) -> list[float]:
@@ -103,28 +98,26 @@ def rates_to_try(found: dict[float, float]) -> list[float]:
     return []
 
 
-def run_arm(arm: Arm, seed: int, store: str, first_policy: Path) -> Outcome:
+def run_arm(arm: Arm, seed: int, store: RunStore, first_policy: Path) -> Outcome:
     """Runs one arm in this process, on one thread, unless the store has its outcome.
 
     Raises: RunConfigMismatch: the store has a run of this name with other settings; the message names them.
     """
-    rate = arm.settings["learning_rate"]
-    run_store = RunStore(store, f"{arm.name}-rate{rate:.2e}-seed{seed}")
-    run_store.create_run({"arm": asdict(arm), "seed": seed})
-    if (stored := run_store.read_json("outcome.json", Outcome)) is not None:
+    store.create_run({"arm": asdict(arm), "seed": seed})
+    if (stored := store.read_json("outcome.json", Outcome)) is not None:
         return stored
     import torch
 
+    from flows.compare.replay import experience
     from tba import testbed
-    from tba.config import TrainSettings
 
     torch.set_num_threads(1)
     started = time.monotonic()
-    first = testbed.first_policy(first_policy)
-    trained = testbed.train(first, TrainSettings(**arm.settings), arm.lag, seed)
+    first, configuration = testbed.first_policy(first_policy), Configuration(**arm.settings)
+    trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed))
     outcome = Outcome(
-        arm.name, seed, rate, testbed.accuracy(first), trained.accuracy, time.monotonic() - started, code_version(),
-        trained.curve,
+        arm.name, seed, configuration.train.learning_rate, testbed.accuracy(first), trained.accuracy,
+        trained.num_distinct, time.monotonic() - started, code_version(), trained.curve,
     )  # fmt: skip
-    run_store.put("outcome.json", json.dumps(asdict(outcome)).encode())
+    store.put("outcome.json", json.dumps(asdict(outcome)).encode())
     return outcome

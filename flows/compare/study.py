@@ -1,0 +1,123 @@
+"""A study: configurations compared on tba.testbed, at each lag, by seeds. A file in studies/ describes it."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from flows.config import explanation
+from storage.buffer import Sampling
+from tba.config import SearchSettings, Settings, TrainSettings
+
+_FOLDER = files("flows.compare") / "studies"
+_LABEL = re.compile("[a-z][a-z0-9_]*")
+# The settings of a run that the testbed has. A study with another one is refused, because it would have no effect.
+_OF_TESTBED = {
+    "train": {
+        "objective", "residual_weight", "beta", "beta_final", "beta_steps", "reference_reset_interval", "warmup_steps",
+        "learning_rate_schedule", "decay_steps", "adam_beta1", "adam_beta2", "weight_decay", "gradient_clip",
+    },
+    "search": {"prompts_per_round", "samples_per_prompt"},
+    "sampling": {
+        "prompts_per_batch", "responses_per_prompt", "recent_probability", "differing_rewards_first",
+        "reward_temperature", "uniform_fraction", "capacity_per_prompt",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration of a study."""
+
+    label: str  # its name in the tables
+    lag: int  # policy steps between sampling and learning, at least
+    settings: dict  # of `Configuration`
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}-lag{self.lag}"
+
+
+class Configuration(Settings):
+    """An arm's settings: those of a run that the testbed has, and two of the testbed's own."""
+
+    train: TrainSettings
+    search: SearchSettings = SearchSettings()
+    sampling: Sampling | None = Field(
+        None, description="Settings of the replay buffer; None: each step trains on its rounds."
+    )
+    searchers: int = Field(1, ge=1, description="Number of rounds that come in at each step.")
+    reward: Literal["exact", "dense"] = Field(
+        "exact", description="Reward; exact: 1 for the right response; dense: the share of tokens that are right."
+    )
+
+
+class Study(Settings):
+    """The content of a study's file."""
+
+    title: str
+    published: str = Field(description="Published result, with its source.")
+    expected: str = Field(description="Expected result.")
+    lags: tuple[int, ...] = Field(min_length=1)
+    seeds: int = Field(10, ge=1)
+    steps: int = Field(320, ge=2)
+    compared_with: str = Field(description="Label of the arm that the others are compared with.")
+    common: dict[str, Any] = Field({}, description="Settings of every arm, by section.")
+    arms: dict[str, dict[str, Any]] = Field(min_length=2, description="By label, settings over those in common.")
+
+    @model_validator(mode="after")
+    def _arms_are_configurations(self) -> "Study":
+        for label in self.arms:
+            if not _LABEL.fullmatch(label):
+                raise ValueError(f"arm {label!r}: a label has small letters, digits and '_', and begins with a letter")
+            try:
+                self.configuration(label)
+            except ValidationError as error:
+                raise ValueError(f"arm {label}: {explanation(error, Configuration)}") from error
+            except ValueError as error:
+                raise ValueError(f"arm {label}: {error}") from error
+        if self.compared_with not in self.arms:
+            raise ValueError(f"compared_with is {self.compared_with!r}, but the arms are {', '.join(self.arms)}")
+        return self
+
+    def configuration(self, label: str) -> Configuration:
+        merged = dict(self.common)
+        for section, changes in self.arms[label].items():
+            merged[section] = merged.get(section, {}) | changes if isinstance(changes, dict) else changes
+        for section, known in _OF_TESTBED.items():
+            if unknown := merged.get(section, {}).keys() - known:
+                raise ValueError(
+                    f"{section}.{min(unknown)} is no setting of the testbed; it has {', '.join(sorted(known))}"
+                )
+        merged["train"] = merged.get("train", {}) | {"steps": self.steps}
+        return Configuration(**merged)
+
+    def arms_at_each_lag(self) -> list[Arm]:
+        settings = {label: self.configuration(label).model_dump(mode="json") for label in self.arms}
+        return [Arm(label, lag, settings[label]) for lag in self.lags for label in self.arms]
+
+
+def study_names() -> list[str]:
+    return sorted(file.name.removesuffix(".toml") for file in _FOLDER.iterdir() if file.name.endswith(".toml"))
+
+
+def read_study(name: str, seeds: int | None = None, steps: int | None = None) -> Study:
+    """A study of the project by its name, or another by its file (`folder/mine.toml`).
+
+    seeds, steps: in place of the file's. Raises: ValueError: there is no such study, or its file breaks a rule.
+    """
+    file = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
+    instead = {key: value for key, value in {"seeds": seeds, "steps": steps}.items() if value is not None}
+    try:
+        return Study(**tomllib.loads(file.read_text()) | instead)
+    except FileNotFoundError as error:
+        known = f"sync, {', '.join(study_names())}"
+        raise ValueError(f"there is no study {name!r}; known are {known}, or a .toml file of your own") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except ValidationError as error:
+        raise ValueError(f"{file}:\n{explanation(error, Study)}") from error

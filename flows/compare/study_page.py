@@ -1,0 +1,151 @@
+"""Runs a study, and writes its results into one folder: tables, a plot and the numbers."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from flows.compare.bench import Bench, Outcome
+from flows.compare.results import (
+    Interval,
+    by_arm,
+    confidence_interval,
+    hardware,
+    paired_differences,
+    table_lines,
+    write_numbers,
+)
+from flows.compare.study import Study
+
+JOINT = "The {} intervals hold at once with 95 % (Student's t, Bonferroni)."
+
+
+def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str], None]) -> tuple[Path, dict]:
+    """Trains each arm at each lag, with the best step size for it. Returns the page's file and its numbers.
+
+    If interrupted, the next call continues: finished runs are in the store.
+    """
+    from tba import testbed
+
+    first_policy = Path.cwd() / ".tba" / ".local" / "testbed.safetensors"
+    testbed.first_policy(first_policy)
+    with Bench(store, name, first_policy, say) as bench:
+        arms = bench.tune(study.arms_at_each_lag())
+        outcomes = bench.run([(arm, seed) for seed in range(study.seeds) for arm in arms])
+    about = {
+        "policy": f"{sum(p.numel() for p in testbed.Policy().parameters()):,} parameters (tba/testbed.py)",
+        "task": "two-digit addition",
+        "steps": study.steps,
+        "seeds": study.seeds,
+        "held-out sums": testbed.NUM_SUMS - testbed.NUM_TRAIN,
+        "accuracy before training": f"{outcomes[0].accuracy_before:.3f}",
+        "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
+        "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
+    }
+    return write_study(out, name, study, outcomes, about | hardware())
+
+
+def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
+    """`<name>_cpu_<date>`: .md with the tables, .png with the plot, .json with every run. Returns page and numbers.
+
+    about: the facts above the tables, by name; "date" is part of the files' names.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"{name}_cpu_{about['date']}"
+    accuracies = {arm: confidence_interval(list(of_arm.values())) for arm, of_arm in by_arm(outcomes).items()}
+    ahead, lost = _differences(study, outcomes)
+    numbers = {
+        "arms": {arm: asdict(interval) for arm, interval in accuracies.items()},
+        "ahead": {pair: asdict(interval) for pair, interval in ahead.items()},
+        "lost": {label: asdict(interval) for label, interval in lost.items()},
+    }
+    write_numbers(out / f"{name}.json", about, [asdict(outcome) for outcome in outcomes])
+    plot_study(study, accuracies, out / f"{name}.png")
+    lines = [
+        f"# {study.title}",
+        "",
+        f"- published: {study.published}",
+        f"- expected: {study.expected}",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        *_tables(study, outcomes, accuracies, ahead, lost),
+        "",
+        f"![accuracy]({name}.png)",
+    ]
+    page = out / f"{name}.md"
+    page.write_text("\n".join(lines) + "\n")
+    return page, numbers
+
+
+def _differences(study: Study, outcomes: list[Outcome]) -> tuple[dict[str, Interval], dict[str, Interval]]:
+    """Differences paired by seed: `compared_with` minus each other arm; each arm's loss from first to last lag."""
+    others = [label for label in study.arms if label != study.compared_with]
+    pairs = [(f"{study.compared_with}-lag{lag}", f"{other}-lag{lag}") for lag in study.lags for other in others]
+    ahead = dict(zip([other for _, other in pairs], paired_differences(outcomes, pairs), strict=True))
+    first, last = study.lags[0], study.lags[-1]
+    falls = [(f"{label}-lag{first}", f"{label}-lag{last}") for label in study.arms if first != last]
+    return ahead, dict(zip(study.arms, paired_differences(outcomes, falls), strict=False))
+
+
+def _tables(
+    study: Study,
+    outcomes: list[Outcome],
+    accuracies: dict[str, Interval],
+    ahead: dict[str, Interval],
+    lost: dict[str, Interval],
+) -> list[str]:
+    labels, others = list(study.arms), [label for label in study.arms if label != study.compared_with]
+    seeds, distinct = by_arm(outcomes), by_arm(outcomes, "num_distinct")
+    rates = {outcome.arm: f"{outcome.learning_rate:.2g}" for outcome in outcomes}
+
+    def by_lag(heading: str, labels: list[str], values: dict[str, object], more: list[list] = ()) -> list[str]:
+        rows = [[lag, *(values[f"{label}-lag{lag}"] for label in labels)] for lag in study.lags]
+        return [heading, "", *table_lines(["Lag", *labels], [*rows, *more]), ""]
+
+    def mean_of_seeds(values: dict[str, dict[int, float]]) -> dict[str, Interval]:
+        return {arm: confidence_interval(list(of_arm.values())) for arm, of_arm in values.items()}
+
+    lost_row = [[f"loss from lag {study.lags[0]} to {study.lags[-1]}, paired by seed", *lost.values()]] if lost else []
+    spread = {arm: f"{statistics.stdev(of_arm.values()):.3f}" for arm, of_arm in seeds.items() if len(of_arm) > 1}
+    each = "mean over seeds with its 95 % confidence interval (Student's t)"
+    return [
+        *by_lag(f"Greedy accuracy on held-out sums, {each}:", labels, accuracies, lost_row),
+        *by_lag(
+            f"Accuracy of {study.compared_with} minus that of each other arm, by seed. {JOINT.format(len(ahead))}",
+            others,
+            ahead,
+        ),
+        *(by_lag("Standard deviation of the accuracy over seeds:", labels, spread) if spread else []),
+        *by_lag(f"Distinct responses among 8 to a held-out sum, {each}:", labels, mean_of_seeds(distinct)),
+        *by_lag(
+            "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:",
+            labels,
+            rates,
+        )[:-1],
+    ]
+
+
+def plot_study(study: Study, accuracies: dict[str, Interval], file: Path) -> None:
+    """Accuracy with confidence intervals: by lag, a line for each arm; with one lag, a point for each arm."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for offset, label in enumerate(study.arms):
+        points = [accuracies[f"{label}-lag{lag}"] for lag in study.lags]
+        half_widths = [point.half_width or 0.0 for point in points]
+        places = [lag * 1.04**offset for lag in study.lags] if len(study.lags) > 1 else [offset]
+        axes.errorbar(places, [p.mean for p in points], yerr=half_widths, marker="o", capsize=3, label=label)
+    if len(study.lags) > 1:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(study.lags, [str(lag) for lag in study.lags])
+        axes.set_xlabel("policy steps between sampling and learning")
+        axes.legend()
+    else:
+        axes.set_xticks(range(len(study.arms)), list(study.arms))
+    axes.set_ylabel("accuracy on held-out sums")
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

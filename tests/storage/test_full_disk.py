@@ -1,0 +1,80 @@
+"""Claims about a full temporary folder while a run trains. Run: pytest tests/storage/test_full_disk.py
+
+- a policy whose policy.json does not fit is published once there is room
+- a sync whose trajectories do not fit in the word file ends once there is room, and nothing of them is lost
+- the wait for the word file ends with an error that says what could not be written, where, and the remedy
+"""
+
+import subprocess
+import tempfile
+import threading
+
+import pytest
+
+from storage.buffer import ReplayBuffer, Sampling
+from storage.errors import StoreFull
+from storage.policies import latest_policy, policy_ref, publish_policy
+from storage.shards import commit_shard
+from storage.word_file import WordFile
+from tests.storage.helpers import make_shard
+
+SAMPLING = Sampling(prompts_per_batch=2, responses_per_prompt=2, min_size=1)
+
+
+@pytest.fixture
+def full_disk(tmp_path, monkeypatch):
+    """Temporary files lie on a file system of 1 MiB with no room: (folder, the file that takes the room)."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk needs root and mount: {mounted.stderr.strip()}")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder, folder / "ballast"
+    subprocess.run(["umount", "-l", folder], check=True)  # a word file may still be open
+
+
+def fill(ballast) -> None:
+    with open(ballast, "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            return
+
+
+def test_a_policy_is_published_once_there_is_room(full_disk, moto_store):
+    folder, ballast = full_disk
+    policy = folder / "policy"
+    policy.mkdir()
+    (policy / "model.safetensors").write_bytes(b"w" * 1000)
+    fill(ballast)
+    threading.Timer(1.0, ballast.unlink).start()
+    ref = publish_policy(moto_store, policy, policy_ref(4, "f" * 32, attempt=1))
+    assert latest_policy(moto_store) == ref
+    assert moto_store.read_json(f"{ref.path}/policy.json")["files"] == {"model.safetensors": 1000}
+
+
+def test_a_sync_ends_once_there_is_room(full_disk, local_store):
+    _, ballast = full_disk
+    for number in range(2):
+        commit_shard(local_store, make_shard("s0", number, response_tokens=list(range(2000)), **LOGPROBS))
+    whole, buffer = ReplayBuffer(local_store, SAMPLING, seed=0), ReplayBuffer(local_store, SAMPLING, seed=0)
+    whole.sync(1, attempt=1)
+    local_store.delete("syncs/attempt=00000001/sync=00000001.parquet")
+    fill(ballast)
+    threading.Timer(1.0, ballast.unlink).start()
+    assert buffer.sync(1, attempt=1).num_trajectories == 8
+    assert buffer.draw(1).equals(whole.draw(1))
+
+
+LOGPROBS = {name: [-0.5] * 2000 for name in ("behavior_logprobs", "reference_logprobs")}
+
+
+def test_the_wait_ends_with_cause_and_remedy(full_disk, monkeypatch):
+    folder, ballast = full_disk
+    words = WordFile()
+    fill(ballast)
+    monkeypatch.setenv("TBA_STORE_PATIENCE_MINUTES", "0.01")
+    with pytest.raises(StoreFull, match=f"cannot write the replay buffer's word file to {folder}: no room .* TMPDIR"):
+        words.append(make_shard())
