@@ -91,7 +91,7 @@ def _stop_started(project: Path, state: State, before: dict[str, Process]) -> No
     if "server" in started:
         _stop(project, state)
     elif started and (worker := state.processes.pop("worker").find()):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, and what was raised says why
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended; the error that is being raised has the reason
             stop_processes([*worker.children(recursive=True), worker])
 
 

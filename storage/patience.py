@@ -67,9 +67,9 @@ def patiently(
 
 
 def with_room(write: Callable[[], Result], name: str) -> Result:
-    """write(), which writes `name` to this machine's temporary folder. A full disk is waited for, as a full store is.
+    """Returns write(), which writes `name` to the temporary folder; repeated while the disk is full (patience_s).
 
-    Raises: StoreFull: no room was left for as long as a store is waited for.
+    Raises: StoreFull: the disk was full for all that time.
     """
 
     def try_once() -> Result:
@@ -91,7 +91,7 @@ def with_room(write: Callable[[], Result], name: str) -> Result:
 
 
 def _is_for_lack_of_room(error: Exception) -> bool:
-    """safetensors and torch raise errors of their own, without a number."""
+    """Whether the disk is full. safetensors and torch raise errors of their own, without an errno."""
     numbered = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return numbered or "No space left" in str(error) or "quota exceeded" in str(error)
 

@@ -42,7 +42,7 @@ class S3Prefix:
         self.renew()
 
     def renew(self) -> None:
-        """Connects anew: a new instance of s3fs reads environment and files now; no keys or listings are cached."""
+        """Connects: a new instance of s3fs reads environment and files now; no keys or listings are cached."""
         fs = _connect()
         if _is_loopback(urlsplit(fs.s3.meta.endpoint_url).hostname):
             # Over http, client and server hash each byte for the signature, which is half the cost of a put. Between

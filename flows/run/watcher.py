@@ -36,7 +36,7 @@ class Seen:
 
 
 class Watcher:
-    """Reads a run's state repeatedly. It compares no clocks: a Trainer lives if its heartbeat changes."""
+    """Reads a run's state repeatedly. It compares no clocks: a Trainer is alive if its heartbeat changes."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
