@@ -42,7 +42,6 @@ from flows.report.text import duration
 from flows.run import flow_runs
 from infra import prefect_server, stack
 from storage import attempts, policies
-from storage.status import stage_of
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -399,11 +398,3 @@ def test_progress_in_a_terminal_shows_alarms_below_the_table():
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (90, "1m 30s"), (7260, "2h 01m")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
-
-
-def test_a_starting_trainer_says_what_the_run_waits_for():
-    assert stage_of({"state": "starting", "step": 0}) == (
-        "starting: the Trainer imports torch and loads the model (10 to 30 s)"
-    )
-    assert stage_of({"state": "waiting", "step": 0, "message": "too early"}) == "too early"
-    assert stage_of({"state": "training", "step": 1}) == "training"
