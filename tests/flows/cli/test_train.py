@@ -90,7 +90,7 @@ def tba(*arguments: str):
             ["--set", "search.exploration_top_p=[0.8"],
             "--set search.exploration_top_p=[0.8: is not JSON; write a list as",
         ),
-        (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is one setting"),
+        (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is a setting"),
     ],
 )
 def test_bad_input_is_one_line_before_any_work(project, checked, arguments, message):
