@@ -28,16 +28,9 @@ def train(
         str | None, typer.Argument(help="Name of the run; default: the task's name.", autocompletion=complete_run)
     ] = None,
     store: StoreOption = None,
-    task: Annotated[
-        str | None, typer.Option(help="Name of the task: arithmetic, gsm8k, math, tldr, …, or dataset.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Data of the task: JSONL or Parquet file, Hugging Face dataset, or module:function."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model to start from: embedded model's name, local folder or Hugging Face id.")
-    ] = None,
+    task: Annotated[str | None, typer.Option(help="Task: arithmetic, gsm8k, math, tldr, …, or dataset.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data: file, Hugging Face dataset, or module:function.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model: smollm2-135m-instruct, folder or Hugging Face id.")] = None,
     steps: Annotated[int | None, typer.Option(help="Policy steps of the run.")] = None,
     searchers: Annotated[int | None, typer.Option(help="Number of Searchers to start.")] = None,
     seed: Annotated[

@@ -225,8 +225,8 @@ def test_evaluation_is_greedy_and_means_the_reward(tokenizer, reference):
     ("rewards", "message"),
     [
         ([1.0], "1 rewards for 6 responses"),
-        ([math.nan] * 6, "is nan"),
-        ([math.inf] * 6, "is inf"),
+        ([math.nan] * 6, "got nan"),
+        ([math.inf] * 6, "got inf"),
         ([None] * 6, "None"),
     ],
 )

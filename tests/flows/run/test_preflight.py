@@ -104,7 +104,7 @@ def test_a_model_that_does_not_load_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("rewards", "message"),
-    [([float("nan")], "is nan; a reward is a finite number"), ([], "0 rewards for 1 responses"), (["1"], "is '1'")],
+    [([float("nan")], "got nan .* a reward is a finite number"), ([], "0 rewards for 1 responses"), (["1"], "got '1'")],
 )
 def test_a_reward_function_that_cannot_work_is_refused(tmp_path, tokenizer_only, monkeypatch, rewards, message):
     monkeypatch.setattr(Arithmetic, "rewards", lambda self, problems, responses: rewards)
