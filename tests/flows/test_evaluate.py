@@ -315,7 +315,7 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": {"max_age": 5}}, "draws from the newest policy's round alone"),
+        ({"sampling": {"max_age": 5}}, "draws come from the newest policy's round only"),
         ({"search": {"prompts_per_round": 2}}, "training would never start"),
         ({"searchers": 2, "search": {"prompts_per_round": 16}}, "Set searchers=1"),
     ],

@@ -169,7 +169,7 @@ def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("nan", "that of .* is nan; a reward is a finite number"),
+        ("nan", "got nan .* a reward is a finite number"),
         ("few", "1 rewards for 8 responses"),
         ("broken", "failed \\(TypeError"),
         ("nothing", "has no function 'nothing'; it has brief, nan, few, broken"),
