@@ -106,7 +106,7 @@ def test_bad_input_is_one_line_before_any_work(project, checked, arguments, mess
 def test_an_empty_store_is_no_store(project, checked, command):
     result = tba(*command, "--store", "")
     assert result.exit_code == 2
-    assert result.stderr.startswith("--store: got nothing") and len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("--store: got an empty text") and len(result.stderr.splitlines()) == 1
 
 
 def test_every_mistake_is_told_at_once(project, checked):

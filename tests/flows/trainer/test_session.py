@@ -95,7 +95,7 @@ def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experienc
     assert (facts["num_inserted"], facts["samples_per_insert"], facts["num_too_old"]) == (8, 2.0, 0)
     assert 0 <= facts["searchers_silent_s"] < 60
     assert facts.keys() <= set(TRAINING_STEP.names)
-    with pytest.raises(TooEarly, match=r"^step 3 would draw each of 8"):
+    with pytest.raises(TooEarly, match=r"^waiting for more trajectories: after step 3 each of 8"):
         experience.draw(3)
 
 
