@@ -9,6 +9,7 @@ one, and others as often as `evaluate_share` allows (flows/search.py).
 """
 
 import json
+import logging
 import statistics
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig, StoreUrl, load_run
+from flows.searcher.policy_feed import load_once_more
 from flows.searcher.start import start_searcher_task
 from infra.machine import policy_cache
 from storage import policies
@@ -27,6 +29,8 @@ from tba.tasks.tldr import judge
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher
+
+log = logging.getLogger("tba.evaluate")
 
 
 @flow(name="evaluate")
@@ -49,13 +53,14 @@ def measure_policy(
 ) -> dict:
     """The figures of the best policy; of the newest, if `newest` is set or no policy was evaluated. Also stores them.
 
-    Raises: ValueError: no policy has been published.
+    Raises: ValueError: no policy has been published. RuntimeError: its weights differ from the published ones.
     """
     best = None if newest else policies.best_policy(store)
     policy = best or policies.latest_policy(store)
     if policy is None:
         raise ValueError(f"run {store.run} has published no policy yet")
-    searcher.load(policies.fetch_policy(store, policy, policy_cache(store.run)), policy.step)
+    folder = policies.fetch_policy(store, policy, policy_cache(store.run))
+    load_once_more(store, searcher, folder, policy, log.warning)
     figures = {"policy": policy.path, "policy_step": policy.step} | measure(searcher, config, num_problems, samples)
     figures["created_at"] = datetime.now(UTC).isoformat()
     store.put(f"evaluations/{Path(policy.path).name}.json", json.dumps(figures, indent=1).encode())

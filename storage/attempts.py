@@ -24,6 +24,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel
 
 from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, Superseded
+from storage.paths import first_stray
 from storage.process_identity import Identity
 from storage.store import RESTORE, RunStore, transfer_all
 
@@ -119,7 +120,9 @@ def counts(attempt: int, step: int, resumes: list[dict]) -> bool:
 def latest_attempt(store: RunStore) -> int:
     """The newest attempt's number; 0 before the first."""
     names = map(_ATTEMPT_NAME.fullmatch, store.list("trainer"))
-    latest = max((int(name["attempt"]) for name in names if name), default=0)
+    numbers = [int(name["attempt"]) for name in names if name]
+    stray = first_stray(numbers, after=0)
+    latest = max((number for number in numbers if number < stray), default=0)
     while is_superseded(store, latest):  # a listing may lack an entry, which must not undo a takeover
         latest += 1
     return latest

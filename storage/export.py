@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.queries import STORED, VIEWS, attempts_table, dataset, torn_files
-from storage.shards import committed_files, refused_rounds, shard_path
+from storage.shards import committed_files, files_named, marked_through, refused_rounds, shard_path, stray_files
 from storage.sql import sql
 from storage.store import RunStore
 
@@ -83,6 +83,9 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
         }
         if name == "trajectories":
             values |= {"table": "files", "columns": f"{values['columns']}, filename", "condition": _named(run, store)}
+        else:
+            torn = [path for path in store.list(folder) if path.endswith(".parquet") and not _has_footer(run / path)]
+            values["condition"] = _is_none_of(run, ["", *torn, *_links(run, folder)])
         connection.execute(sql("view_of_files").format(**values))
     columns = ", ".join(STORED["trajectories"][1].names)
     values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns}
@@ -94,9 +97,22 @@ def _named(run: Path, store: RunStore) -> str:
     """The condition for files of trajectories: names of shards or compacted files, neither refused nor torn now."""
     refused = [shard_path(name, number) for name, rounds in refused_rounds(store).items() for number in rounds]
     torn = [file.path for file in committed_files(store) if not _has_footer(run / file.path)]
-    excluded = ", ".join(f"'{_quoted(run / path)}'" for path in ["", *refused, *torn])
     names = r"/(searcher=[a-z][a-z0-9-]*/round=\d+|compacted/[a-z][a-z0-9-]*-\d+-\d+)\.parquet$"
-    return f"regexp_matches(filename, '{names}') AND filename NOT IN ({excluded})"
+    marked = marked_through(store.list("expired"))
+    stray = [file.path for file in stray_files(files_named(store.list("trajectories")), marked)]
+    excluded = ["", *refused, *torn, *stray, *_links(run, "trajectories")]
+    return f"regexp_matches(filename, '{names}') AND {_is_none_of(run, excluded)}"
+
+
+def _links(run: Path, folder: str) -> list[str]:
+    """Symbolic links to files, which no listing of the store has; DuckDB's patterns follow them."""
+    return [path.relative_to(run).as_posix() for path in (run / folder).rglob("*.parquet") if path.is_symlink()]
+
+
+def _is_none_of(run: Path, paths: list[str]) -> str:
+    """The condition for files with other paths in the run."""
+    excluded = ", ".join(f"'{_quoted(run / path)}'" for path in paths)
+    return f"filename NOT IN ({excluded})"
 
 
 def _has_footer(file: Path) -> bool:

@@ -11,6 +11,7 @@ a for step t counts if no later attempt resumed from before t. Entries that do n
 """
 
 import re
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
@@ -24,6 +25,16 @@ from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP,
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RESTORE, RunStore, transfer_all
 
+# By folder: columns that no entry may lack. Older versions recorded no attempt of evaluations.
+NEEDED = {
+    "batches": ("attempt", "step", "trajectory_id"),
+    "metrics/training": ("attempt", "step", "started_at", "ended_at"),
+    "metrics/search": ("searcher", "round", "started_at", "ended_at"),
+    "metrics/evaluations": ("policy_step", "accuracy"),
+    "syncs": tuple(name for name in SYNC.names if name != "num_trajectories"),  # which older versions did not record
+    "rewards": ("trajectory_id", "reward"),
+    "diversity": ("metric", "value"),
+}
 _SYNC_NAME = re.compile(r"syncs/attempt=\d{8}/sync=\d{8}\.parquet")
 _EVALUATION_NAME = re.compile(r"metrics/evaluations/step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?\.parquet")
 
@@ -77,7 +88,7 @@ def evaluations(store: RunStore) -> dict[int, str]:
 
 def accuracy(store: RunStore, path: str) -> float:
     """The accuracy of an evaluation. path: of its file. Raises: DamagedRecord: it cannot be read."""
-    return _read(store, path, EVALUATION, ["accuracy"])[0]["accuracy"]
+    return read_entry(store, path, EVALUATION, ["accuracy"])["accuracy"][0].as_py()
 
 
 def record_sync(store: RunStore, sync: Any) -> None:
@@ -111,27 +122,31 @@ def _stretches(numbers: list[int]) -> list[list[int]]:
 def effective_syncs(store: RunStore, step: int) -> list[dict]:
     """SYNC rows up to `step` that count, in the order of syncs. Raises: DamagedRecord: one cannot be read."""
     resumes = list_attempts(store)
-    needed = [name for name in SYNC.names if name != "num_trajectories"]  # which older versions did not record
 
     def read(path: str) -> list[dict]:
-        return _read(store, path, SYNC, needed)
+        return read_entry(store, path, SYNC, NEEDED["syncs"]).to_pylist()
 
     paths = [path for path in store.list("syncs") if _SYNC_NAME.fullmatch(path)]
     rows = [row for rows in transfer_all(read, paths) for row in rows]
     return [row for row in rows if row["step"] <= step and counts(row["attempt"], row["step"], resumes)]
 
 
-def _read(store: RunStore, path: str, columns: pa.Schema, needed: list[str]) -> list[dict]:
-    """The rows of an entry. Raises: DamagedRecord: it is no Parquet file, has no row, or lacks a needed value."""
+def read_entry(store: RunStore, path: str, columns: pa.Schema, needed: Iterable[str]) -> pa.Table:
+    """An entry, with those of `columns` that it has: older versions recorded fewer.
+
+    Raises: DamagedRecord: it is no Parquet file, has no row, or lacks a value of a column in `needed`. NotFound.
+    """
     try:
         table = pq.ParquetFile(pa.BufferReader(store.get(path))).read(use_threads=False)
+        table.validate(full=True)
+        lacking = [name for name in needed if name not in table.column_names or table[name].null_count]
+        if lacking or not table.num_rows:
+            raise ValueError(f"it has {table.num_rows} rows, and lacks values of {', '.join(lacking) or 'all columns'}")
         fields = [columns.field(name) for name in table.column_names if name in columns.names]
-        rows = table.select([field.name for field in fields]).cast(pa.schema(fields)).to_pylist()
-        if not rows or None in [row.get(name) for row in rows for name in needed]:
-            raise ValueError(f"a value of {', '.join(needed)} is missing")
-    except (pa.ArrowException, OSError, ValueError) as error:
+        table = table.select([field.name for field in fields]).cast(pa.schema(fields))
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DamagedRecord(
             f"cannot read {path} (run {store.run} in {store.url}): it is empty, cut short or not of this program "
             f"({type(error).__name__}: {error}). {RESTORE}"
         ) from error
-    return rows
+    return table

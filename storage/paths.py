@@ -3,10 +3,14 @@
 Any writer may have chosen the keys of a bucket, a policy's list of files and the path in a pointer.
 """
 
+import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from storage.errors import UnsafePath
+
+LARGEST_GAP = 1_000  # files that a listing may forget, or that were lost, before a later one
 
 
 def is_plain(path: object) -> bool:
@@ -28,6 +32,19 @@ def check_path(path: str) -> str:
             "remove it from the store."
         )
     return path
+
+
+def first_stray(numbers: Iterable[int], after: int) -> float:
+    """The first of some files' numbers that is far beyond the one before it; infinity if none is.
+
+    Writers number their files without gaps, so nothing reads that file and those after it: another program's file may
+    have any number in its name.
+    """
+    for number in sorted(set(numbers)):
+        if number - after > LARGEST_GAP:
+            return number
+        after = max(after, number)
+    return math.inf
 
 
 def inside(folder: Path, name: str) -> Path:

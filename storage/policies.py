@@ -26,6 +26,7 @@ is served; it is not final if the resume undid it.
 
 import json
 import logging
+import math
 import shutil
 from collections import defaultdict
 from contextlib import suppress
@@ -34,6 +35,8 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from pydantic import FiniteFloat
 
 from storage.attempts import check_not_superseded, counts, is_superseded, list_attempts
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, Superseded
@@ -66,7 +69,7 @@ class PolicyRef:
 class BestPolicy(PolicyRef):
     """The content of policies/best.json."""
 
-    accuracy: float  # on held-out problems, greedy
+    accuracy: FiniteFloat  # on held-out problems, greedy
     num_problems: int
 
 
@@ -111,12 +114,17 @@ def point_to(store: RunStore, ref: PolicyRef) -> None:
     check_not_superseded(store, ref.attempt)
     with suppress(DamagedRecord):  # it is about to be replaced
         latest = _read_pointer(store, LATEST, PolicyRef)
-        if latest is not None and latest.attempt > ref.attempt:
+        if latest is not None and latest.attempt > ref.attempt and _began_later(store, latest.attempt, ref.attempt):
             raise Superseded(
                 f"attempt {ref.attempt} at run {store.run} cannot publish policy step {ref.step}: attempt "
                 f"{latest.attempt} has published step {latest.step}, so another Trainer has taken over. Stop this one."
             )
     store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
+
+
+def _began_later(store: RunStore, later: int, attempt: int) -> bool:
+    """Whether `later` is an attempt of this run. If only `attempt` is recorded, another program wrote the pointer."""
+    return is_superseded(store, later - 1) or not is_superseded(store, attempt - 1)
 
 
 def policy_path(step: int, attempt: int) -> str:
@@ -173,10 +181,10 @@ def _read_pointer(store: RunStore, path: str, kind: type[PolicyRef]) -> Any:
 
 def _checked(ref: PolicyRef, where: str) -> PolicyRef:
     """The policy, if its names, which come from the store, can become a path. Raises: DamagedRecord: they cannot."""
-    if not _is_policy(ref.path) or set(ref.fingerprint) & set("/\\\0"):
+    if not _is_policy(ref.path) or _age(ref.path)[1] != ref.step or set(ref.fingerprint) & set("/\\\0"):
         raise DamagedRecord(
-            f"{where} names the policy {ref.path!r} of fingerprint {ref.fingerprint!r}, which is no policy's name. "
-            f"{RESTORE}"
+            f"{where} names the policy {ref.path!r} of step {ref.step} and fingerprint {ref.fingerprint!r}, which is "
+            f"no policy's name. {RESTORE}"
         )
     return ref
 
@@ -223,7 +231,12 @@ def release_policy(store: RunStore, searcher: str) -> None:
 
 
 def keep_if_best(store: RunStore, ref: PolicyRef, accuracy: float, num_problems: int) -> bool:
-    """Points policies/best.json to a held policy, unless another has a higher accuracy. Returns whether it did."""
+    """Points policies/best.json to a held policy, unless another has a higher accuracy. Returns whether it did.
+
+    A policy whose accuracy is not finite, because a reward was NaN, does not become the best.
+    """
+    if not math.isfinite(accuracy):
+        return False
     try:
         best = best_policy(store)
     except DamagedRecord as error:

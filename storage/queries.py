@@ -8,7 +8,7 @@ which is turned off, as are extensions, changes of settings and Python's variabl
 transaction.
 
 Shards that the Trainer's intake refused do not count. A torn shard that the intake has not read yet would break every
-query, so it is left out, too, with a warning.
+query, so it is left out, too, with a warning. So is a torn entry of the ledger, which `tba verify` names.
 """
 
 import logging
@@ -24,7 +24,8 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from storage import attempts, schema
-from storage.errors import NotFound, ReadOnly, TornShard
+from storage.errors import DamagedRecord, NotFound, ReadOnly, StoreError, TornShard
+from storage.ledger import NEEDED, read_entry
 from storage.shards import committed_files, read_file, refused_rounds
 from storage.sql import sql
 from storage.store import RunStore, scans, transfer_all
@@ -97,7 +98,7 @@ def show_batch(store: RunStore, step: int) -> pa.Table:
 
 
 def ask(store: RunStore, answer: Callable[[duckdb.DuckDBPyConnection], Answer]) -> Answer:
-    """Returns answer(connection), then closes the connection. Torn shards are left out, with a warning."""
+    """Returns answer(connection), then closes the connection. Torn files are left out, with a warning."""
     try:
         with connect(store) as connection:
             return answer(connection)
@@ -111,25 +112,33 @@ def ask(store: RunStore, answer: Callable[[duckdb.DuckDBPyConnection], Answer]) 
         return answer(connection)
 
 
-def torn_files(store: RunStore) -> dict[str, TornShard]:
-    """Files of trajectories that count but cannot be read, by path. Reads all files."""
+def torn_files(store: RunStore) -> dict[str, StoreError]:
+    """Files of the tables that count but cannot be read, by path, with the reasons. Reads all files."""
 
-    def read(path: str) -> TornShard | None:
+    def read(path: str, folder: str, columns: pa.Schema) -> StoreError | None:
         try:
-            read_file(store, path)
-        except TornShard as error:
+            read_file(store, path) if folder == "trajectories" else read_entry(store, path, columns, NEEDED[folder])
+        except (TornShard, DamagedRecord) as error:
             return error
         except NotFound:  # deleted since it was listed
             return None
 
-    paths = [file.path for file in committed_files(store)]
-    return {path: error for path, error in zip(paths, transfer_all(read, paths), strict=True) if error}
+    tables = [(path, folder, columns) for folder, columns in STORED.values() for path in _files_of(store, folder)]
+    found = zip(tables, transfer_all(lambda table: read(*table), tables), strict=True)
+    return {path: error for (path, _, _), error in found if error}
+
+
+def _files_of(store: RunStore, folder: str, torn: Collection[str] = ()) -> list[str]:
+    """Paths of a table's files, less torn ones; of trajectories those that count."""
+    if folder == "trajectories":
+        return [file.path for file in committed_files(store, torn)]
+    return [path for path in store.list(folder) if path.endswith(".parquet") and path not in torn]
 
 
 def connect(store: RunStore, torn: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
     """A new in-memory database with the views over the files stored now. A view without files is empty.
 
-    torn: paths of files of trajectories to leave out.
+    torn: paths of files to leave out.
     """
     connection = duckdb.connect()
     for name, (folder, columns) in STORED.items():
@@ -146,7 +155,7 @@ def dataset(store: RunStore, folder: str, columns: pa.Schema, torn: Collection[s
     """The Parquet files of a table that exist now; for trajectories, the files that count."""
     if folder == "trajectories":
         return _committed(store, columns, torn)
-    return _of_files(store, columns, [path for path in store.list(folder) if path.endswith(".parquet")])
+    return _of_files(store, columns, _files_of(store, folder, torn))
 
 
 def _committed(store: RunStore, columns: pa.Schema, torn: Collection[str]) -> ds.Dataset:

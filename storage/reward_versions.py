@@ -12,13 +12,14 @@ import re
 from datetime import UTC, datetime
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from storage.errors import AlreadyExists, NotFound, TornShard
+from storage.ledger import NEEDED, read_entry
 from storage.schema import REWARD, TRAJECTORY
 from storage.shards import check_searcher_id, new_shards, parquet_bytes
 from storage.store import RunStore
 
+VERSION = "version.json"
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -34,7 +35,7 @@ def check_version(version: str) -> str:
 
 def begin_version(store: RunStore, version: str, reward: str) -> None:
     """Records that `reward` scores this version. Raises: ValueError: another reward does; versions are never mixed."""
-    path = f"rewards/{check_version(version)}/version.json"
+    path = f"rewards/{check_version(version)}/{VERSION}"
     try:
         store.put_new(path, json.dumps({"version": version, "reward": reward}).encode())
     except AlreadyExists:
@@ -47,7 +48,7 @@ def begin_version(store: RunStore, version: str, reward: str) -> None:
 
 
 def has_version(store: RunStore, version: str) -> bool:
-    return store.exists(f"rewards/{check_version(version)}/version.json")
+    return store.exists(f"rewards/{check_version(version)}/{VERSION}")
 
 
 def unscored_shards(store: RunStore, version: str) -> dict[str, list[int]]:
@@ -79,7 +80,7 @@ def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
     searcher, number = shard["searcher"][0].as_py(), shard["round"][0].as_py()
     path = _path(version, searcher, number)
     try:
-        scored = pq.read_table(pa.BufferReader(store.get(path)))
+        scored = read_entry(store, path, REWARD, NEEDED["rewards"])
     except NotFound as error:
         raise NotFound(
             f"round {number} of searcher {searcher} of run {store.run} in {store.url} has no rewards of version "

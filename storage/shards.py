@@ -32,6 +32,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.errors import NotFound, StoreError, StoreUnreachable, TornShard
+from storage.paths import first_stray
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, as_trajectories, to_table
 from storage.store import RunStore, transfer_all
 
@@ -44,7 +45,6 @@ _SEARCHER = re.compile(r"(?!(?:epoch|infinity)(?![a-z0-9-]))[a-z][a-z0-9-]{0,31}
 # files hold the same round.
 ROUNDS_PER_BLOCK = 32
 _COMPACTED = "trajectories/compacted"
-_MOST_LOOKED_UP = 1_000  # rounds among which missing ones are looked up: a stray file may have any number in its name
 _SHARD_NAME = re.compile(rf"trajectories/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.parquet")
 _MARK_NAME = re.compile(rf"expired/searcher=(?P<searcher>{_SEARCHER.pattern})/through=(?P<through>\d{{8}})\.json")
 _REFUSAL_NAME = re.compile(rf"quarantine/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.json")
@@ -188,8 +188,10 @@ def refused_rounds(store: RunStore) -> dict[str, set[int]]:
 
 def next_round(store: RunStore, searcher: str) -> int:
     """One past the searcher's last committed round; 0 if it has none."""
-    files = files_named(store.list(_log(searcher)))
-    return files[-1].rounds[-1] + 1 if files else 0
+    of_blocks = {rounds_of(block)[-1] for block in _list_blocks(store).get(searcher, ())}
+    rounds = of_blocks | {file.rounds[0] for file in files_named(store.list(_log(searcher)))}
+    stray = first_stray(rounds, marked_through(store.list("expired")).get(searcher, -1))
+    return max((number for number in rounds if number < stray), default=-1) + 1
 
 
 def compacted_blocks(files: list[File]) -> dict[str, set[int]]:
@@ -228,6 +230,15 @@ def whole_blocks(through: dict[str, int], blocks: dict[str, set[int]]) -> dict[s
     return {searcher: last for searcher, last in lowered.items() if last >= 0}
 
 
+def stray_files(files: list[File], marked: dict[str, int]) -> set[File]:
+    """Files that no reader reads, because their rounds are far beyond the searcher's others. marked: marked_through."""
+    firsts: dict[str, list[int]] = defaultdict(list)
+    for file in files:
+        firsts[file.searcher].append(file.rounds[0])
+    stray = {searcher: first_stray(numbers, marked.get(searcher, -1)) for searcher, numbers in firsts.items()}
+    return {file for file in files if file.rounds[0] >= stray[file.searcher]}
+
+
 def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[File]:
     """All files that count: each round that has not expired and was not refused lies in one of them.
 
@@ -235,11 +246,13 @@ def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[Fi
     """
     files = [file for file in files_named(store.list("trajectories")) if file.path not in unreadable]
     blocks = compacted_blocks(files)
-    expired, refused = whole_blocks(marked_through(store.list("expired")), blocks), refused_rounds(store)
+    marked = marked_through(store.list("expired"))
+    expired, refused, stray = whole_blocks(marked, blocks), refused_rounds(store), stray_files(files, marked)
     return [
         file
         for file in files
-        if file.rounds[0] > expired.get(file.searcher, -1)
+        if file not in stray
+        and file.rounds[0] > expired.get(file.searcher, -1)
         and (file.is_compacted or file.block not in blocks.get(file.searcher, ()))
         and not refused.get(file.searcher, set()).issuperset(file.rounds)
     ]
@@ -267,7 +280,9 @@ def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
     for searcher, rounds in listed.items():
         last = max(seen.get(searcher, -1), expired.get(searcher, -1))
         compacted = (number for block in blocks.get(searcher, ()) for number in rounds_of(block) if number > last)
-        new[searcher] = {*rounds, *compacted}
+        listed_or_compacted = {*rounds, *compacted}
+        stray = first_stray(listed_or_compacted, last)
+        new[searcher] = {number for number in listed_or_compacted if number < stray}
         new[searcher] |= _unlisted(store, searcher, last + 1, new[searcher])
     refused = refused_rounds(store) if any(new.values()) else {}
     left = {searcher: sorted(rounds - refused.get(searcher, set())) for searcher, rounds in new.items()}
@@ -276,7 +291,7 @@ def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
 
 def _unlisted(store: RunStore, searcher: str, first: int, listed: set[int]) -> set[int]:
     """Stored rounds from `first` on that a listing lacks, though it has later ones."""
-    missing = set(range(first, max(listed))) - listed if listed and max(listed) - first <= _MOST_LOOKED_UP else set()
+    missing = set(range(first, max(listed))) - listed if listed else set()
     is_there = transfer_all(lambda number: store.exists(shard_path(searcher, number)), missing) if missing else []
     return {number for number, found in zip(missing, is_there, strict=True) if found}
 

@@ -4,8 +4,9 @@ import re
 from urllib.parse import unquote, urlsplit
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-# KEY:SECRET@ before the bucket. A secret key may contain '/', so the '@' may be in a later part of the URL, or missing.
-CREDENTIALS = r"^(s3://[^/]*[@:]|[^/]*//[^/]*@)"
+# KEY:SECRET@ before the bucket, also percent-encoded, and with a missing or an additional slash. A secret key may
+# contain '/', so the '@' may be in a later part of the URL, or missing.
+CREDENTIALS = r"^([sS]3:/*[^/]*(@|:|%40|%3[aA])|[^/]*/*[^/]*:[^/]*@|[^/]*//+[^/]*@)"
 _RULE = "a store is file:///absolute/folder or s3://bucket/prefix"
 
 
@@ -31,7 +32,7 @@ def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:
     except ValueError:  # its message may repeat the URL
         raise ValueError(f"{setting}: the URL cannot be read; {_RULE}") from None
     path = parts.path.rstrip("/")
-    if parts.scheme == "file" and not parts.netloc and path:
+    if parts.scheme == "file" and not parts.netloc and path.startswith("/"):
         return "file", unquote(path)
     if parts.scheme != "s3" or not parts.netloc:
         raise ValueError(f"{setting}: got {_shown(url)!r}; {_RULE}")
@@ -40,14 +41,15 @@ def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:
 
 def _bucket_and_prefix(bucket: str, prefix: str, setting: str) -> str:
     if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(prefix.split("/")[1:]) or "\\" in prefix:
+        shown = _shown(f"s3://{bucket}{prefix}")
         raise ValueError(
-            f"{setting}: got {f's3://{bucket}{prefix}'!r}; {_RULE}: a bucket's name has letters, digits, '.', '-' and "
-            "'_' only, and a prefix has no empty part, '.', '..' or backslash, because other programs would look "
-            "for the objects elsewhere"
+            f"{setting}: got {shown!r}; {_RULE}: a bucket's name has letters, digits, '.', '-' "
+            "and '_' only, and a prefix has no empty part, '.', '..' or backslash, because other programs would "
+            "look for the objects elsewhere"
         )
     return f"{bucket}{prefix}"
 
 
 def _shown(url: str) -> str:
-    """The URL without parts that may be secret: everything from an authority with ':', which may be KEY:SECRET."""
-    return re.sub(r"//[^/]*:.*", "//…", url)
+    """The URL without parts that may be secret: all from an authority with '=' or ':' (KEY:SECRET, or a port)."""
+    return re.sub(r"//[^/]*[:=].*", "//…", url)

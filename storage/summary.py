@@ -1,10 +1,11 @@
 """summary.json: the result of a run, computed from the store alone."""
 
 import json
+import math
 from datetime import UTC, datetime, timedelta
 from statistics import median
 
-from pydantic import BaseModel
+from pydantic import BaseModel, FiniteFloat
 
 from storage import attempts, intake, policies, queries
 from storage.store import RunStore
@@ -20,6 +21,8 @@ class _Summary(BaseModel, extra="allow"):
 
     steps: int | None = None
     trajectories: int | None = None
+    refused_shards: dict[str, str] = {}
+    wall_s: FiniteFloat | None = None
 
 
 def read_summary(store: RunStore) -> dict | None:
@@ -61,12 +64,12 @@ def summarise(store: RunStore) -> dict:
         "trajectories": queries.query(store, "SELECT count(*) FROM trajectories").column(0)[0].as_py(),
         "staleness_mean": sum(step["staleness_mean"] for step in steps) / len(steps),
         "staleness_max": max(step["staleness_max"] for step in steps),
-        "trainer_wait_share": wait_s / (wait_s + length(training)),
+        "trainer_wait_share": _share(wait_s, wait_s + length(training)),
         # Runs of an older version did not measure it.
-        "publish_stall_share": sum(step["publish_stall_s"] or 0.0 for step in steps[1:]) / length(training),
+        "publish_stall_share": _share(sum(step["publish_stall_s"] or 0.0 for step in steps[1:]), length(training)),
         "searcher_idle_share": idle_share(rounds),
         "evaluation_share": evaluation_share(store, rounds),
-        "overlap_share": length(intersection(union(training), sampling)) / length(training),
+        "overlap_share": _share(length(intersection(union(training), sampling)), length(training)),
         "wall_s": (datetime.now(UTC) - attempts.first_attempt_at(store)).total_seconds(),
         "step_s_median": median(step["step_s"] for step in steps),
         "attempts": num_attempts,
@@ -77,6 +80,11 @@ def summarise(store: RunStore) -> dict:
     }
     store.put(_PATH, json.dumps(summary, indent=1).encode())
     return summary
+
+
+def _share(part: float, whole: float) -> float | None:
+    """None: a clock stood still, or an entry of the ledger holds no number."""
+    return part / whole if whole > 0 and math.isfinite(part / whole) else None
 
 
 def idle_share(rounds: list[dict]) -> float | None:

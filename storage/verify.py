@@ -24,12 +24,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from storage import attempts, checkpoints, ledger, policies, schema
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, StoreError
 from storage.intake import limits_of
 from storage.policy_folder import Manifest
+from storage.reward_versions import VERSION
 from storage.shards import round_of
 from storage.store import RunStore, transfer_all
 from storage.verify_shards import Fault, Shards, check_shards, duplicates, some
@@ -42,6 +42,8 @@ _LEDGER = {
     "syncs": schema.SYNC,
     "metrics/search": schema.SEARCH_ROUND,
     "metrics/evaluations": schema.EVALUATION,
+    "rewards": schema.REWARD,
+    "diversity": schema.DIVERSITY,
 }
 _POINTERS = {policies.LATEST: policies.PolicyRef, policies.BEST: policies.BestPolicy}
 
@@ -116,14 +118,14 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
 
     def read(path: str) -> pa.Table | Fault:
         try:
-            table = pq.ParquetFile(pa.BufferReader(store.get(path))).read(columns.names, use_threads=False)
+            table = ledger.read_entry(store, path, columns, ledger.NEEDED[folder])
             # an older version recorded fewer columns: null here, as in `tba sql`
-            table = pa.concat_tables([columns.empty_table(), table], promote_options="default").select(columns.names)
+            table = pa.concat_tables([columns.empty_table(), table], promote_options="default")
             return table.append_column("path", pa.array([path] * table.num_rows, pa.string()))
-        except (pa.ArrowException, OSError, ValueError) as error:
+        except DamagedRecord as error:
             return Fault("torn ledger entry", path, str(error))
 
-    found = transfer_all(read, store.list(folder))
+    found = transfer_all(read, [path for path in store.list(folder) if not path.endswith(f"/{VERSION}")])
     faults += [fault for fault in found if isinstance(fault, Fault)]
     empty = columns.append(pa.field("path", pa.string())).empty_table()
     return pa.concat_tables([empty, *(table for table in found if isinstance(table, pa.Table))])
@@ -173,7 +175,7 @@ def _unrecorded_steps(resumes: list[dict], entries: dict[str, pa.Table]) -> Iter
 def _effective_syncs(store: RunStore) -> list[dict]:
     try:
         return ledger.effective_syncs(store, step=2**62)
-    except (pa.ArrowException, OSError):
+    except DamagedRecord:
         return []  # a torn entry, which is among the faults already
 
 

@@ -22,6 +22,7 @@ from storage.shards import (
     read_file,
     refused_rounds,
     shard_path,
+    stray_files,
 )
 from storage.store import RunStore, transfer_all
 
@@ -57,9 +58,15 @@ def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) ->
     files = files_named(paths)
     for path in sorted(set(paths) - {file.path for file in files}):
         faults.append(Fault("stray file", path, "its name is not a shard's, so it is not read"))
+    found.expired = expired_through(store)  # after the listing: a shard is marked long before it is deleted
+    stray = stray_files(files, found.expired)
+    for file in sorted(stray, key=lambda file: file.path):
+        faults.append(
+            Fault("stray file", file.path, "its rounds are far beyond the searcher's others, so it is not read")
+        )
+    files = [file for file in files if file not in stray]
     for file in files:
         rounds_of[file.searcher].update(file.rounds)
-    found.expired = expired_through(store)  # after the listing: a shard is marked long before it is deleted
     found.refused = refused_rounds(store)
     faults += [
         Fault("refused shard", of.shard, f"the Trainer refused it: {'; '.join(of.reasons)}") for of in refusals(store)

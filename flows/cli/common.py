@@ -39,7 +39,8 @@ def store_url(store: str | None) -> str:
 
     if store is None:
         return default_store()
-    return store if "://" in store else Path(store).absolute().as_uri()
+    is_url = "://" in store or store.lower().startswith(("s3:", "file:"))  # a slash that is missing makes no folder
+    return store if is_url else Path(store).absolute().as_uri()
 
 
 def existing_run(run: str, store: str | None):

@@ -193,15 +193,23 @@ def _fields(heartbeat: Mapping) -> dict[str, str]:
         fields["step"] = f"{heartbeat['step']}/{heartbeat['steps']}"
     for key, (heading, form) in COLUMNS.items():
         if heartbeat.get(key) is not None:
-            fields[heading] = form.format(heartbeat[key])
+            fields[heading] = _formatted(form, heartbeat[key])
     return fields
 
 
+def _formatted(form: str, value: object) -> str:
+    """A store may hold text in place of a number."""
+    try:
+        return form.format(value)
+    except (TypeError, ValueError, OverflowError):
+        return f"{value!s:.100}"
+
+
 def summary_table(summary: Mapping) -> Table:
-    table = Table(title=f"Run {summary['run']}", show_header=False, title_justify="left", title_style="bold")
+    table = Table(title=f"Run {summary.get('run')}", show_header=False, title_justify="left", title_style="bold")
     for key, (label, form) in SUMMARY.items():
         if summary.get(key) is not None:
-            table.add_row(label, form.format(summary[key]))
+            table.add_row(label, _formatted(form, summary[key]))
     for shard, reasons in summary.get("refused_shards", {}).items():
         table.add_row("Refused shard", Text(printable(f"{shard}: {reasons}")))
     return table
@@ -209,7 +217,7 @@ def summary_table(summary: Mapping) -> Table:
 
 def print_table(rows: "pyarrow.Table", form: str) -> None:
     """form: `table` for people, `json` (one array of objects) or `csv` (with a header) for programs, on stdout."""
-    rows = rows.rename_columns(_distinct(rows.column_names))
+    rows = _with_python_times(rows.rename_columns(_distinct(rows.column_names)))
     if form == "json":
         print(json_text(rows.to_pylist(maps_as_pydicts="strict")))
     elif form == "csv":
@@ -218,6 +226,17 @@ def print_table(rows: "pyarrow.Table", form: str) -> None:
         writer.writerows(row.values() for row in rows.to_pylist(maps_as_pydicts="strict"))
     else:
         _print_for_people(rows)
+
+
+def _with_python_times(rows: "pyarrow.Table") -> "pyarrow.Table":
+    """Times that Python cannot hold, such as those of year 290000, make their column text."""
+    for place, field in enumerate(rows.schema):
+        if types.is_temporal(field.type):
+            try:
+                rows.column(place).to_pylist()
+            except (OverflowError, ValueError):
+                rows = rows.set_column(place, field.name, rows.column(place).cast("string"))
+    return rows
 
 
 def _write_csv(row: str) -> None:

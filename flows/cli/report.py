@@ -26,6 +26,8 @@ def report(
 
     Example: tba report arithmetic --output arithmetic.html
     """
+    import duckdb
+
     from flows.report.render import render, write_report
     from storage.errors import StoreError
 
@@ -36,6 +38,6 @@ def report(
         else:
             output.write_text(render(run_store), encoding="utf-8")
             url = output.absolute().as_uri()
-    except (StoreError, ValueError, OSError) as error:
+    except (StoreError, ValueError, OSError, OverflowError, duckdb.Error) as error:
         fail(str(error), status=2)
     typer.echo(json.dumps({"run": run, "report": url}) if as_json else url)

@@ -45,7 +45,7 @@ def show(
     try:
         rows = show_batch(run_store, step).to_pylist()
         steps = query(run_store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
-    except (StoreError, duckdb.Error) as error:
+    except (StoreError, OverflowError, duckdb.Error) as error:
         fail(str(error), status=2)
     if not rows:
         trained = f"steps 1 to {steps[-1]['step']} were trained" if steps else "no step was trained yet"

@@ -89,7 +89,7 @@ def _answer(store: "RunStore", statement: str, form: Format) -> str | None:
 
     try:
         print_table(query(store, statement), form)
-    except (StoreError, ValueError, duckdb.Error) as error:
+    except (StoreError, ValueError, OverflowError, duckdb.Error) as error:
         return str(error)
     return None
 

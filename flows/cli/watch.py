@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flows.cli.common import RunName, StoreOption, existing_run
+from flows.cli.common import RunName, StoreOption, existing_run, fail
 
 if TYPE_CHECKING:
     from storage.store import RunStore
@@ -25,6 +25,7 @@ def watch(run: RunName, store: StoreOption = None) -> None:
     """
     from flows.cli.console import Progress, console, summary_table
     from flows.run.watcher import Watcher
+    from storage.errors import StoreError
     from storage.summary import read_summary
 
     run_store = existing_run(run, store)
@@ -33,9 +34,11 @@ def watch(run: RunName, store: StoreOption = None) -> None:
             while not (seen := watcher.look()).is_over:
                 progress.show(seen.stage, seen.heartbeat, seen.server)
                 progress.wait(POLL_S)
+        console().print(summary_table(read_summary(run_store)))
+    except StoreError as error:
+        fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    console().print(summary_table(read_summary(run_store)))
 
 
 def _age_s(store: "RunStore") -> float:

@@ -110,7 +110,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
         },
         {
             "label": "wall time",
-            "value": long_duration(summary["wall_s"] if summary else wall),
+            "value": long_duration(summary.get("wall_s") if summary else wall),
             "remark": f"{number(sampled / wall)} sampled tokens a second" if wall else "",
         },
     ]

@@ -1,6 +1,7 @@
 """Formats numbers, durations, values and foreign text for readers."""
 
 import json
+import math
 import re
 from datetime import datetime
 
@@ -29,7 +30,9 @@ def percent(value: float) -> str:
 
 
 def duration(seconds: float, space: str = "") -> str:
-    """90 -> '1m 30s'."""
+    """90 -> '1m 30s'; NaN and infinity, which a store may hold, -> '–'."""
+    if not math.isfinite(seconds):
+        return "–"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 
 from flows.config import RunConfig, load_run
 from infra.machine import code_version
-from storage import reward_versions, shards
-from storage.errors import NotFound, TornShard
+from storage import intake, reward_versions, shards
+from storage.errors import DamagedRecord, NotFound, TornShard
 from storage.reward_versions import replace_columns
+from storage.rules import Limits
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.store import RunStore, read_file
 
@@ -75,14 +76,20 @@ class RunSource:
         ]
 
     def read(self, part: list) -> pa.Table:
-        """The trajectories of a part; no rows if its shard is torn."""
+        """The trajectories of a part; no rows if its shard or rewards are torn, or break a rule of the intake."""
         searcher, number = part
         try:
             shard = shards.read_shards(self._store, searcher, [number])
-        except TornShard as error:
+            if self._version is not None:
+                shard = reward_versions.with_rewards(self._store, self._version, shard)
+        except (TornShard, DamagedRecord) as error:
             log.warning("warm start: a torn shard is left out: %s", error)
             return TRAJECTORY.empty_table()
-        return shard if self._version is None else reward_versions.with_rewards(self._store, self._version, shard)
+        if reasons := intake.check(searcher, {number: shard}, Limits()):
+            where = f"{shards.shard_path(searcher, number)} of {self.url}"
+            log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[number]))
+            return TRAJECTORY.empty_table()
+        return shard
 
     def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
         if self._is_for_other_temperature:

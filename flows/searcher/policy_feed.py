@@ -4,6 +4,7 @@ Before: storage/policies.py publishes a policy; after: tba/searcher.py serves it
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from prefect import get_run_logger
 from infra.machine import policy_cache
 from storage import policies
 from storage.attempts import raw_heartbeat
-from storage.errors import DamagedPolicy, DamagedRecord, NotFound
+from storage.errors import DamagedPolicy, DamagedRecord, NotFound, UnsafePath
 from storage.patience import patience_s
 from storage.store import RunStore
 
@@ -96,28 +97,34 @@ class PolicyFeed:
         try:
             folder = policies.fetch_policy(self._store, policy, policy_cache(self._store.run))
             self._policy = None  # until the engine has all of the new weights
-            self.served = self._load(folder, policy)
-        except (NotFound, FileNotFoundError, DamagedPolicy) as error:
+            self.served = load_once_more(self._store, self._searcher, folder, policy, self._warn)
+        except (NotFound, FileNotFoundError, DamagedPolicy, UnsafePath) as error:
             self._lost, self._lost_at = policy, time.monotonic()
             self._warn(f"policy step {policy.step} cannot be fetched: {error}")
             return False
         self._policy = policy
         return True
 
-    def _load(self, folder: Path, policy: policies.PolicyRef) -> "ServedPolicy":
-        """Loads the weights. If this machine's copy is damaged, fetches the policy again and loads it once more."""
-        try:
-            return load(self._searcher, folder, policy)
-        except Exception as error:  # a damaged file may raise any
-            if not policies.drop_cached_policy(policy, policy_cache(self._store.run)):
-                raise
-            self._warn(f"the copy {folder} of policy step {policy.step} is damaged and is fetched again: {error}")
-        return load(self._searcher, policies.fetch_policy(self._store, policy, policy_cache(self._store.run)), policy)
-
     def _warn(self, message: str) -> None:
         if message != self._warned:  # not at every poll
             get_run_logger().warning(message)
         self._warned = message
+
+
+def load_once_more(
+    store: RunStore, searcher: "Searcher", folder: Path, policy: policies.PolicyRef, warn: Callable[[str], object]
+) -> "ServedPolicy":
+    """Loads the weights. If this machine's copy is damaged, fetches the policy again and loads it once more.
+
+    Raises: RuntimeError: the engine's weights differ from the published ones.
+    """
+    try:
+        return load(searcher, folder, policy)
+    except Exception as error:  # a damaged file may raise any
+        if not policies.drop_cached_policy(policy, policy_cache(store.run)):
+            raise
+        warn(f"the copy {folder} of policy step {policy.step} is damaged and is fetched again: {error}")
+    return load(searcher, policies.fetch_policy(store, policy, policy_cache(store.run)), policy)
 
 
 def load(searcher: "Searcher", folder: Path, policy: policies.PolicyRef) -> "ServedPolicy":

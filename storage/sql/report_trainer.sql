@@ -7,8 +7,11 @@ attempts AS (
 )
 SELECT
     (SELECT sum(present_s) FROM attempts) AS present_s,
-    sum(step_s) AS step_s,
+    coalesce(sum(step_s), 0) AS step_s,
     -- without the wait before an attempt's first step, which is before its presence
-    sum(wait_s) FILTER (step > (SELECT min(step) FROM report_steps AS same WHERE same.attempt = report_steps.attempt))
-        AS wait_s
+    coalesce(
+        sum(wait_s)
+            FILTER (step > (SELECT min(step) FROM report_steps AS same WHERE same.attempt = report_steps.attempt)),
+        0
+    ) AS wait_s
 FROM report_steps;

@@ -1,6 +1,6 @@
 -- The drawn slots of every batch, including steps that a resume undid.
 CREATE VIEW all_batches AS
-SELECT * FROM stored_batches;
+SELECT * FROM stored_batches WHERE step IS NOT NULL; -- not of a file of another program
 
 COMMENT ON VIEW all_batches IS 'One row for each drawn slot of every batch, including steps that a resume undid.';
 COMMENT ON COLUMN all_batches.attempt IS 'Attempt of the Trainer that drew it.';

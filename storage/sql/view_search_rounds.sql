@@ -1,6 +1,8 @@
--- The committed search rounds.
+-- The committed search rounds. Rows of another program's file have no times and are left out.
 CREATE VIEW search_rounds AS
-SELECT * FROM stored_search_rounds;
+SELECT *
+FROM stored_search_rounds
+WHERE searcher IS NOT NULL AND started_at IS NOT NULL AND ended_at IS NOT NULL;
 
 COMMENT ON VIEW search_rounds IS 'One row for each committed search round.';
 COMMENT ON COLUMN search_rounds.searcher IS 'Name of the Searcher.';

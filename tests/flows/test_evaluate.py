@@ -3,7 +3,7 @@
 - Greedy accuracy, perplexity under the reference, pass@k for k = 1, 2, 4; of tldr the win rate; of redteam success and
   diversity.
 - The best policy is evaluated, the newest where that is asked for or none was measured, and the figures stay in the
-  run's store. A run without a policy is refused.
+  run's store. A run without a policy is refused; so are weights that are not the published ones.
 - Training evaluates the first policy and the last, and in between as much as its share of the Searcher's time allows.
 - The best policy stays in the store while the Trainer prunes, also where the Searcher is killed at any moment; the
   summary says which it is, and what share of the time evaluations took.
@@ -46,6 +46,7 @@ class Told:
     def __init__(self, problems=PROBLEMS, said=SAID, task=None):
         self.task = SimpleNamespace(heldout=problems, train=problems, task=task)
         self._said = said
+        self.differs = 0  # 1: the engine finds other weights than were published
 
     def answers(self, problems, num_samples=1, temperature=0.0):
         assert (temperature == 0) == (num_samples == 1)
@@ -63,6 +64,7 @@ class Told:
 
     def load(self, folder, policy_step):
         self.loaded = policy_step
+        return ServedPolicy(policy_step, f"{policy_step + self.differs:032d}")
 
 
 def config(tmp_path, **task) -> RunConfig:
@@ -138,6 +140,15 @@ def test_the_best_policy_is_evaluated_and_its_figures_stay(tmp_path):
         assert told.loaded == figures["policy_step"] == step
         assert figures["policy"] == f"policies/{name}"
         assert json.loads(store.get(f"evaluations/{name}.json")) == figures
+
+
+def test_other_weights_than_published_are_not_evaluated(tmp_path):
+    store, told = RunStore(tmp_path.as_uri(), "told"), Told()
+    publish(store, tmp_path / "policy", 12)
+    told.differs = 1
+    with pytest.raises(RuntimeError, match=r"policy step 12 was published as 0+12: policies/step=00000012 is damaged"):
+        evaluate.measure_policy(store, config(tmp_path), told, 2, 0)
+    assert store.list("evaluations") == []
 
 
 def test_evaluations_stay_within_their_share():

@@ -2,7 +2,8 @@
 
 - each read of one raises a StoreError with the file's path, the run, the cause and a remedy
 - a run with one is named by `tba runs`, and the others are listed
-- publishing, pruning and evaluating go on beside a damaged pointer
+- publishing, pruning and evaluating go on beside a damaged pointer, also one of an attempt that never began
+- an accuracy that is no number makes no policy the best, and no pointer with one is followed
 """
 
 import json
@@ -92,7 +93,14 @@ def test_the_record_of_another_attempt_is_refused(run):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"path": "policies/../../elsewhere"}, {"path": "run.json"}, {"fingerprint": "f/../../../elsewhere"}]
+    "changes",
+    [
+        {"path": "policies/../../elsewhere"},
+        {"path": "run.json"},
+        {"fingerprint": "f/../../../elsewhere"},
+        {"step": -5},
+        {"step": 2**62},
+    ],
 )
 def test_a_pointer_out_of_the_policies_is_refused(run, tmp_path, changes):
     publish(run, tmp_path, 1)
@@ -130,3 +138,23 @@ def test_a_damaged_pointer_is_replaced_by_the_next_policy(run, tmp_path, damage)
     policies.prune_policies(run, keep=1)
     assert not run.exists("policies/step=00000001/model.safetensors")
     assert policies.best_policy(run).path == newest.path
+
+
+def test_a_pointer_of_an_attempt_that_never_began_stops_no_trainer(run, tmp_path):
+    attempts.start_attempt(run, 0, OWNER)
+    publish(run, tmp_path, 1)
+    run.put(policies.LATEST, json.dumps(json.loads(run.get(policies.LATEST)) | {"attempt": 999}).encode())
+    newest = publish(run, tmp_path, 2)
+    assert policies.latest_policy(run) == newest
+
+
+@pytest.mark.parametrize("accuracy", [float("nan"), float("inf")])
+def test_an_accuracy_that_is_no_number_makes_no_best_policy(run, tmp_path, accuracy):
+    ref = publish(run, tmp_path, 1)
+    assert not policies.keep_if_best(run, ref, accuracy, 8)
+    assert policies.best_policy(run) is None
+    assert policies.keep_if_best(run, ref, 0.5, 8)
+    run.put(policies.BEST, json.dumps(json.loads(run.get(policies.BEST)) | {"accuracy": accuracy}).encode())
+    with pytest.raises(DamagedRecord, match=r"policies/best\.json"):
+        policies.best_policy(run)
+    assert policies.keep_if_best(run, ref, 0.25, 8)

@@ -5,7 +5,8 @@ Claims
 - a reader in another process sees what is committed after it opened the file read-only; neither waits for the other
 - a run that has stored nothing yet has empty views, and rows once it has
 - what has expired or was compacted counts as in `tba sql`, whatever files lie side by side
-- the store's path may have any character; files with other names than a run's are in nobody's way
+- the store's path may have any character; files with other names than a run's, and symbolic links, are in
+  nobody's way
 
 Run: pytest tests/storage/test_export.py
 """
@@ -159,3 +160,19 @@ def test_files_with_other_names_are_in_nobodys_way(local_store, tmp_path):
     export(local_store, tmp_path / "run.duckdb")
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
         assert reader.execute("SELECT count(*) FROM trajectories").fetchone() == (12,)
+
+
+def test_symbolic_links_to_files_are_left_out(local_store, tmp_path):
+    commit_shard(local_store, make_shard("s0", 0))
+    ledger.record_batch(local_store, 1, 1, make_batch([0, 0]))
+    for name, (path, data) in {
+        "shard": ("trajectories/searcher=s0/round=00000001.parquet", shards.parquet_bytes(make_shard("s0", 1))),
+        "batch": ("batches/attempt=00000001/step=00000002.parquet", local_store.get(ledger.batch_path(1, 1))),
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        local_store.local_path(path).symlink_to(tmp_path / name)
+    export(local_store, tmp_path / "run.duckdb")
+    with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as database:
+        for view, rows in {"trajectories": 4, "all_batches": 2}.items():
+            assert database.execute(f"SELECT count(*) FROM {view}").fetchone() == (rows,)
+            assert queries.query(local_store, f"SELECT count(*) AS n FROM {view}")["n"].to_pylist() == [rows]

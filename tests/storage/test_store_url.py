@@ -2,11 +2,13 @@
 
 - a folder, and a bucket with or without a prefix, are stores
 - a URL that other programs would read otherwise is refused: empty parts, parameters, fragments, control characters
+- a URL that lacks its slashes is no folder of this machine
 - credentials are refused wherever they stand, and never repeated; nor are a signature and a token
 """
 
 import pytest
 
+from flows.cli.common import store_url
 from storage.errors import NotFound
 from storage.store import RunStore, read_file
 from storage.store_url import parse_store_url
@@ -65,6 +67,12 @@ def test_a_url_that_others_read_otherwise_is_refused(url, message):
         "file://me:sec-ret@host/folder",
         "gs://b/p?X-Amz-Signature=sec-ret",
         "s3://b/p?X-Amz-Security-Token=sec-ret#x",
+        "s3:/AKIA:sec-ret@bucket/p",
+        "s3:AKIA:sec-ret@bucket",
+        "s3:///AKIA:sec-ret@bucket",
+        "AKIA:sec-ret@bucket/p",
+        "s3://AKIA%3Asec-ret%40bucket/p",
+        "s3://bucket;AKIA=sec-ret/p",
         "s3://AKIA:sec-ret\u2100@b/p",  # urlsplit's own message repeats the host
     ],
 )
@@ -85,3 +93,9 @@ def test_a_file_with_a_space_is_read(tmp_path):
     assert read_file((tmp_path / "my rows.parquet").as_uri()) == b"rows"
     with pytest.raises(NotFound, match="my%20other"):
         read_file((tmp_path / "my other").as_uri())
+
+
+def test_a_url_without_its_slashes_names_no_folder():
+    for url in ("s3:/bucket/prefix", "s3:bucket", "S3:/bucket", "file:relative"):
+        with pytest.raises(ValueError, match="a store is file:///"):
+            RunStore(store_url(url), "run")

@@ -4,12 +4,16 @@ Claims
 - `tba sql` (table; CSV to a terminal), `tba show`, `runs`, `watch`, `verify` and errors print control characters,
   escape sequences and marks that reorder text as Python writes them; rich's markup in them is text
 - CSV and JSON that no terminal gets are exact
+- text, NaN and infinity in place of a number in a heartbeat or a summary are shown; a damaged record is an error
+  without a traceback
+- a time that Python cannot hold is text in `tba sql`, in a list an error without a traceback
 - commands print by `say`, `styled` and `console` alone
 - an artifact's description on Prefect's page shows a heartbeat's text as it is
 
 Run: pytest tests/flows/cli/test_printing.py
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -24,12 +28,14 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from flows.cli.console import PlainConsole, styled, summary_table
+from flows.cli.console import COLUMNS, SUMMARY, PlainConsole, Progress, styled, summary_table
 from flows.report.text import clip, printable
 from flows.run.prefect_page_artifacts import _plain
 from storage import attempts, ledger
+from storage.errors import DamagedRecord
 from storage.shards import commit_shard
 from storage.store import RunStore
+from storage.summary import read_summary
 from tests.flows.prepared_run import heartbeat, prepare_run
 from tests.storage.helpers import make_batch, make_search_round, make_shard, make_training_step
 
@@ -178,3 +184,37 @@ def test_a_heartbeats_text_is_no_markdown():
     assert _plain("<img src=x> [a](http://b) *c* `d`") == r"\<img src=x\> \[a\](http://b) \*c\* \`d\`"
     assert _plain("entropy is near zero. Raise search.temperature") == "entropy is near zero. Raise search.temperature"
     assert "\x1b" not in _plain(HOSTILE)
+
+
+def test_times_beyond_pythons_are_printed(root):
+    for form in ("table", "json", "csv"):
+        query = "SELECT TIMESTAMP '290000-01-01' AS t, 42 AS n"
+        done = CliRunner().invoke(app, ["sql", "arithmetic", query, "--format", form])
+        assert done.exit_code == 0 and "42" in done.output, done.output
+    done = CliRunner().invoke(app, ["sql", "arithmetic", "SELECT [TIMESTAMP '290000-01-01'] AS t"])
+    assert done.exit_code == 2 and "out of range" in done.output
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_no_value_of_a_heartbeat_or_a_summary_breaks_the_display(root, is_terminal):
+    store = RunStore((root / ".tba").as_uri(), "arithmetic")
+    out = PlainConsole(file=io.StringIO(), force_terminal=is_terminal, width=100)
+    for value in ("text", float("nan"), float("inf"), -5, 10**30, [1], {"a": 1}):
+        for name in (*COLUMNS, "seconds_left", "alarms", "steps"):
+            attempts.heartbeat(store, heartbeat(3, **{name: value}))
+            with contextlib.suppress(DamagedRecord), Progress(out, "arithmetic") as progress:
+                progress.show("training", attempts.read_heartbeat(store))
+        for name in SUMMARY.keys() | {"refused_shards"}:
+            store.put("summary.json", json.dumps({name: value}).encode())
+            with contextlib.suppress(DamagedRecord):
+                out.print(summary_table(read_summary(store)))
+    assert "text" in out.file.getvalue()
+
+
+@pytest.mark.parametrize("path", ["summary.json", "trainer/attempt=00000001.json"])
+def test_a_damaged_record_ends_watch_without_a_traceback(root, path):
+    store = RunStore((root / ".tba").as_uri(), "arithmetic")
+    store.put("summary.json", b"{}")
+    store.put(path, b"[")
+    done = CliRunner().invoke(app, ["watch", "arithmetic"])
+    assert done.exit_code == 1 and path in done.output, done.output

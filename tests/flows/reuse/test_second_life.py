@@ -4,7 +4,8 @@
 - Interrupted, it goes on. A version belongs to one reward. NaN, a wrong count, an unknown function: refused, by name.
 - 10,000 trajectories are rescored and trained on with the new version by a run without Searchers, resumed or not.
 - A run begins with runs and files of demonstrations; what a file lacks is computed; held-out problems stay out.
-- Torn shards of a run, and those that it refused, are left out of both.
+- Torn shards of a run, and those that it refused, are left out of both; torn rewards, and shards that break a rule, of
+  the beginning.
 - A copy that was interrupted goes on, also from a source that grew, and counts nothing twice.
 - What cannot be a source is refused by name; so are too few trajectories where nobody adds to them.
 
@@ -212,13 +213,20 @@ def test_ten_thousand_rescored_trajectories_are_trained_on_without_an_engine(tmp
 
 
 def test_torn_and_refused_shards_of_a_source_are_left_out(tmp_path, model, module, caplog):
-    old = new_run(tmp_path, model, "old", num_shards=4, prompts=4)
+    old = new_run(tmp_path, model, "old", num_shards=6, prompts=4)
     old.put(shards.shard_path("s0", 1), b"torn")
     old.put(shards.refusal_path("s0", 2), b'{"reasons": ["reward is finite"]}')
-    assert rescore(old, f"{module}:brief", "v2", silent) == ("v2", 2 * 4 * K)
+    assert rescore(old, f"{module}:brief", "v2", silent) == ("v2", 4 * 4 * K)
+    old.put("rewards/v2/searcher=s0/round=00000004.parquet", b"torn")
+    spoiled = reward_versions.replace_columns(
+        shards.read_file(old, shards.shard_path("s0", 5)), {"top_p": [9.0] * 4 * K}
+    )
+    old.put(shards.shard_path("s0", 5), shards.parquet_bytes(spoiled))  # no Trainer of that run has met it
     store = begin(run_config(tmp_path, model, "new", warm_start=[url(old)], reward_version="v2"))
     assert rows_of(store, "SELECT count(*), count(DISTINCT round) FROM trajectories") == [(2 * 4 * K, 2)]
     assert caplog.text.count("is not a whole Parquet file") == 2
+    assert "rewards/v2/searcher=s0/round=00000004.parquet" in caplog.text
+    assert "round=00000005.parquet of" in caplog.text and "top_p is > 0 and <= 1" in caplog.text
 
 
 def test_a_run_begins_with_several_sources(tmp_path, model):

@@ -1,8 +1,8 @@
 """The policies that a Searcher serves (flows/searcher/policy_feed.py).
 
 Claims
-- a policy that was removed or damaged is not asked for again and again: a Searcher goes on with the one that it serves,
-  and one without any, or a synchronous one, waits
+- a policy that was removed or damaged, or whose files lead out of its folder, is not asked for again and again: a
+  Searcher goes on with the one that it serves, and one without any, or a synchronous one, waits
 - a lost final policy is waited for: nobody trains on rounds of an older one
 - a damaged pointer stops no Searcher
 - after a load that failed half-way nothing is sampled before a whole policy is loaded
@@ -76,7 +76,13 @@ def cut(store: RunStore, ref: policies.PolicyRef) -> None:
     store.put(f"{ref.path}/model.safetensors", b"cut")
 
 
-@pytest.mark.parametrize("spoil", [remove, cut])
+def lead_out(store: RunStore, ref: policies.PolicyRef) -> None:
+    """Its list of files names one outside its folder."""
+    path = f"{ref.path}/policy.json"
+    store.put(path, json.dumps(store.read_json(path) | {"files": {"../../../run.json": 2}}).encode())
+
+
+@pytest.mark.parametrize("spoil", [remove, cut, lead_out])
 def test_a_searcher_goes_on_with_what_it_serves(local_store, publish, fetches, spoil):
     feed = PolicyFeed(local_store, Engine())
     first = publish(local_store, 0)
