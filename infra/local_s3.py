@@ -194,9 +194,7 @@ class LocalS3:
             region_name=REGION,
         )
         client.create_bucket(Bucket=BUCKET)  # repeating it is no error
-        client.put_object(
-            Bucket=BUCKET, Key=".first", Body=b""
-        )  # the first object makes the gateway create its pools, which takes seconds
+        client.put_object(Bucket=BUCKET, Key=".first", Body=b"")  # creates the gateway's pools, which takes seconds
         client.delete_object(Bucket=BUCKET, Key=".first")
 
     # --- daemons ------------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 Before: flows/search.py validates a round; after: storage/buffer.py takes its shard in.
 
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
-    quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; a .json beside it has the
-    reasons
+    quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; reasons in a .json file
     quarantine/searcher=<id>/round=00000042.json            the committed shard was refused by the Trainer's intake: it
                                                             counts for no reader (storage/intake.py)
     trajectories/compacted/<id>-00000000-00000031.parquet   a block of rounds in one file. Once the file exists, it
@@ -318,8 +317,7 @@ def _raised(read: pa.Table | StoreError) -> pa.Table:
 
 
 def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.Table | StoreError]:
-    """For each of some rounds of a searcher its trajectories, or the reason that they cannot be read: NotFound,
-    TornShard.
+    """The trajectories of each of some rounds of a searcher, or the error of reading them: NotFound, TornShard.
 
     A compacted file is read once for each call, so pass the rounds of a block together (by_block).
     """
@@ -333,9 +331,7 @@ def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.
         try:
             table = read_file(store, path)
         except (NotFound, TornShard) as error:
-            if path.startswith(
-                _COMPACTED
-            ):  # read its shards; they are deleted only after the compacted file could be read
+            if path.startswith(_COMPACTED):  # its shards exist until the compacted file could be read
                 return {number: _read_shard(store, searcher, number) or error for number in rounds_at[path]}
             return dict.fromkeys(rounds_at[path], error)
         if not path.startswith(_COMPACTED):
