@@ -91,9 +91,8 @@ class Page:
 
     def _tell_alarms(self, beat: dict) -> None:
         """An event and a warning for each alarm that has gone on since the last look."""
-        alarms = beat.get(
-            "alarms", dict.fromkeys(self._alarms)
-        )  # a starting Trainer's heartbeat has none: keep the last
+        # a starting Trainer's heartbeat has no alarms: keep the last ones
+        alarms = beat.get("alarms", dict.fromkeys(self._alarms))
         for name in alarms.keys() - self._alarms:
             get_run_logger().warning(alarms[name])
             emit_event(
