@@ -1,11 +1,11 @@
-# Everything sets itself up: a machine needs only Python 3.11 (or 3.12) and make. `make train` is the place to start.
+# A machine needs Python 3.11 (or 3.12) and make; each target installs the rest. Begin with `make train`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-# A GPU chooses the CUDA build of vLLM and torch; else the CPU builds, from a local folder of wheels where one is named.
+# On a machine with a GPU: the CUDA builds of vLLM and torch. Otherwise: the CPU builds, from PIP_FIND_LINKS if it is set.
 ifneq ($(shell command -v nvidia-smi),)
 EXTRA := cuda
 else
@@ -16,73 +16,73 @@ endif
 # Tests run on two cores side by side, on small tensors: more threads a process only wait for each other.
 test test-unit test-apart test-crash soak fuzz: export OMP_NUM_THREADS := 1
 
-# Bytecode is kept, whatever the shell says: without it, every process that imports torch or vLLM compiles them anew.
+# Bytecode is kept, whatever the shell sets: without it, every process compiles torch and vLLM again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-report bench-trainer bench-accuracy \
 	bench-stability smoke compare-staleness studies compare-sync crash-matrix soak fuzz clean
 
-help:  ## This list
+help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
 train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the same command resumes
 	$(BIN)/tba train
 
-test: $(STAMP)  ## The tests, real servers and engines included
+test: $(STAMP)  ## Run the tests, including those with real servers and engines
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
-test-unit: $(STAMP)  ## The tests that start no server, engine or process: under two minutes
+test-unit: $(STAMP)  ## Run the tests without servers and engines: under two minutes
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not apart and not slow and not s3"
 
-test-apart: $(STAMP)  ## Tests of minutes each: printed commands, Prefect's page, two Trainer processes, kills, outages
+test-apart: $(STAMP)  ## Run the tests that take minutes each: printed commands, Prefect's page, kills, outages
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart
 
-test-crash: $(STAMP)  ## Searcher, Trainer and S3 of a run are killed, each once: the part of crash-matrix that CI runs
+test-crash: $(STAMP)  ## Kill Searcher, Trainer and S3 of a run, each once: the part of crash-matrix that CI runs
 	$(BIN)/python -m pytest -m apart tests/faults/test_crash.py -k killed
 
-lint: $(STAMP)  ## Style and the usual mistakes
+lint: $(STAMP)  ## Check style and common mistakes by ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-docs: $(STAMP)  ## What is generated of docs/: the reference of settings
+docs: $(STAMP)  ## Write docs/configuration.md, the table of settings
 	$(BIN)/python -m docs.write_configuration
 
-up: $(STAMP)  ## Prefect server, work pool, deployments, worker, until `make down`
+up: $(STAMP)  ## Start Prefect server, work pool, deployments and worker, until `make down`
 	$(BIN)/tba up
 
-down: $(STAMP)  ## Stops what `make up` started
+down: $(STAMP)  ## Stop the processes that `make up` started
 	$(BIN)/tba down
 
-bench-buffer: $(STAMP)  ## How the replay buffer scales
+bench-buffer: $(STAMP)  ## Measure the replay buffer by size
 	$(BIN)/python -m tests.benchmarks.bench_buffer
 
-bench-report: $(STAMP)  ## The report and the diversity of large runs
+bench-report: $(STAMP)  ## Measure report and diversity of large runs
 	$(BIN)/python -m tests.benchmarks.bench_report
 
-bench-trainer: $(STAMP)  ## A training step beside TRL's, which it installs
+bench-trainer: $(STAMP)  ## Measure a training step beside TRL's; installs TRL
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_trainer
 
-bench-accuracy: $(STAMP)  ## Time to accuracy by seed (SEEDS=0,1,…) beside TRL, which it installs
+bench-accuracy: $(STAMP)  ## Measure time to accuracy by seed (SEEDS=0,1,…) beside TRL; installs TRL
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_accuracy
 
-bench-stability: $(STAMP)  ## The default run by seed (SEEDS=0,1,…), alone and on a busy machine (LOAD=0,1)
+bench-stability: $(STAMP)  ## Measure the default run by seed (SEEDS=0,1,…), alone and on a busy machine (LOAD=0,1)
 	$(BIN)/python -m tests.benchmarks.bench_stability
 
-smoke: $(STAMP)  ## Every task through tba/train, a few steps each, with its own grader or judge
+smoke: $(STAMP)  ## Train every task for a few steps, with its own grader or judge
 	$(BIN)/python -m tests.smoke.run
 
-compare-staleness: $(STAMP)  ## Accuracy by the age of the samples: Trajectory Balance, tapered and plain, Dr. GRPO, proximal RLOO
+compare-staleness: $(STAMP)  ## Compare objectives by the age of samples: tapered and plain TB, Dr. GRPO, proximal RLOO
 	$(BIN)/tba compare staleness
 
 studies: $(STAMP)  ## Every study of flows/compare/studies, one after the other; some 80 minutes, and interrupted it continues
 	for study in flows/compare/studies/*.toml; do $(BIN)/tba compare $$(basename $$study .toml) || exit 1; done
 
-compare-sync: $(STAMP)  ## Asynchronous beside synchronous training, on the same hardware
+compare-sync: $(STAMP)  ## Compare asynchronous and synchronous training
 	$(BIN)/tba compare sync
 
-crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle, then outages; nothing may be lost
+crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle, then test outages
 	$(BIN)/python -m tests.faults.matrix
 	$(BIN)/python -m pytest -m apart tests/faults
 
@@ -90,18 +90,18 @@ HOURS := 1
 SEED := 1
 STORE := radosgw
 
-soak: $(STAMP)  ## A run under faults of store, network, machine: HOURS=1 SEED=1 STORE=radosgw (or moto)
+soak: $(STAMP)  ## Run under faults of store, network and machine: HOURS=1 SEED=1 STORE=radosgw (or moto)
 	$(BIN)/python -m tests.faults.soak --hours $(HOURS) --seed $(SEED) --store $(STORE)
 
-fuzz: $(STAMP)  ## Ten thousand odd files, configurations, commands: only declared errors, no traceback
+fuzz: $(STAMP)  ## Try ten thousand odd files, configurations and commands: only declared errors may occur
 	$(BIN)/python -m pytest tests/faults/test_fuzzing_stores.py tests/faults/test_fuzzing_users.py --durations 10
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.tba/*' -prune -exec rm -rf {} +
 
-# The stamp comes last, so an interrupted install is taken up again. Bytecode is compiled here, on all cores, and not by
-# the first processes that import torch and vLLM one after the other; the embedded model is unpacked here, once.
+# The stamp comes last, so an interrupted install is continued. Bytecode is compiled here, on all cores, and not by the first
+# processes that import torch and vLLM. The embedded model is converted here, once.
 $(STAMP): pyproject.toml infra/constraints.txt infra/overrides.txt
 	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), f"Python 3.11 or 3.12 is needed, this is {sys.version}; name one: make PYTHON=python3.11 ..."'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the models by `make docs`; a test compares the two."""
+"""Writes docs/configuration.md from the models, by `make docs`; a test compares the two."""
 
 import types
 import typing
@@ -20,16 +20,16 @@ be given as `--set name=value`, with a dot for groups:
 
     tba train sharper --set train.beta=0.1 --set sampling.reward_temperature=0.5 --set task.data=null
 
-`null` means none. A list may be JSON (`search.exploration_top_p=[0.8,1]`). In Prefect's form and in `run.json` the same
-names are nested. An unknown name or a value out of range is refused before anything is started; the message names the
-field, the value and the rule. A run keeps its settings: the same name with other settings is refused, and the message
-lists the differences.
+`null` means none. A list may be JSON (`search.exploration_top_p=[0.8,1]`). Prefect's form and `run.json` nest the same
+names. An unknown name or a value out of range is refused before anything is started; the message has the setting, the
+value and the rule. A run keeps its settings: the same name with other settings is refused, and the message lists the
+differences.
 
 | Environment variable | Meaning |
 |---|---|
-| `TBA_STORE` | root URL of the store, if no store is named |
-| `TBA_STORE_PATIENCE_MINUTES` | how long a store that is away or full is waited for, in minutes; 2 if it is not set |
-| `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of a Prefect server of one's own |
+| `TBA_STORE` | root URL of the store, if neither `--store` nor `store` is given |
+| `TBA_STORE_PATIENCE_MINUTES` | time to wait for a store that is away or full, in minutes; default: 2 |
+| `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of your own Prefect server |
 | `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
 """
 OF_THIS_PLACE = {"store": "`.tba/` here"}  # defaults that depend on the working folder
@@ -47,7 +47,7 @@ def _tables(group: str, model: type[BaseModel]) -> Iterator[str]:
     groups = {name: field.annotation for name, field in fields.items() if _is_group(field.annotation)}
     yield f"## {f'`{group}`' if group else 'The run'}\n"
     yield f"{model.__doc__.strip().splitlines()[0]}\n"
-    yield "| Setting | Type | Default | |\n|---|---|---|---|"
+    yield "| Setting | Type | Default | Meaning |\n|---|---|---|---|"
     for name, field in fields.items():
         if name not in groups:
             default = OF_THIS_PLACE.get(name) or _value(field.default)

@@ -1,4 +1,4 @@
-"""analyze/diversity: measures how different the responses of runs are, and stores it. On request, or on a schedule."""
+"""analyze/diversity: measures the diversity of runs' responses and stores it, on request or on a schedule."""
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -12,12 +12,12 @@ from storage.store import RunStore
 def analyze(
     store: StoreUrl, runs: list[str], sample: int = diversity.SAMPLE, embedded: int = diversity.EMBEDDED
 ) -> None:
-    """Measures the runs alike and stores the values with each, as `tba diversity` does.
+    """Measures the runs with equal settings and stores each run's values with it, as `tba diversity` does.
 
-    sample: responses of each run to measure; embedded: how many of them are embedded (0: none).
+    sample: number of responses of each run to measure; embedded: number of these to embed; 0: none.
     """
     if not runs:
-        raise ValueError("runs: got none; name at least one")
+        raise ValueError("runs: got an empty list; name at least one run")
     measure([RunStore(store, run) for run in runs], sample, embedded)
 
 

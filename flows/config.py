@@ -1,4 +1,4 @@
-"""The configuration of a run: one pydantic model, from which Prefect validates parameters and builds its form."""
+"""The configuration of a run: one pydantic model, by which Prefect validates parameters and builds its form."""
 
 from typing import Annotated, Literal
 
@@ -12,8 +12,8 @@ from storage.store import RESTORE, check_run_name
 from storage.store_url import CREDENTIALS, parse_store_url
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
 
-# Prefect stores parameters, and quotes a bad value in its answer. By this schema it refuses a URL with credentials
-# before it stores it, and quotes the text of `const` in place of the URL.
+# Prefect stores a flow run's parameters, and its answer quotes a bad value. By this schema it refuses a URL with
+# credentials before it stores the parameters, and its answer quotes the text of `const`, not the URL.
 _WITHOUT_CREDENTIALS = {
     "if": {"pattern": CREDENTIALS},
     "then": {"const": "a URL without credentials, which belong in AWS's environment variables or files"},
@@ -35,11 +35,13 @@ class RunConfig(Settings):
         "smollm2-135m-instruct",
         description="Model to start from: embedded model's name, local folder or Hugging Face id.",
     )
-    seed: int = Field(0, ge=0, description="Seed of the order of prompts, of sampling, and of every draw.")
-    searchers: int = Field(1, ge=0, description="Number of Searchers that the flow starts; more may join at any time.")
+    seed: int = Field(0, ge=0, description="Seed of the order of prompts, of sampling, and of the draws.")
+    searchers: int = Field(
+        1, ge=0, description="Number of Searchers that the run's flow starts; more may join at any time."
+    )
     warm_start: tuple[SourceUrl, ...] = Field(
         (),
-        description="URLs of runs (<store>/<run>) and .parquet files of demonstrations to begin with.",
+        description="URLs of runs (<store>/<run>) and .parquet files that the buffer begins with; none: empty.",
     )
     reward_version: str | None = Field(
         None, description="Reward version of the warm start's trajectories (tba rescore); None: the rewards as sampled."
@@ -50,13 +52,13 @@ class RunConfig(Settings):
     )
     synchronous: bool = Field(
         False,
-        description="For comparison: one Searcher and the Trainer take turns, without replay, each with all CPU cores.",
+        description="Whether one Searcher and the Trainer take turns, without replay, each on all cores; a comparison.",
     )
     evaluate_share: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="Share of one Searcher's time for evaluations, at most; 0: only the first and final policy.",
+        description="Largest share of one Searcher's time for evaluations; 0: only the first and final policy.",
     )
     task: TaskSettings = TaskSettings()
     search: SearchSettings = SearchSettings()
@@ -71,7 +73,7 @@ class RunConfig(Settings):
     @field_validator("trackers", mode="before")
     @classmethod
     def _trackers_as_one_word(cls, trackers):
-        """--set trackers=tensorboard,wandb; --set trackers= for none."""
+        """Accepts text with commas: --set trackers=tensorboard,wandb; --set trackers= means none."""
         return [name for name in trackers.split(",") if name] if isinstance(trackers, str) else trackers
 
     @field_validator("warm_start")
@@ -87,8 +89,8 @@ class RunConfig(Settings):
     def _reward_version_of_something(self):
         if self.reward_version is not None and not self.warm_start:
             raise ValueError(
-                f"reward_version is {self.reward_version!r}, but there is no warm_start: it chooses the reward of "
-                "trajectories that were scored again (tba rescore). Name their run in warm_start."
+                f"reward_version is {self.reward_version!r}, but warm_start is empty: reward_version chooses among the "
+                "rewards of a source's trajectories (tba rescore). Name the source in warm_start."
             )
         return self
 
@@ -98,7 +100,7 @@ class RunConfig(Settings):
         if K > S:
             raise ValueError(
                 f"sampling.responses_per_prompt (K) is {K}, but search.samples_per_prompt (S) is {S}: a round must "
-                f"bring at least the responses that a draw takes. Set K <= {S}, or S >= {K}."
+                f"sample at least as many responses to a prompt as a draw takes. Set K <= {S}, or S >= {K}."
             )
         return self
 
@@ -109,21 +111,21 @@ class RunConfig(Settings):
             return self
         if self.searchers != 1:
             raise ValueError(
-                f"synchronous: searchers is {self.searchers}, but one Searcher and the Trainer take turns: with more, "
-                "training would begin on the first one's round while the others sample. Set searchers=1"
+                f"synchronous: searchers is {self.searchers}, but only one Searcher can take turns with the Trainer: "
+                "with more, training would begin on one Searcher's round while the others sample. Set searchers=1"
             )
         newest_only, prompts = self.train.sync_interval - 1, self.search.prompts_per_round
         fresh = prompts * self.search.samples_per_prompt
         if self.sampling.max_age not in (None, newest_only) or self.sampling.samples_per_insert is not None:
             raise ValueError(
-                f"synchronous draws from the newest policy's round alone (sampling.max_age {newest_only}, no "
-                "samples_per_insert): leave both out"
+                f"synchronous: draws come from the newest policy's round only, so sampling.max_age is {newest_only}, "
+                "and sampling.samples_per_insert is not used; leave both out"
             )
         if self.sampling.min_size > fresh or self.sampling.prompts_per_batch > prompts:
             raise ValueError(
                 f"synchronous: a round brings {fresh} trajectories of {prompts} prompts, but sampling.min_size is "
-                f"{self.sampling.min_size} and sampling.prompts_per_batch (B) {self.sampling.prompts_per_batch}: "
-                "training would never start. Lower those, or raise search.prompts_per_round"
+                f"{self.sampling.min_size} and sampling.prompts_per_batch (B) is {self.sampling.prompts_per_batch}: "
+                "training would never start. Lower these, or raise search.prompts_per_round"
             )
         object.__setattr__(self, "sampling", self.sampling.model_copy(update={"max_age": newest_only}))
         return self
@@ -136,8 +138,8 @@ class RunConfig(Settings):
         explores = search.exploration_probability or search.top_p < 1 or search.temperature != train.temperature
         if train.objective in ("dr_grpo", "prox_rloo", "rloo") and explores:
             raise ValueError(
-                f"train.objective {train.objective} compares with the probabilities that responses were sampled with: "
-                "set search.temperature to train.temperature, search.top_p to 1, exploration_probability to 0"
+                f"train.objective {train.objective} needs sampling from the policy as it is trained: set "
+                "search.temperature to train.temperature, search.top_p to 1 and search.exploration_probability to 0"
             )
         return self
 
@@ -147,7 +149,7 @@ class RunConfig(Settings):
         return self.model_copy(update={"train": train})
 
     def recorded(self) -> dict:
-        """The content of run.json: all settings but the store and the devices, so that a run may be moved."""
+        """The content of run.json: all settings except store and devices, which may differ when a run is resumed."""
         return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage"}})
 
 
@@ -160,17 +162,17 @@ def load_run(store) -> RunConfig:
         return RunConfig(**_settings(store.get("run.json")), store=store.url)
     except ValueError as error:
         raise DamagedRecord(
-            f"cannot read run.json (run {store.run} in {store.url}): it holds no settings of a run ({error}). {RESTORE}"
+            f"cannot read run.json (run {store.run} in {store.url}): it has no settings of a run ({error}). {RESTORE}"
         ) from error
 
 
 def read_recorded(run_json: bytes) -> dict:
-    """A run.json as `recorded` would write it now: settings that it lacks get their defaults."""
+    """A run.json's content as `recorded` returns it; missing settings have their defaults. Raises: ValueError."""
     return RunConfig(**_settings(run_json)).recorded()
 
 
 def _settings(run_json: bytes) -> dict:
-    """The settings in a run.json, without a setting that evaluate_share has replaced. Raises: ValueError."""
+    """The settings in a run.json, without evaluate_interval, which older versions had. Raises: ValueError."""
     recorded = from_json(run_json)
     if not isinstance(recorded, dict):
         raise ValueError(f"got {recorded!r:.80}, expected a JSON object")
@@ -183,12 +185,12 @@ def explanation(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _explain(mistake: dict, model: type[BaseModel]) -> str:
-    """One line of a pydantic error: field, rule, value got, and for an unknown field the known ones."""
+    """One line for a pydantic error: setting, value and rule; for an unknown setting, the names of its group."""
     *path, name = [str(part) for part in mistake["loc"]] or ["configuration"]
     field = ".".join([*path, name])
     if mistake["type"] == "extra_forbidden":
         for part in path:
             model = model.model_fields[part].annotation
-        return f"{field}: there is no such setting; known here: {', '.join(model.model_fields)}"
+        return f"{field}: there is no such setting; settings of this group: {', '.join(model.model_fields)}"
     message = mistake["msg"].removeprefix("Value error, ")
     return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"

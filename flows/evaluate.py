@@ -37,9 +37,10 @@ log = logging.getLogger("tba.evaluate")
 def evaluate_policy(
     store: StoreUrl, run: str, num_problems: int | None = None, samples: int = 0, newest: bool = False
 ) -> dict:
-    """Evaluates the best policy, or the newest.
+    """Evaluates the run's best policy, or its newest. Returns the figures.
 
-    `samples`: of each problem for pass@k, of attacks for redteam; 0: greedy only.
+    `num_problems`: None: task.num_heldout. `samples`: samples of each problem, for pass@k; with redteam, number of
+    attacks; 0: greedy accuracy only. `newest`: evaluates the newest policy. Raises: ValueError: no policy is published.
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
@@ -50,7 +51,7 @@ def evaluate_policy(
 def measure_policy(
     store: RunStore, config: RunConfig, searcher: "Searcher", num_problems: int, samples: int, newest: bool = False
 ) -> dict:
-    """The figures of the best policy, or of the newest if `newest` is set or none was evaluated. Also stores them.
+    """The figures of the best policy; of the newest, if `newest` is set or no policy was evaluated. Also stores them.
 
     Raises: ValueError: no policy has been published. RuntimeError: its weights differ from the published ones.
     """
@@ -100,7 +101,7 @@ def measure_samples(searcher: "Searcher", problems: list, samples: int, temperat
 
 
 def measure_attacks(searcher: "Searcher", samples: int) -> dict:
-    """The figures of attacks sampled at temperature 1 from the training prompt."""
+    """The figures of attacks that are sampled from the training prompt at temperature 1."""
     from tba import diversity
 
     (answers,) = searcher.answers(searcher.task.train[:1], samples, 1.0)

@@ -1,6 +1,6 @@
-"""maintain/buffer: old trajectories expire, small shards are compacted, and the whole buffer is audited.
+"""maintain/buffer: expires old trajectories, compacts small shards and audits the whole buffer.
 
-Runs on request or on a schedule, during training or after it. It does not disturb readers.
+Runs on request or on a schedule, during training or after it. Readers are not disturbed.
 """
 
 from datetime import timedelta
@@ -19,11 +19,11 @@ from tba.models import model_folder
 def maintain(
     store: StoreUrl, run: str, max_age_hours: float | None = None, keep: int | None = None, grace_hours: float = 1.0
 ) -> str:
-    """Expires what is older than `max_age_hours` or beyond the newest `keep` trajectories, compacts, audits.
+    """Expires trajectories older than `max_age_hours` or beyond the newest `keep`, compacts, audits.
 
-    None: nothing expires by that rule. What expired, and shards that were compacted, are deleted by a run of this flow
-    `grace_hours` later: longer than any reader takes. Returns the URL of the audit's site. Raises: RuntimeError: the
-    audit found faults.
+    None: no trajectory expires by that rule. A run of this flow at least `grace_hours` later deletes expired and
+    compacted shards; readers must have finished by then. Returns the URL of the audit's site.
+    Raises: RuntimeError: the audit found faults. ValueError: a number is negative.
     """
     for name, value in {"max_age_hours": max_age_hours, "keep": keep, "grace_hours": grace_hours}.items():
         if value is not None and value < 0:
@@ -37,12 +37,12 @@ def maintain(
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
 def expire(store: RunStore, max_age_hours: float | None, keep: int | None) -> None:
-    """Marks shards that are too old or too many."""
+    """Marks the shards that are too old, or beyond the number to keep, as expired."""
     if max_age_hours is None and keep is None:
         return
     max_age = None if max_age_hours is None else timedelta(hours=max_age_hours)
     marked = upkeep.expire(store, max_age, keep, load_run(store).sampling.min_size)
-    get_run_logger().info("expired, by searcher up to round: %s", marked or "nothing")
+    get_run_logger().info("expired, by searcher the last round: %s", marked or "none")
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
@@ -60,9 +60,9 @@ def delete_superseded(store: RunStore, grace_hours: float) -> None:
 
 @task(cache_policy=NO_CACHE, persist_result=False)
 def audit_buffer(store: RunStore) -> str:
-    """Great Expectations over the whole buffer, and its Data Docs as a site in the store.
+    """Audits the whole buffer by Great Expectations. Returns the URL of the Data Docs, a site in the store.
 
-    Raises: RuntimeError: there are faults; each is named.
+    Raises: RuntimeError: the audit found faults; the message names each.
     """
     from transformers import AutoConfig
 
@@ -71,6 +71,6 @@ def audit_buffer(store: RunStore) -> str:
     page, faults = audit.audit(store, Limits(vocab_size, config.train.steps))
     site = f"{store.url}/{store.run}/{page}"
     if faults:
-        raise RuntimeError(f"{len(faults)} faults in the buffer, see {site}: {'; '.join(faults)}")
-    get_run_logger().info("the buffer is sound: %s", site)
+        raise RuntimeError(f"the buffer has {len(faults)} faults (see {site}): {'; '.join(faults)}")
+    get_run_logger().info("the buffer has no faults: %s", site)
     return site

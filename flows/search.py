@@ -31,11 +31,12 @@ MAX_SPOILED_ROUNDS = 3
 
 @flow(name="search")
 def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False, place: int | None = None) -> int:
-    """Searches until the run's final policy is published, or it is to leave. Returns the number of rounds committed.
+    """Searches until the final policy is published or the Searcher is asked to leave. Returns the number of rounds.
 
-    `name` is the Searcher's log of shards: no two that run at once may share it. `evaluates`: it also measures
-    policies on held-out problems: the first, the final one, and others as `evaluate_share` allows. `place`: its number
-    among the run's Searchers, from 0, which chooses its GPU; None: behind all Searchers that the run starts itself.
+    `name`: of the Searcher and of its log of shards; Searchers that run at once need different names. `evaluates`: also
+    evaluates policies on held-out problems: the first, the final one, and others as `evaluate_share` allows. `place`:
+    number of the Searcher among the run's, from 0, by which it takes its GPU; None: after the Searchers that the run
+    starts itself.
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
@@ -45,7 +46,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False,
     budget = EvaluationBudget(config.evaluate_share)
     while policy := feed.next():
         if requests.is_to_leave(run_store, name):
-            get_run_logger().info("asked to leave: this Searcher ends, its rounds are committed")
+            get_run_logger().info("this Searcher was asked to leave and ends; its rounds are committed")
             break
         if feed.is_new and evaluates and (policy.step == 0 or policy.final or budget.allows()):
             budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
@@ -57,7 +58,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False,
 
 
 def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef):
-    """Makes a function the task of a round, whose shard Prefect shows as an asset derived from the policy."""
+    """A decorator: makes a function the Prefect task of a round, whose shard is an asset that depends on the policy."""
     shard = Asset(
         key=asset_key(store, shards.shard_path(name, number)),
         properties=AssetProperties(name=f"{store.run}/{name}, round {number}"),
@@ -86,15 +87,17 @@ def search_round(store: RunStore, searcher: "Searcher", number: int, served: "Se
             commit(store, table, found.metrics)
             return
         kept = shards.quarantine_shard(store, table, reasons)
-        get_run_logger().error("round %d failed validation and is kept in %s: %s", number, kept, "; ".join(reasons))
+        get_run_logger().error(
+            "round %d failed validation and is repeated; it is kept in %s: %s", number, kept, "; ".join(reasons)
+        )
     raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see {kept}")
 
 
 def evaluate(store: RunStore, searcher: "Searcher", name: str, num_problems: int, policy: policies.PolicyRef) -> float:
-    """Greedy accuracy on held-out problems, once for a policy step that counts; the best policy stays in the store.
+    """Measures greedy accuracy on held-out problems, unless the ledger has this policy step; keeps the best policy.
 
-    best.json is written before the ledger's entry: after a kill in between, every recorded evaluation has been
-    compared. Returns its duration in seconds; 0.0 if the ledger has that step.
+    best.json is written before the ledger's entry, so every recorded evaluation has been compared, also after a kill.
+    Returns the duration in seconds; 0.0 if the ledger has the step.
     """
     if policy.step in ledger.evaluations(store):
         return 0.0
@@ -121,8 +124,8 @@ def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
     try:
         shards.commit_shard(store, table)
     except AlreadyExists:
-        # A retry of a round whose first try was committed before it was interrupted: that shard is the round's.
-        get_run_logger().warning("round %d was committed already; this copy is dropped", metrics["round"])
+        # The first try was interrupted after its commit. Its shard is the round's; this try's is dropped.
+        get_run_logger().warning("round %d was committed before; this repeat is dropped", metrics["round"])
         return
     ledger.record_search_round(store, metrics)
     get_run_logger().info(
@@ -134,8 +137,8 @@ def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
 class EvaluationBudget:
     """Keeps a Searcher's evaluations within a share of its time since its engine was ready.
 
-    All its evaluations count. Those of the first and the final policy count too, but are never refused. A Searcher that
-    joins a run later evaluates the first policy that it loads.
+    Evaluations of the first and the final policy count, too, but are never refused. A Searcher that joins a run later
+    evaluates the first policy that it loads.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -143,11 +146,11 @@ class EvaluationBudget:
         self._spent_s = self._last_s = 0.0
 
     def allows(self) -> bool:
-        """Whether the share would hold after one more evaluation of the last one's duration."""
+        """Whether the share would still hold after one more evaluation, if that takes as long as the last one."""
         present_s = self._clock() - self._began
         return self._share > 0 and self._spent_s + self._last_s <= self._share * (present_s + self._last_s)
 
     def spend(self, seconds: float) -> None:
-        """Counts an evaluation's duration in seconds; 0: none took place."""
+        """Adds an evaluation's duration in seconds; 0: no evaluation took place."""
         self._spent_s += seconds
         self._last_s = seconds or self._last_s

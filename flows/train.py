@@ -26,7 +26,7 @@ from storage.store import RunStore
 from storage.summary import read_summary, summarise
 
 POLL_S = 2.0
-# A step with its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
+# Time for a step and its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
 TRAINER_PATIENCE_S = 20.0
 # From the final policy to its evaluation: a Searcher finishes its round, loads it and answers the held-out problems.
 EVALUATION_TIMEOUT_S = 600
@@ -41,7 +41,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes. Returns the run's summary."""
     store = prepare_task(config)
     if summary := read_summary(store):
-        get_run_logger().info("run %s is finished; choose another name to train again", config.run)
+        get_run_logger().info("run %s is finished; to train again, choose another name", config.run)
         return summary
     take_over_task(store, config)
     searchers, page, began, over = Searchers(config), Page(store, config), threading.Event(), threading.Event()
@@ -53,14 +53,14 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
             time.sleep(POLL_S)
         training.result()
         if not policies.latest_policy(store).final:
-            return Completed(name="Stopped", message="The Trainer was told to stop. The same command resumes the run.")
-        if config.searchers:  # without one there is no engine to evaluate with
+            return Completed(name="Stopped", message="The Trainer was asked to stop. The same command resumes the run.")
+        if config.searchers:  # without a Searcher there is no engine to evaluate with
             await_evaluation_task(store, searchers)
     finally:  # also if the flow run is cancelled: Prefect terminates this process
         over.set()
         try:
             training.wait()
-        finally:  # of a suspended flow run even waiting raises: its tasks end with Prefect's signal
+        finally:  # in a suspended flow run wait() raises, because its tasks end with Prefect's signal
             searchers.stop()
     summary = summarise(store)
     page.finish(summary)
@@ -110,7 +110,7 @@ prepare_task = task(task_run_name="prepare", cache_policy=NO_CACHE, persist_resu
 
 
 def may_succeed_later(_task, _run, state) -> bool:
-    """Whether to retry: not if another Trainer owns the run."""
+    """Whether to retry the training task: not if another Trainer owns the run."""
     return not isinstance(state.result(raise_on_failure=False), AlreadyTraining)
 
 
@@ -151,13 +151,13 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
 
 
 def is_trainer(store: RunStore, pid: int) -> bool:
-    """Whether the latest attempt is of this process here, not of a process with its pid on a machine of this name."""
+    """Whether the latest attempt is this process's, and not that of a process with the same pid on another machine."""
     owner = attempts.trainer(store)
     return owner is not None and owner.pid == pid and owner.is_running() is True
 
 
 def end(process: subprocess.Popen) -> int:
-    """Asks the Trainer to finish its step, save and publish; kills it if that takes too long. Returns its status."""
+    """Asks the Trainer to finish its step, save and publish; kills it after `TRAINER_PATIENCE_S`. Returns status."""
     process.terminate()
     try:
         return process.wait(TRAINER_PATIENCE_S)
@@ -167,9 +167,9 @@ def end(process: subprocess.Popen) -> int:
 
 
 def await_evaluation(store: RunStore, searchers: Searchers) -> None:
-    """Waits for the final policy's accuracy, which a Searcher measures because it has an engine.
+    """Waits until a Searcher has evaluated the final policy.
 
-    Raises: TimeoutError: none came in `EVALUATION_TIMEOUT_S`.
+    Raises: TimeoutError: the evaluation was not recorded within `EVALUATION_TIMEOUT_S`.
     """
     final = policies.latest_policy(store).step
     deadline = time.monotonic() + EVALUATION_TIMEOUT_S
@@ -190,4 +190,4 @@ def last_words(store: RunStore) -> str:
     message = None
     with contextlib.suppress(DamagedRecord):
         message = (attempts.read_heartbeat(store) or {}).get("message")
-    return message or "it was killed, or died before it could say why; the flow run's log has its output"
+    return message or "it was killed, or ended without a message; the flow run's log has its output"

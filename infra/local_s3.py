@@ -5,10 +5,9 @@
     .venv/bin/tba train --store "$S3_URL"
     .venv/bin/python infra/local_s3.py stop                 the data stays in the folder; `start` serves it again
 
-`start` installs the Debian packages if they are missing (that needs root). Default folder: .tba/.local/s3. Everything
-listens on 127.0.0.1. Ceph's own authentication is off, so whoever may log in to this machine can get at the data; it is
-one copy on one disk, for development and tests, and no place for what must survive the disk. Takes about 15 s and 2 GB
-of memory.
+`start` installs missing Debian packages, which needs root. Default folder: .tba/.local/s3. All daemons listen on
+127.0.0.1. Ceph's own authentication is off, so every account of this machine can read the data. There is one copy on
+one disk: use it for development and tests only. The start takes about 15 s; the daemons take 2 GB of memory.
 """
 
 import argparse
@@ -67,7 +66,8 @@ osd memory target = 1073741824
 rgw data = {folder}/rgw
 rgw frontends = beast endpoint=127.0.0.1:{port}
 debug rgw = 0
-# Space of what was deleted is free after a minute. By default it is two hours: a run's old checkpoints fill the disk.
+# Space of deleted objects is free after a minute. The default is two hours, in which old checkpoints would fill the
+# disk.
 rgw gc obj min wait = 60
 rgw gc processor period = 60
 rgw gc processor max time = 60
@@ -79,7 +79,7 @@ class LocalS3Error(RuntimeError):
 
 
 class LocalS3:
-    """A local S3 in a folder. Recognises its daemons by pid and the kernel's record of the pid."""
+    """A local S3 in a folder. Recognises its daemons by pid and command line."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
@@ -88,9 +88,9 @@ class LocalS3:
     # --- public interface ---------------------------------------------------------------------------------------------
 
     def start(self) -> dict[str, str]:
-        """Start all daemons; returns the environment variables for clients. Earlier objects are served again.
+        """Starts all daemons; returns the environment variables for clients. Earlier objects are served again.
 
-        Raises: LocalS3Error: it runs already, and goes on; or it did not start, and no daemon runs.
+        Raises: LocalS3Error: it runs already, and is left running; or it did not start, and all daemons are stopped.
         """
         install()
         if running := [program for program in DAEMONS if self._running(program)]:
@@ -126,7 +126,7 @@ class LocalS3:
         }
 
     def stop(self) -> None:
-        """Stop all daemons, each before the ones that it writes to."""
+        """Stops all daemons, each before the daemons that it writes to."""
         for program in DAEMONS:
             self._stop_daemon(program, signal.SIGTERM)
 
@@ -140,7 +140,7 @@ class LocalS3:
             time.sleep(0.1)
 
     def kill_gateway(self) -> None:
-        """Kill the gateway, even during a request, as a crash would. The OSD keeps the data."""
+        """Kills the gateway, even during a request, as a crash would. The OSD keeps the data."""
         self._stop_daemon("radosgw", signal.SIGKILL)
 
     @property
@@ -170,7 +170,7 @@ class LocalS3:
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default")
 
     def _new_keys(self) -> tuple[str, str]:
-        """Access and secret key. Made by radosgw-admin, because everybody may read its arguments."""
+        """New access and secret key. radosgw-admin draws them, because other accounts can read its arguments."""
         made = ("--gen-access-key", "--gen-secret")
         try:
             known = json.loads(self._run("radosgw-admin", "user", "info", "--uid", USER))["keys"]
@@ -194,13 +194,13 @@ class LocalS3:
             region_name=REGION,
         )
         client.create_bucket(Bucket=BUCKET)  # repeating it is no error
-        client.put_object(Bucket=BUCKET, Key=".first", Body=b"")  # the gateway makes its pools for it: seconds
+        client.put_object(Bucket=BUCKET, Key=".first", Body=b"")  # creates the gateway's pools, which takes seconds
         client.delete_object(Bucket=BUCKET, Key=".first")
 
     # --- daemons ------------------------------------------------------------------------------------------------------
 
     def _start_daemon(self, program: str, *arguments: str) -> subprocess.Popen:
-        """Start a daemon in its own session, out of reach of Ctrl-C in the terminal. Writes its pid to a file."""
+        """Starts a daemon in its own session, which Ctrl-C in the terminal does not reach. Writes its pid to a file."""
         with open(self.folder / "log" / f"{program}.out", "ab") as output:
             process = subprocess.Popen(
                 [program, "--foreground", "--conf", str(self.configuration), *arguments],
@@ -224,7 +224,7 @@ class LocalS3:
             time.sleep(0.05)
 
     def _running(self, program: str) -> int | None:
-        """The daemon's pid, if that process still is the one started: the same program with our configuration."""
+        """The daemon's pid, if that process is still the same program with this configuration; else None."""
         try:
             pid = int(self._pid_file(program).read_text())
             with contextlib.suppress(ChildProcessError):
@@ -260,7 +260,7 @@ def run(program: str, *arguments: str) -> str:
 
 
 def install() -> None:
-    """Install missing packages. Raises LocalS3Error if that is impossible."""
+    """Installs missing packages. Raises: LocalS3Error: they cannot be installed."""
     if all(shutil.which(program) for program in PROGRAMS):
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
@@ -269,7 +269,7 @@ def install() -> None:
         )
     quiet = {"stdout": subprocess.DEVNULL, "env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}}
     update = ["apt-get", "update", "-qq"]
-    subprocess.run(update, **quiet)  # an index that is stale may still do
+    subprocess.run(update, **quiet)  # if this fails, an old index may suffice
     install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
     if subprocess.run(install, **quiet).returncode:
         raise LocalS3Error(f"apt-get cannot install {' '.join(PACKAGES)}")

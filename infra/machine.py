@@ -16,7 +16,7 @@ from storage.patience import with_room
 
 
 def default_store() -> str:
-    """`.tba/` in the working folder, which git ignores; TBA_STORE names another."""
+    """Root URL of the default store: TBA_STORE, else `.tba/` in the working folder, which git ignores."""
     return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
 
 
@@ -64,14 +64,14 @@ def code_version() -> str:
 
 
 def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
-    """A temporary folder whose name has its owner, for removal after a kill of this process."""
+    """A temporary folder with this process's pid in its name, for removal after a kill (remove_leftovers)."""
     return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
 
 
 def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfile.TemporaryDirectory:
-    """A temporary folder with the files that `fill` writes to it. A full disk is waited for, as a full store is.
+    """A temporary folder with the files that `fill` writes to it. If the disk is full, `fill` is repeated (patience_s).
 
-    Raises: StoreFull: no room was left for as long as a store is waited for.
+    Raises: StoreFull: the disk was full for all that time.
     """
 
     def try_once() -> tempfile.TemporaryDirectory:
@@ -79,7 +79,7 @@ def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfi
         try:
             fill(Path(folder.name))
         except Exception:
-            folder.cleanup()  # half of a checkpoint takes what room there is
+            folder.cleanup()  # frees the room that half of a checkpoint takes
             raise
         return folder
 

@@ -1,4 +1,4 @@
-"""Prefect servers: which one to use, and how to talk to it."""
+"""Prefect servers: chooses one, and makes clients for it."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def is_loopback(url: str) -> bool:
 
 @contextlib.contextmanager
 def api(url: str, settings: dict | None = None) -> Iterator:
-    """Prefect's client for this URL, with the user's own Prefect settings but for `settings` (stack.credentials)."""
+    """Prefect's client for this URL, with the user's Prefect settings, replaced by `settings` (stack.credentials)."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -38,8 +38,8 @@ def api(url: str, settings: dict | None = None) -> Iterator:
 def configured_url() -> str | None:
     """The URL of a server of the user's own: PREFECT_API_URL in the environment or .env, else a prefect.toml of theirs.
 
-    The prefect.toml of this project is a link, which names the server that its stack started last. The active profile
-    does not count: it is of the user's other projects.
+    A prefect.toml that is a link is this project's own, with the server that its stack started last; it does not count.
+    Neither does the active profile, which is for the user's other projects.
     """
     from dotenv import dotenv_values
     from prefect.settings import get_current_settings
@@ -53,9 +53,9 @@ def configured_url() -> str | None:
 def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[str], dict]) -> str | None:
     """The URL of a server to use: PREFECT_API_URL's, else ours or the configured one. None: start one.
 
-    ours: the URL that this project's stack uses already; credentials: stack.credentials of a URL. Raises StackError if
-    no server may be started instead: PREFECT_API_URL names another machine's server, one that refuses us, or another
-    server than the running stack's."""
+    ours: the URL that this project's stack uses already; credentials: stack.credentials of a URL.
+    Raises: StackError: no other server may be started, because PREFECT_API_URL names another machine's server that
+    cannot be used, a server that refuses access, or another server than the running stack's."""
     asked = "PREFECT_API_URL" in os.environ
     candidates = (configured_url(), ours) if asked else (ours, configured_url())
     for url in dict.fromkeys(filter(None, candidates)):
@@ -65,7 +65,7 @@ def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[st
         except AccessRefused:
             found, refused = None, True
         if refused:
-            problem = "it asks for an authentication string, and PREFECT_API_AUTH_STRING is not that one"
+            problem = "it asks for another authentication string than PREFECT_API_AUTH_STRING"
         elif found is None:
             problem = "nothing answers there"
         elif not is_compatible(found):
@@ -102,7 +102,7 @@ def version(url: str, timeout_s: float | None = None, settings: dict | None = No
         if error.response.status_code == httpx.codes.UNAUTHORIZED:
             raise AccessRefused(f"The Prefect server at {url} asks for another authentication string.") from error
         return None
-    except (httpx.HTTPError, ValueError):  # nothing listens, or something that speaks no HTTP, or no JSON
+    except (httpx.HTTPError, ValueError):  # no server, or one that answers without HTTP or JSON
         return None
     return answer if isinstance(answer, str) else None
 
@@ -129,7 +129,7 @@ def free_port(preferred: int) -> int:
 
 
 def create_work_pool(url: str, credentials: dict) -> str:
-    """Create the work pool if it is missing; returns its type. credentials: stack.credentials."""
+    """Creates the work pool if it is missing; returns its type. credentials: stack.credentials."""
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
     from prefect.workers.process import ProcessWorker
@@ -161,7 +161,7 @@ def unfinished(client, flows: list[str]) -> list:
 
 
 def is_compatible(server_version: str) -> bool:
-    """Prefect's own rule: clients and servers of one major version understand each other."""
+    """Whether a server's API fits this client: by Prefect's rule, if both have the same major version."""
     from prefect import __version__
 
     return server_version.split(".")[0] == __version__.split(".")[0]

@@ -4,11 +4,11 @@ import contextlib
 
 import psutil
 
-STOP_TIMEOUT_S = 15  # a flow process that is told to stop reports its state to the server first
+STOP_TIMEOUT_S = 15  # before it ends, a flow's process reports its state to the server
 
 
 def find_processes(variable: str, value: str) -> list[psutil.Process]:
-    """Processes with this value of the environment variable. Children inherit it, also when their parent has ended."""
+    """Processes with this value of the environment variable, which children inherit, also after their parent's end."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it ended meanwhile, or it is another user's
@@ -18,7 +18,7 @@ def find_processes(variable: str, value: str) -> list[psutil.Process]:
 
 
 def listens(process: psutil.Process, port: int) -> bool:
-    """Whether it is this process that listens on the TCP port: another account's may have taken it first."""
+    """Whether this process listens on the TCP port; another account's process may have taken the port."""
     try:
         connections = process.net_connections("tcp")
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Access to the Prefect server that a project's stack starts: an authentication string, which every request must carry.
+"""Access to the Prefect server that a project's stack starts, by an authentication string in every request.
 
     .tba/.local/prefect_auth_string    the string: made at the first start and kept, since browsers remember it
     .tba/.local/prefect.toml           URL and, while the server runs, string: Prefect's settings in the project's
@@ -19,7 +19,7 @@ NUM_RANDOM_BYTES = 32
 
 
 def make_private(folder: Path) -> None:
-    """Creates the folder if it is missing, and takes others' access to it. Raises: OSError: it is another account's."""
+    """Creates the folder if it is missing; denies other accounts access. Raises: OSError: it is another account's."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
 
@@ -42,13 +42,13 @@ def auth_string(folder: Path) -> str:
 
 
 def write_settings(folder: Path, url: str, string: str | None) -> None:
-    """Writes Prefect's settings for this server. string: None once the server is stopped, since another may follow."""
+    """Writes Prefect's settings for this server. string: None after the server has stopped."""
     secret = [f"auth_string = {json.dumps(string)}"] if string else []
     _write_private(folder / SETTINGS_FILE, "\n".join(["[api]", f'url = "{url}"', *secret, ""]))
 
 
 def server_environment(url: str, string: str) -> dict[str, str]:
-    """The server's own settings: it wants the string, and answers pages of its own origin only."""
+    """The server's settings: it requires the string, and lets only pages of its own origin read answers."""
     return {
         "PREFECT_SERVER_API_AUTH_STRING": string,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url.removesuffix("/api"),

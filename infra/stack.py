@@ -4,11 +4,11 @@
     leave()   the end of `tba train`: stops the stack unless `tba up` or another `tba train` still uses it
     down()    stops exactly the processes that this project started
 
-`tba up` starts daemons in sessions of their own. `tba train` without a running stack starts children in its
-own process group, so that a SIGKILL to the group takes all of it, flow processes included (Prefect's process worker
-opens no sessions). `.tba/.local/stack.json` records each started process with its start time, so that
-a recycled pid is never signalled. The start time also identifies the remains of a killed stack. A server that we start
-wants an authentication string, which worker, deployments and commands carry (infra/server_access.py).
+`tba up` starts daemons in sessions of their own. `tba train` without a running stack starts children in its own process
+group, so that a SIGKILL to the group ends the whole stack, flow processes included (Prefect's process worker opens no
+sessions). `.tba/.local/stack.json` records each started process with its start time, so that a process with a reused
+pid is never signalled. A server that is started here requires an authentication string, which worker, deployments and
+commands have (infra/server_access.py).
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from storage.process_identity import Process
 
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
 DEPLOY_TRIES = 3
-ANSWER_TIMEOUT_S = 30  # of a call that deploys, made three times where nothing comes; an idle server takes milliseconds
-WORKER_QUERY_S = 2  # Prefect polls every 10 s; a run of minutes should not begin with that
-STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of all that its stack runs
+ANSWER_TIMEOUT_S = 30  # of a deploying request, which is made three times; an idle server answers in milliseconds
+WORKER_QUERY_S = 2  # a run of minutes should not wait for Prefect's default, 10 s
+STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of each process of its stack
 
 
 @dataclass
@@ -45,13 +45,13 @@ class State:
     """The content of stack.json."""
 
     url: str | None = None
-    """API of the server that the processes talk to."""
+    """API of the server that the processes use."""
     own_server: bool = False
     """This project started the server."""
     keep: bool = False
     """`tba up` started the stack, so only `tba down` stops it."""
     users: list[Process] = field(default_factory=list)
-    """`tba train` processes that rely on it."""
+    """`tba train` processes that use the stack."""
     processes: dict[str, Process] = field(default_factory=dict)
     """The started processes: `server` (unless one was running) and `worker`."""
 
@@ -62,14 +62,15 @@ def local_folder(project: Path) -> Path:
 
 
 def work_queue(project: Path) -> str:
-    """This checkout's own queue, so that of two checkouts on one server neither's worker runs the other's flows."""
+    """This checkout's own work queue: its worker does not run the flows of another checkout on the same server."""
     return f"{project.name}-{zlib.crc32(bytes(project)):08x}"
 
 
 def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
-    """Make the stack run and return its API's URL. keep: as daemons, until down(); else as children, until leave().
+    """Starts the stack's missing parts; returns its API's URL. keep: as daemons, until down(); else as children, until
+    leave().
 
-    Raises StackError, after stopping what this call started."""
+    Raises: StackError: a part did not start; the processes that this call started are stopped."""
     with _locked_state(project) as state:
         before = dict(state.processes)
         try:
@@ -90,12 +91,12 @@ def _stop_started(project: Path, state: State, before: dict[str, Process]) -> No
     if "server" in started:
         _stop(project, state)
     elif started and (worker := state.processes.pop("worker").find()):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, and what was raised says why
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended; the error that is being raised has the reason
             stop_processes([*worker.children(recursive=True), worker])
 
 
 def leave(project: Path, say: Callable[[str], None] = print) -> None:
-    """The end of an up(keep=False): stop the stack, unless it is still in use."""
+    """Ends the use of an up(keep=False): stops the stack, unless it is still in use."""
     with _locked_state(project) as state:
         state.users = [user for user in state.users if user.pid != os.getpid()]
         if state.processes and not state.keep and not state.users:
@@ -104,7 +105,7 @@ def leave(project: Path, say: Callable[[str], None] = print) -> None:
 
 
 def down(project: Path) -> list[str]:
-    """Stop this project's stack, even if it is in use. Returns the names of the processes that ran."""
+    """Stops this project's stack, even if it is in use. Returns the names of its processes that ran."""
     with _locked_state(project) as state:
         names = sorted(state.processes)
         _stop(project, state)
@@ -113,7 +114,7 @@ def down(project: Path) -> list[str]:
 
 
 def check(project: Path) -> None:
-    """Raise StackError if a process of the stack has died."""
+    """Raises: StackError: a process of the stack has died."""
     state = _read_state(project)
     for name, process in state.processes.items():
         if process.find() is None:
@@ -121,13 +122,13 @@ def check(project: Path) -> None:
 
 
 def running_url(project: Path) -> str | None:
-    """The API of the server that this project's stack talks to; None if no process of it runs."""
+    """The API of the server that this project's stack uses; None if no process of the stack runs."""
     state = _read_state(project)
     return state.url if any(process.find() for process in state.processes.values()) else None
 
 
 def is_ours(project: Path, url: str) -> bool:
-    """Whether it is the server that this project's stack started that listens at this URL."""
+    """Whether the server at this URL is the one that this project's stack started."""
     state = _read_state(project)
     server = state.processes.get("server")
     process = server.find() if server and state.url == url else None
@@ -135,9 +136,9 @@ def is_ours(project: Path, url: str) -> bool:
 
 
 def credentials(project: Path, url: str) -> dict:
-    """Settings with which Prefect's client reaches the server at this URL: if it is ours, our authentication string.
+    """Settings of Prefect's client for the server at this URL: our authentication string, if the server is ours.
 
-    Another server gets the user's own settings, and never our string."""
+    For another server they are the user's own settings, and never our string."""
     from prefect.settings import PREFECT_API_AUTH_STRING
 
     if is_ours(project, url):
@@ -147,7 +148,7 @@ def credentials(project: Path, url: str) -> dict:
 
 
 def page_hint(project: Path, url: str) -> str:
-    """How to enter the page of the server at this URL, in parentheses; empty if it is not ours."""
+    """How to open the page of the server at this URL, in parentheses; empty if the server is not ours."""
     file = local_folder(project) / server_access.STRING_FILE
     return f" (the page asks once for the string in {file})" if is_ours(project, url) else ""
 
@@ -174,15 +175,15 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
         state.url, state.own_server = url, "server" in state.processes
         _refuse_open_server(state, say)
     pool_type = prefect_server.create_work_pool(state.url, credentials(project, state.url))
-    if "worker" not in state.processes and pool_type == "process":  # another type of pool has workers of its own
+    if "worker" not in state.processes and pool_type == "process":  # pools of other types have workers of their own
         name = f"{work_queue(project)}@{socket.gethostname()}"
         command = ["worker", "start", "--pool", prefect_server.WORK_POOL, "--type", "process", "--name", name]
         command += ["--work-queue", work_queue(project), "--work-queue", "default"]
         _start(project, state, "worker", command, keep)
     failure = _deploy(project, state)  # while the worker starts: each takes about four seconds, most of it imports
     if failure and again and state.own_server and _version(project, state.url) is None:
-        # Prefect 3.7's server can hang for good as an automation is created, if it reads them at that moment (Prefect's
-        # issue 23055). 3.8.6 does not, but its worker opens sessions, so a kill of our process group would leave flows.
+        # Prefect 3.7's server can hang for ever if it reads automations while one is created (Prefect's issue 23055).
+        # 3.8.6 does not, but its worker opens sessions, so a kill of our process group would leave flows running.
         _stop_hung(project, state, say)
         return _bring_up(project, state, keep, say, again=False)
     if failure:
@@ -196,7 +197,7 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
     configured = prefect_server.configured_url()
     preferred = (configured and prefect_server.is_loopback(configured) and urlsplit(configured).port) or 4200
     port = prefect_server.free_port(preferred)
-    _stop_workers(project, None)  # they talked to a server that is gone
+    _stop_workers(project, None)  # their server no longer runs
     state.processes.clear()
     state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
     say(f"Starting a Prefect server at {state.url} (about ten seconds).")
@@ -214,17 +215,17 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
 
 
 def _refuse_open_server(state: State, say: Callable[[str], None]) -> None:
-    """Raises StackError if our server answers without an authentication string; warns of another one that does."""
+    """Raises: StackError: our server answers without an authentication string. Warns of another server that does."""
     if not prefect_server.is_open(state.url):
         return
     if state.own_server:
         raise StackError(
             f"The Prefect server of this project at {state.url} was started by an earlier version of tba, without an "
             "authentication string: web pages and other accounts of this machine could start flows. Run `tba down`, "
-            "then the same command again; runs that it stops resume by theirs."
+            "then this command again. Runs that it stops resume by the same `tba train`."
         )
     say(
-        f"WARNING: {state.url} asks for no authentication string: whoever reaches it can run code here "
+        f"WARNING: {state.url} asks for no authentication string: anyone who reaches it can run code here "
         "(docs/security.md)."
     )
 
@@ -234,10 +235,10 @@ def _version(project: Path, url: str) -> str | None:
 
 
 def _deploy(project: Path, state: State) -> str | None:
-    """Deploy prefect.yaml. Returns the failure, or None.
+    """Deploys prefect.yaml. Returns the failure in words, or None.
 
-    Prefect answers 503 while another of its own writes locks its SQLite file, for longer than its client tries again on
-    a busy machine. A deployment changes nothing when it is repeated.
+    Prefect answers 503 while another of its writes locks its SQLite file; on a busy machine that takes longer than its
+    client retries. So the deployment, which may be repeated, is tried `DEPLOY_TRIES` times.
     """
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     environment = _environment(project, state)
@@ -256,7 +257,7 @@ def _deploy(project: Path, state: State) -> str | None:
 def _start(
     project: Path, state: State, name: str, command: list[str], keep: bool, more: dict[str, str] | None = None
 ) -> Process:
-    """Start `prefect <command>`, logging to <name>.log, and record it at once. more: environment variables."""
+    """Starts `prefect <command>`, which logs to <name>.log, and records it at once. more: environment variables."""
     with open(local_folder(project) / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", *command],
@@ -285,7 +286,7 @@ def _environment(project: Path, state: State) -> dict[str, str]:
         "TBA_WORK_QUEUE": work_queue(project),  # read by prefect.yaml
         STACK_VARIABLE: str(project),
     }
-    if state.own_server:  # a server that was there before may need the credentials of the user's own PREFECT_HOME
+    if state.own_server:  # another server may need credentials in the user's own PREFECT_HOME
         folder = local_folder(project)
         environment["PREFECT_HOME"] = str(folder / "prefect")
         environment["PREFECT_API_AUTH_STRING"] = server_access.auth_string(folder)
@@ -293,13 +294,13 @@ def _environment(project: Path, state: State) -> dict[str, str]:
 
 
 def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
-    """Stop our hung server and its processes. Raises StackError if another `tba train` relies on it."""
+    """Stops our hung server and the stack. Raises: StackError: another `tba train` uses it."""
     if state.users:
         raise StackError(
-            f"Our Prefect server does not answer, and `tba train` (pid {state.users[0].pid}) waits for it. `tba down` "
-            f"stops all of it; runs resume.\n{log_tail(project, 'server')}"
+            f"This project's Prefect server does not answer, and `tba train` (pid {state.users[0].pid}) waits for it. "
+            f"Run `tba down`; runs resume by the same `tba train`.\n{log_tail(project, 'server')}"
         )
-    say("The Prefect server has stopped answering. Starting another; runs that it had resume by their commands.")
+    say("The Prefect server does not answer any more. Starting another; its runs resume by the same `tba train`.")
     _stop(project, state)
 
 
@@ -307,25 +308,25 @@ def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
 
 
 def _stop(project: Path, state: State) -> None:
-    """Stop worker and flows, then the server, so that flows can report their end."""
+    """Stops worker and flows, then the server, so that flows can report their end."""
     entry = state.processes.pop("server", None)
     _stop_workers(project, entry)
     state.processes.clear()
-    if state.own_server:  # whoever takes the port next is not told the string
+    if state.own_server:  # clients must not send the string to a later process at this port
         server_access.write_settings(local_folder(project), state.url, None)
     if entry and (process := entry.find()):
         stop_processes([process])
 
 
 def _stop_workers(project: Path, spared: Process | None) -> None:
-    """Stop all processes of the stack but `spared`, the server: also orphaned flow processes and their children."""
+    """Stops all processes of the stack except `spared`, the server; also orphaned flow processes and their children."""
     processes = find_processes(STACK_VARIABLE, str(project))
     stop_processes([process for process in processes if spared is None or process.pid != spared.pid])
 
 
 @contextlib.contextmanager
 def _locked_state(project: Path) -> Iterator[State]:
-    """The state without dead processes, written back on leaving (removed when none is left). One process at a time."""
+    """The state without dead processes; written back at the end, or removed if no process is left. Takes a lock."""
     folder = local_folder(project)
     server_access.make_private(folder)
     with open(folder / "stack.lock", "w") as lock:

@@ -1,17 +1,17 @@
-"""Attempts: the lives of a run's Trainer, of which one trains at a time, and its sign of life.
+"""Attempts of a run's Trainer, of which one trains at a time, and its heartbeat.
 
 trainer/attempt=00000001.json    one attempt of the Trainer, and its checkpoint
 trainer/heartbeat.json           the live Trainer's newest heartbeat
 
-A later attempt takes the run over. The Trainer that it supersedes may not know yet: its machine froze, or an upload of
-minutes is under way. So the fence has two sides:
+A later attempt takes the run over. The superseded Trainer may not notice at once: its machine froze, or it uploads for
+minutes. Two checks keep its writes from counting:
 
-- a Trainer asks check_not_superseded right before the write that makes an object visible, and ends if it was superseded
-- a reader asks `counts`: what an attempt stored after a later one took the run over counts for nobody
+- before the write that makes an object visible, a Trainer calls check_not_superseded, and ends if it was superseded
+- a reader calls `counts`: an object that an attempt stored after a later one took over does not count
 
-The second side holds whatever the first one missed. The moment between question and write remains for two files that
-have one name for all attempts: trainer/heartbeat.json and policies/latest.json. The living Trainer's next write
-replaces them, and storage/policies.py does not follow a pointer of a superseded attempt.
+The second check covers writes between the first check and its write, except for two files that all attempts share:
+trainer/heartbeat.json and policies/latest.json. The live Trainer's next write replaces them, and storage/policies.py
+does not follow a pointer of a superseded attempt.
 """
 
 import json
@@ -50,7 +50,7 @@ class _Attempt:
 
 
 class _Heartbeat(BaseModel, extra="allow"):
-    """The fields of trainer/heartbeat.json that are computed with; the others are metrics."""
+    """The fields of trainer/heartbeat.json that this project computes with; the others are metrics."""
 
     state: str | None = None
     step: int = 0
@@ -66,9 +66,9 @@ def start_attempt(
 ) -> int:
     """Begin an attempt of the Trainer at a checkpoint's step (0: from scratch). Returns its number, counted from 1.
 
-    owner: the process, as this_process returns it. previous: the attempt that refuse_live_trainer found to be over;
-    None: the latest. checkpoint: its folder. AlreadyTraining if another Trainer has begun since. The number fences: a
-    later attempt takes the run over, and entries that an earlier one writes after that do not count.
+    owner: the process, as this_process returns it. previous: the attempt that refuse_live_trainer returned; None: the
+    latest. checkpoint: its folder. From then on, entries that earlier attempts write for later steps do not count.
+    Raises: AlreadyTraining: another Trainer has begun since.
     """
     attempt = (latest_attempt(store) if previous is None else previous) + 1
     record = _Attempt(attempt, resumed_from, Identity(**owner), datetime.now(UTC).isoformat(), checkpoint)
@@ -80,7 +80,7 @@ def start_attempt(
 
 
 def refuse_live_trainer(store: RunStore, watch_s: float) -> int:
-    """The latest attempt's number, 0 if there is none. AlreadyTraining if its Trainer is alive (run_is_alive)."""
+    """The latest attempt's number; 0: there is none. Raises: AlreadyTraining: its Trainer is alive (run_is_alive)."""
     latest = latest_attempt(store)
     if run_is_alive(store, watch_s):
         raise _already_training(store, list_attempts(store)[-1])
@@ -91,12 +91,12 @@ def _already_training(store: RunStore, record: dict) -> AlreadyTraining:
     owner = record["owner"]
     return AlreadyTraining(
         f"run {store.run} in {store.url} has a live Trainer: attempt {record['attempt']}, host {owner['host']}, pid "
-        f"{owner['pid']}. Nothing was written. Follow that Trainer, or stop it and start again: the run resumes."
+        f"{owner['pid']}. Nothing was written. Follow that Trainer, or stop it and repeat the command to resume."
     )
 
 
 def check_not_superseded(store: RunStore, attempt: int) -> None:
-    """Superseded if a later attempt has begun. One look-up, cheap enough to make before each write."""
+    """Raises: Superseded: a later attempt has begun. Takes one look-up, so it can precede each write."""
     if is_superseded(store, attempt):
         raise Superseded(
             f"attempt {attempt} at run {store.run} writes no more: attempt {latest_attempt(store)} has begun, so "
@@ -105,7 +105,7 @@ def check_not_superseded(store: RunStore, attempt: int) -> None:
 
 
 def is_superseded(store: RunStore, attempt: int) -> bool:
-    """Whether a later attempt has begun. One look-up."""
+    """Whether a later attempt has begun. Takes one look-up."""
     return store.exists(_attempt_path(attempt + 1))
 
 
@@ -123,7 +123,7 @@ def latest_attempt(store: RunStore) -> int:
     numbers = [int(name["attempt"]) for name in names if name]
     stray = first_stray(numbers, after=0)
     latest = max((number for number in numbers if number < stray), default=0)
-    while is_superseded(store, latest):  # a store that forgets an entry of a listing must not undo a takeover
+    while is_superseded(store, latest):  # a listing may lack an entry, which must not undo a takeover
         latest += 1
     return latest
 
@@ -138,7 +138,7 @@ def list_attempts(store: RunStore) -> list[dict]:
 
 
 def read_attempt(store: RunStore, path: str) -> dict | None:
-    """A record; None if there is none. DamagedRecord: it cannot be read, or is another attempt's."""
+    """An attempt's record; None: there is none. Raises: DamagedRecord: it cannot be read, or is another attempt's."""
     found = store.read_json(path, _Attempt)
     if found is not None and _attempt_path(found.attempt) != path:
         raise DamagedRecord(
@@ -154,9 +154,9 @@ def trainer(store: RunStore) -> Identity | None:
 
 
 def first_attempt_at(store: RunStore) -> datetime:
-    """When training began. NotFound before that."""
+    """When training began, UTC. Raises: NotFound: it has not begun."""
     if (first := read_attempt(store, _attempt_path(1))) is None:
-        raise NotFound(f"run {store.run} in {store.url} has not begun to train: {_attempt_path(1)} is not there")
+        raise NotFound(f"run {store.run} in {store.url} has not begun to train: {_attempt_path(1)} does not exist")
     return datetime.fromisoformat(first["created_at"])
 
 
@@ -165,19 +165,19 @@ def _attempt_path(attempt: int) -> str:
 
 
 def heartbeat(store: RunStore, beat: dict) -> None:
-    """Replace the heartbeat. beat: JSON values, different each time."""
+    """Replaces the heartbeat. beat: JSON values, which differ each time."""
     store.put(HEARTBEAT, json.dumps(beat).encode())
 
 
 def read_heartbeat(store: RunStore) -> dict | None:
-    """The newest sign of life, with a state and a step; None before the first. DamagedRecord: it is another thing."""
+    """The newest heartbeat, with state and step; None before the first. Raises: DamagedRecord: it cannot be read."""
     remedy = "A live Trainer replaces it within seconds; if there is none, delete it."
     found = store.read_json(HEARTBEAT, _Heartbeat, remedy=remedy)
     return found and {"state": found.state, "step": found.step} | found.model_dump(exclude_unset=True)
 
 
 def raw_heartbeat(store: RunStore) -> bytes | None:
-    """As it is stored, to be compared with a later one; None before the first."""
+    """The newest heartbeat's bytes, for comparison with a later one; None before the first."""
     try:
         return store.get(HEARTBEAT)
     except NotFound:
@@ -187,10 +187,10 @@ def raw_heartbeat(store: RunStore) -> bytes | None:
 def run_is_alive(store: RunStore, watch_s: float) -> bool:
     """Whether a Trainer works on the run.
 
-    If its process can be looked up here (storage/process_identity.py): whether that process exists. Otherwise: whether
-    its heartbeat changes, each time within `watch_s`. Names of machines decide nothing, for clones and pods share them;
-    an attempt that an older version recorded has no more than a name. Compares no clocks. Takes up to twice `watch_s`,
-    and no time if the process is known to be dead.
+    If its process can be looked up from here (storage/process_identity.py), the process decides. Otherwise its
+    heartbeat must change twice, each time within `watch_s`. Host names do not decide, because clones and pods share
+    them; an attempt of an older version has only a host name. Compares no clocks. Takes up to twice `watch_s`; no time
+    if the process is known to be dead.
     """
     owner = trainer(store)
     if owner is None:
@@ -204,7 +204,7 @@ def run_is_alive(store: RunStore, watch_s: float) -> bool:
         if len(beats) > 2:  # one change may be the last heartbeat of a Trainer that lost its flow
             return True
         if time.monotonic() > deadline:
-            return bool(runs)  # the process exists, but is silent: it starts, or hangs
+            return bool(runs)  # True: the process exists without a heartbeat, because it starts or hangs
         time.sleep(_POLL_S)
     return False
 

@@ -1,9 +1,9 @@
-"""Audit: the whole buffer against the quality gate's suite, with Great Expectations' Data Docs as a site in the store.
+"""Audit: checks the whole buffer by the quality gate's suite, and stores Great Expectations' Data Docs as a site.
 
 audits/20261121T120000Z/index.html     the first page; each audit has a folder of its own
 
-Data Docs write offending values into their pages as they are. The text of a shard is not trusted, so it is escaped
-before it is judged.
+Data Docs write offending values into their pages without escaping. Text of shards is untrusted, so it is escaped before
+the check.
 """
 
 import html
@@ -21,9 +21,9 @@ from storage.store import RunStore
 
 
 def audit(store: RunStore, limits: Limits) -> tuple[str, list[str]]:
-    """Validate all shards that count, together. Returns the path of the site's first page, and the faults.
+    """Checks all shards that count, together. Returns the path of the site's first page, and the faults.
 
-    A shard that cannot be read is one of the faults. Refused shards do not count.
+    A shard that cannot be read is a fault. Refused shards are left out.
     """
     facts, faults, expired, refused = [], [], expired_through(store), refused_rounds(store)
     for searcher, rounds in new_shards(store, {}).items():
@@ -44,7 +44,7 @@ def audit(store: RunStore, limits: Limits) -> tuple[str, list[str]]:
 
 
 def _validate(facts: pa.Table, folder: Path, run: str) -> list[str]:
-    """Run the suite over all facts and build the Data Docs in the folder. Returns the faults."""
+    """Runs the suite over all facts and builds the Data Docs in the folder. Returns the faults."""
     import great_expectations as gx
 
     context = gx.get_context(mode="file", project_root_dir=folder)
@@ -61,7 +61,7 @@ def _validate(facts: pa.Table, folder: Path, run: str) -> list[str]:
 
 
 def _escaped(facts: pa.Table) -> pa.Table:
-    """The facts with all text escaped for HTML. Different texts stay different, and those that are allowed the same."""
+    """The facts with all text escaped for HTML. Different texts stay different; allowed texts do not change."""
     for index, field in enumerate(facts.schema):
         if pa.types.is_string(field.type):
             texts = [text and html.escape(text) for text in facts[field.name].to_pylist()]

@@ -4,13 +4,14 @@ Before: storage/shards.py reads new shards; after: flows/trainer/experience.py m
 
     shards in the store ──sync──► index (DuckDB: metadata) + word file (tokens, log-probabilities) ──draw──► batch
 
-The shards are the truth. Index and word file are a cache of them in one process; they end with it and can be rebuilt.
+The shards are the only lasting data. Index and word file are a cache of them in one process and can be rebuilt.
 
-    sync     produces: a sync record, rows to draw   consumes: shards committed since the last sync; those that cannot
-             be read or break a rule are refused (storage/intake.py)
-    draw     produces: a batch                       consumes: nothing, rows stay
-             waits for: nothing. Raises NotEnoughExperience if the Trainer is too early for flow control: fewer
-             than `min_size` taken in, more than `samples_per_insert` drawn of each, or none within `max_age`
+    sync     produces: a sync record, rows to draw
+             consumes: shards committed since the last sync; a shard that cannot be read or breaks a rule is refused
+             (storage/intake.py)
+    draw     produces: a batch
+             consumes: nothing, rows stay. Raises NotEnoughExperience if flow control allows no batch yet: fewer than
+             `min_size` trajectories taken in, more than `samples_per_insert` draws of each, or none within `max_age`
     rebuild  produces: the buffer as it was at some step, from shards and sync records alone
 
 A draw depends only on (seed, step) and the stored rows, and these only on the syncs so far. So `rebuild(420)`,
@@ -38,7 +39,7 @@ from storage.sql import sql
 from storage.store import RunStore
 from storage.word_file import WordFile
 
-# Rounds that a rebuild indexes, in whole syncs, before it deletes repeats: few statements, and few rows in excess.
+# Rounds, in whole syncs, that a rebuild indexes before it deletes repeats: a balance of statements and rows in excess.
 ROUNDS_PER_SETTLE = 64
 
 
@@ -53,7 +54,9 @@ class Sampling(BaseModel):
 
     prompts_per_batch: int = Field(16, ge=1, description="B: prompts in a batch.")
     responses_per_prompt: int = Field(8, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
-    recent_probability: float = Field(0.75, ge=0, le=1, description="m: probability of drawing from the newest sync.")
+    recent_probability: float = Field(
+        0.75, ge=0, le=1, description="m: probability that a prompt of a batch is drawn from the newest sync."
+    )
     differing_rewards_first: bool = Field(
         True,
         description="Whether prompts whose stored responses differ in reward are drawn before the others.",
@@ -62,11 +65,15 @@ class Sampling(BaseModel):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="tau: weights softmax(reward / tau) in other draws; None: uniform.",
+        description="tau: responses of other draws have weights softmax(reward / tau); None: equal weights.",
     )
-    uniform_fraction: float = Field(0.0, ge=0, le=1, description="Share of the uniform distribution in those weights.")
-    capacity_per_prompt: int = Field(100, ge=2, description="Distinct responses kept for a prompt, the newest.")
-    min_size: int = Field(192, ge=1, description="Trajectories taken in before the first batch, repeats too.")
+    uniform_fraction: float = Field(
+        0.0, ge=0, le=1, description="Share of the uniform distribution in the weights by reward_temperature."
+    )
+    capacity_per_prompt: int = Field(
+        100, ge=2, description="Distinct responses kept for a prompt; older ones are dropped."
+    )
+    min_size: int = Field(192, ge=1, description="Trajectories to take in before the first batch, repeats included.")
     samples_per_insert: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Largest mean number of draws of a trajectory; None: unlimited."
     )
@@ -79,7 +86,7 @@ class Sampling(BaseModel):
         if self.capacity_per_prompt < self.responses_per_prompt:
             raise ValueError(
                 f"capacity_per_prompt={self.capacity_per_prompt} must be at least "
-                f"responses_per_prompt={self.responses_per_prompt}, because no prompt ever has enough; raise it"
+                f"responses_per_prompt={self.responses_per_prompt}: otherwise no prompt has enough responses; raise it"
             )
         return self
 
@@ -92,7 +99,7 @@ class Sync:
     step: int  # the first training step that could draw it
     attempt: int
     rounds: dict[str, list[int]]  # by searcher, in order
-    fresh: Fresh  # all that was taken in
+    fresh: Fresh  # sums over the trajectories
 
     @property
     def num_trajectories(self) -> int:
@@ -120,7 +127,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, store: RunStore, sampling: Sampling, seed: int, limits: Limits | None = None):
-        """limits: of the rules that a shard must keep to be taken in; None: what any run has."""
+        """limits: the run's, for the rules that a shard must keep; None: limits that hold for any run."""
         self._store = store
         self._limits = limits or Limits()
         self._sampling = sampling
@@ -128,12 +135,12 @@ class ReplayBuffer:
         self._clear()
 
     def sync(self, step: int, attempt: int) -> Sync | None:
-        """Take in every shard committed since the last sync, before `step` is drawn. The new rows become "recent".
+        """Takes in every shard committed since the last sync, before `step` is drawn. The new rows become "recent".
 
-        Without new shards nothing changes (the last sync's trajectories stay recent) and the result is None. The sync
-        is in the ledger before its rows can be drawn, so every draw can be repeated; so are the refused shards. On an
-        error nothing is taken in: StoreUnreachable, NotFound, or AlreadyExists if another Trainer records syncs of the
-        same attempt.
+        Without new shards nothing changes: the last sync's trajectories stay recent, and the result is None. The sync
+        and the refusals are recorded before the rows can be drawn, so every draw can be repeated. On an error nothing
+        is taken in. Raises: StoreUnreachable, NotFound, AlreadyExists: another Trainer records syncs of the same
+        attempt.
         """
         rounds, number = new_shards(self._store, self._seen), self.newest_sync + 1
         if not rounds and not self._damaged:
@@ -154,10 +161,10 @@ class ReplayBuffer:
         return sync
 
     def rebuild(self, step: int) -> None:
-        """Restore the buffer that `step` was drawn from: the shards of the recorded syncs that count, up to that step.
+        """Restores the buffer that `step` was drawn from: the shards of the recorded syncs that count, up to that step.
 
-        Rounds that have expired since are left out; so are shards that were damaged since, which the next sync()
-        refuses. It takes in the rest. Raises NotFound if a recorded shard is missing.
+        Rounds that have expired since are left out. So are shards that were damaged since: the next sync() refuses
+        them. Later shards are taken in by the next sync(), too. Raises: NotFound: a recorded shard is missing.
         """
         self._clear()
         records, expired = ledger.effective_syncs(self._store, step), expired_through(self._store)
@@ -179,19 +186,19 @@ class ReplayBuffer:
     def draw(self, step: int) -> pa.Table:
         """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).
 
-        Columns: prompt_index, slot, trajectory_id, prompt_id, recent, draw_probability (of being the first of the K
-        drawn, given its prompt and `recent`), reward, policy_step, ages_from, sync (the newest when drawn),
-        prompt_tokens, response_tokens, behavior_logprobs, reference_logprobs.
+        Columns: prompt_index, slot, trajectory_id, prompt_id, recent, draw_probability (of being drawn first of the K,
+        given prompt and `recent`), reward, policy_step, ages_from, sync (the newest when drawn), prompt_tokens,
+        response_tokens, behavior_logprobs, reference_logprobs.
 
-        Raises NotEnoughExperience if it is too early.
+        Raises: NotEnoughExperience: flow control allows no batch yet.
         """
         self._check_rate(step)
         sampling, oldest = self._sampling, self._oldest(step)
         prompts = self._execute("list_prompts", {"newest_sync": self.newest_sync, "oldest": oldest}).fetchnumpy()
         if not len(prompts["prompt"]):
             raise NotEnoughExperience(
-                f"max_age={sampling.max_age}, but all {self.num_trajectories} trajectories stored are older, of "
-                f"policies before step {oldest}: sync again when Searchers have committed newer ones, or raise max_age"
+                f"max_age is {sampling.max_age}, but all {self.num_trajectories} stored trajectories are older: their "
+                f"policies are before step {oldest}. Wait for newer ones, or raise max_age"
             )
         differ, recent_differ = prompts["rewards_differ"], prompts["newest_sync_rewards_differ"]
         if not sampling.differing_rewards_first:
@@ -253,7 +260,7 @@ class ReplayBuffer:
         return {name: values[drawn] for name, values in candidates.items()}, np.concatenate(probabilities)
 
     def _check_rate(self, step: int) -> None:
-        """NotEnoughExperience if too few trajectories were taken in for this step. Depends on step and syncs alone."""
+        """Raises: NotEnoughExperience: too few trajectories taken in for this step. Depends on step and syncs only."""
         taken_in, limit = self.num_taken_in, self._sampling.samples_per_insert
         if taken_in < self._sampling.min_size:
             raise NotEnoughExperience(
@@ -261,8 +268,8 @@ class ReplayBuffer:
             )
         if limit is not None and self.samples_per_insert(step) > limit:
             raise NotEnoughExperience(
-                f"step {step} would draw each of {taken_in} trajectories {self.samples_per_insert(step):.2f} times on "
-                f"average, and samples_per_insert is {limit:g}: waiting for more trajectories"
+                f"waiting for more trajectories: after step {step} each of {taken_in} would have been drawn "
+                f"{self.samples_per_insert(step):.2f} times on average, and samples_per_insert is {limit:g}"
             )
 
     def _oldest(self, step: int) -> int:
@@ -302,7 +309,7 @@ class ReplayBuffer:
         self.newest_sync = 0
 
     def _execute(self, query: str, parameters: dict | None = None) -> duckdb.DuckDBPyConnection:
-        """Run a file of storage/sql, parsed once: parsing takes a tenth of the time of a draw."""
+        """Runs a query of storage/sql, which is parsed once: parsing takes a tenth of the time of a draw."""
         if query not in self._statements:
             (self._statements[query],) = self._index.extract_statements(sql(query))
         return self._index.execute(self._statements[query], parameters)
@@ -320,16 +327,16 @@ class ReplayBuffer:
     def _take_in(
         self, syncs: Mapping[int, Mapping[str, Sequence[int]]], steps: Mapping[int, int]
     ) -> tuple[Fresh, list[intake.Refusal]]:
-        """Index rounds, by sync and searcher, in the order of syncs; `steps`: of the syncs.
+        """Indexes rounds, given by sync and searcher, in the order of syncs. steps: the step of each sync.
 
-        Returns the sums of the shards that were taken in, and the others.
+        Returns the sums over the shards that were taken in, and the refusals of the others.
         """
         found, refused, waiting = Fresh(), [], defaultdict(dict)  # by searcher the sync of each round
         last = max(syncs, default=0)
         for number, rounds in syncs.items():
             for searcher, of_searcher in rounds.items():
                 waiting[searcher] |= dict.fromkeys(of_searcher, number)
-            # Only for whole syncs: the number of copies of a response includes copies that exceed the capacity.
+            # In whole syncs, because copies of a response beyond the capacity count as copies, too.
             if number == last or sum(map(len, waiting.values())) >= ROUNDS_PER_SETTLE:
                 sums, not_taken_in = self._index_rounds(waiting, steps)
                 found, refused = found + sums, refused + not_taken_in
@@ -339,7 +346,7 @@ class ReplayBuffer:
     def _index_rounds(
         self, sync_of_round: Mapping[str, Mapping[int, int]], steps: Mapping[int, int]
     ) -> tuple[Fresh, list[intake.Refusal]]:
-        """Index rounds of whole syncs, by searcher; delete repeats and rows beyond capacity. Returns as _take_in."""
+        """Indexes rounds of whole syncs, by searcher; deletes repeats and excess rows. Returns as _take_in."""
         found, refused, prompt_ids = Fresh(), [], []
         for searcher, syncs in sync_of_round.items():
             for rounds in by_block(syncs):

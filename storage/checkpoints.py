@@ -3,11 +3,11 @@
 trainer/step=00000100-a0002/    of the second attempt; complete once its state.json is there
 trainer/step=00000100/          of an older version, which did not name the attempt
 
-A Trainer that was superseded may complete a checkpoint minutes later. It does not count (storage/attempts.py): no
-resume takes it, and the living Trainer deletes it. A checkpoint without an attempt in its name counts as the last
-attempt's that an older version began.
+A superseded Trainer may complete a checkpoint minutes later. The checkpoint does not count (storage/attempts.py): no
+run resumes from it, and the live Trainer deletes it. A checkpoint without an attempt in its name counts as a checkpoint
+of the last attempt that an older version began.
 
-A complete checkpoint whose files are torn is passed over for an older one that is whole.
+If files of a complete checkpoint are torn, the run resumes from an older one that is whole.
 """
 
 import logging
@@ -52,9 +52,9 @@ def checkpoint_path(step: int, attempt: int) -> str:
 
 
 def save_checkpoint(store: RunStore, step: int, local_folder: str | Path, attempt: int) -> None:
-    """Upload a checkpoint's folder; it is complete once its state.json, copied last, is there.
+    """Uploads a checkpoint's folder. It is complete once its state.json exists, which is copied last.
 
-    Superseded, and nothing is complete, if a later attempt has begun before state.json is copied.
+    Raises: Superseded: a later attempt began before state.json was copied; the checkpoint stays incomplete.
     """
     store.upload_folder(
         local_folder,
@@ -80,25 +80,25 @@ def newest_whole_checkpoint(store: RunStore) -> Checkpoint | None:
         if not (faults := checkpoint_faults(store, checkpoint)):
             return checkpoint
         logger.warning(
-            "checkpoint %s of run %s in %s is damaged, so an older one is taken: %s",
+            "checkpoint %s of run %s in %s is damaged, so the run resumes from an older one: %s",
             checkpoint.path, store.run, store.url, "; ".join(f"{path}: {fault}" for path, fault in faults),
         )  # fmt: skip
     return None
 
 
 def checkpoint_faults(store: RunStore, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Why training cannot resume from a complete checkpoint: (path, fault); empty if it is whole.
+    """Faults that keep training from resuming from a complete checkpoint, as (path, fault); empty: it is whole.
 
     Raises: NotFound: it was deleted since it was listed.
     """
     faults = []
     try:
         if (state := store.read_json(f"{checkpoint.path}/{_COMPLETE}", _State)) is None:
-            raise NotFound(f"{checkpoint.path} (run {store.run} in {store.url}) is not there any more")
+            raise NotFound(f"{checkpoint.path} (run {store.run} in {store.url}) no longer exists")
         if state.step != checkpoint.step:
             faults.append((checkpoint.path, f"its state.json is of step {state.step}"))
     except DamagedRecord as error:
-        faults.append((checkpoint.path, f"its state.json does not say its step ({error})"))
+        faults.append((checkpoint.path, f"its state.json has no step ({error})"))
     weights = [path for path in store.list(checkpoint.path) if path.endswith(".safetensors")]
     if not weights:
         faults.append((checkpoint.path, "it has no safetensors file"))
@@ -107,9 +107,10 @@ def checkpoint_faults(store: RunStore, checkpoint: Checkpoint) -> list[tuple[str
 
 
 def delete_checkpoints(store: RunStore, keep: int, attempt: int) -> None:
-    """Delete all but the newest `keep` whole checkpoints, incomplete ones before them, and superseded ones.
+    """Deletes superseded checkpoints, and all checkpoints, incomplete ones included, before the newest `keep` whole
+    ones.
 
-    If the store cannot tell now which are whole, nothing is deleted. Superseded if a later attempt has begun.
+    If it cannot be read now which are whole, nothing is deleted. Raises: Superseded: a later attempt has begun.
     """
     try:
         whole = [found for found in list_checkpoints(store) if not checkpoint_faults(store, found)]
@@ -147,7 +148,7 @@ def _named(store: RunStore, resumes: list[dict]) -> list[Checkpoint]:
 
 @scans
 def _broken_safetensors(store: RunStore, path: str) -> str | None:
-    """Why the file cannot be whole, from its header and size alone: a checkpoint is large. None: no fault."""
+    """The fault of the file, by its header and size only, because a checkpoint is large. None: no fault."""
     filesystem, base = store.arrow_filesystem()
     with filesystem.open_input_file(f"{base}/{path}") as file:
         size = file.size()
@@ -158,4 +159,4 @@ def _broken_safetensors(store: RunStore, path: str) -> str | None:
         expected = 8 + header_length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         return f"its header cannot be read ({error!r})"
-    return None if size == expected else f"it has {size} bytes, its header says {expected}"
+    return None if size == expected else f"it has {size} bytes, but {expected} by its header"

@@ -1,7 +1,7 @@
-"""Errors of a store, and the one table of their causes: which StoreError each is, its remedy, and whether it may pass.
+"""Errors of a store, and the table of their causes: the StoreError of each, its remedy, and whether it may pass.
 
 `find_cause` recognises an exception of a backend, of botocore behind it, or of Arrow. storage/patience.py repeats an
-operation whose cause may pass; `translate` makes the StoreError of one that did not.
+operation whose cause may pass; `translate` makes the StoreError of an exception.
 """
 
 import errno
@@ -26,11 +26,11 @@ class StoreUnreachable(StoreError):
 
 
 class StoreFull(StoreError):
-    """The store's disk, or this user's share of it, or this machine's temporary folder, has no room left."""
+    """No room is left on the store's disk, in this user's quota, or in this machine's temporary folder."""
 
 
 class UnsafePath(StoreError):
-    """A name that leads out of its folder: a damaged or hostile store has it, or a symbolic link."""
+    """A name that leads out of its folder, from a damaged or hostile store, or by a symbolic link."""
 
 
 class RunConfigMismatch(StoreError):
@@ -67,15 +67,15 @@ class OddAnswer(ConnectionError):
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an operation failed. may_pass: it is worth repeating, because the fault may end without the user."""
+    """The cause of a failed operation. may_pass: the fault may end without the user, so the operation is repeated."""
 
     kind: type[StoreError]
     remedy: str
     may_pass: bool = False
 
 
-MISSING = Cause(NotFound, "it is not there")
-TAKEN = Cause(AlreadyExists, "it is there already and is never replaced")
+MISSING = Cause(NotFound, "it does not exist")
+TAKEN = Cause(AlreadyExists, "it exists already and is never replaced")
 FULL = Cause(StoreFull, "no room is left; free some space, and the same command resumes", may_pass=True)
 AWAY = Cause(
     StoreUnreachable, "the store is away or overloaded; when it is back, the same command resumes", may_pass=True
@@ -104,7 +104,7 @@ NO_KEYS = Cause(
 NO_BUCKET = Cause(StoreUnreachable, "its bucket does not exist; create it, or correct the store's URL")
 REFUSED = Cause(StoreError, "the store refused")
 
-# What the operating system says of a local store. ESTALE: a network file system's server was restarted.
+# Error numbers of a local store. ESTALE: a network file system's server was restarted.
 _BY_ERRNO = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.ESTALE: AWAY}
 
 # S3's error codes, without capitals and underscores: Arrow writes SLOW_DOWN for SlowDown.
@@ -119,7 +119,7 @@ _BY_CODE = {
     "serviceunavailable": AWAY,
     "internalerror": AWAY,
     "internalfailure": AWAY,
-    # "try again", where nothing was stored; S3Prefix tells a lost race apart before
+    # nothing was stored, try again; S3Prefix recognises a lost race before this table is asked
     "operationaborted": AWAY,
     "conditionalrequestconflict": AWAY,
     "preconditionfailed": AWAY,
@@ -192,7 +192,7 @@ def error_code(error: BaseException) -> str:
 
 
 def is_without_reason(error: BaseException) -> bool:
-    """Whether it is Arrow's of a HEAD request: the answer to it has a status and no code, such as ExpiredToken."""
+    """Whether it is Arrow's error of a HEAD request, whose answer has a status but no code such as ExpiredToken."""
     return bool(_OF_ARROW.search(str(error))) and "No response body" in str(error)
 
 
@@ -209,7 +209,7 @@ def find_cause(error: BaseException) -> Cause | None:
 
 
 def _code_and_status(error: BaseException) -> tuple[str, int]:
-    """Of an S3 server's answer, which botocore keeps, s3fs links to, and Arrow tells in its text."""
+    """Code and status of an S3 server's answer, from botocore's error, s3fs's cause, or the text of Arrow's error."""
     for linked in (error, error.__cause__):
         if response := getattr(linked, "response", None):
             return (

@@ -1,9 +1,9 @@
 """A run as a DuckDB database file, for notebooks, `duckdb -ui` and other programs.
 
-For a local store the file has only views. Each query reads the run's current Parquet files, so the database follows the
-run, costs no space, and locks none of the run's files. It is a copy of the run as it is now for another store, which
-plain DuckDB cannot read without an extension and credentials, and for a folder with a backslash in its path, which
-DuckDB's file patterns take for a separator.
+For a local store the database has only views. Each query reads the run's current Parquet files, so the database follows
+the run, takes no space, and locks none of the run's files. In two cases it is a copy of the run as it is now: for an S3
+store, which plain DuckDB cannot read without an extension and credentials; and for a folder with a backslash in its
+path, which DuckDB's file patterns take for a separator.
 """
 
 import os
@@ -23,9 +23,10 @@ from storage.store import RunStore
 
 
 def export(store: RunStore, path: Path) -> bool:
-    """Writes the database to `path`, replacing an existing file. True: it follows the run; False: it is a copy.
+    """Writes the database to `path`, replacing an existing file. Returns whether it follows the run; False: it is a
+    copy.
 
-    With `duckdb.connect(path, read_only=True)` any number of processes may open it.
+    Any number of processes may open it with `duckdb.connect(path, read_only=True)`.
     """
     partial = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
     folder = _folder_for_views(store)
@@ -93,7 +94,7 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
 
 
 def _named(run: Path, store: RunStore) -> str:
-    """The condition for files of trajectories: named as such, and none that cannot be read now."""
+    """The condition for files of trajectories: names of shards or compacted files, neither refused nor torn now."""
     refused = [shard_path(name, number) for name, rounds in refused_rounds(store).items() for number in rounds]
     torn = [file.path for file in committed_files(store) if not _has_footer(run / file.path)]
     names = r"/(searcher=[a-z][a-z0-9-]*/round=\d+|compacted/[a-z][a-z0-9-]*-\d+-\d+)\.parquet$"
@@ -131,7 +132,7 @@ def _types(connection: duckdb.DuckDBPyConnection, columns: pa.Schema) -> list[tu
 
 
 def _pattern(path: Path) -> str:
-    """A pattern of DuckDB's that this path alone matches, within quotes of SQL."""
+    """A DuckDB file pattern that matches only this path, for use within SQL quotes."""
     return re.sub(r"([*?[])", r"[\1]", _quoted(path))
 
 

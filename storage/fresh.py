@@ -8,8 +8,11 @@ import pyarrow.compute as pc
 
 @dataclass(frozen=True)
 class Fresh:
-    """Sums over trajectories, repeated responses included. The log-probabilities are the stored ones, of the
-    distribution that each response was sampled from: at its own temperature and top_p, behind its own system prompt."""
+    """Sums over trajectories, repeated responses included.
+
+    The log-probabilities are the stored ones: under the distribution that each response was sampled from, with its own
+    temperature, top_p and system prompt.
+    """
 
     num_trajectories: int = 0
     num_response_tokens: int = 0
@@ -21,7 +24,7 @@ class Fresh:
 
     @classmethod
     def of(cls, trajectories: pa.Table) -> "Fresh":
-        """trajectories: shards' rows, one at least."""
+        """The sums over rows of shards, at least one."""
         behavior, reference = (pc.list_flatten(trajectories[f"{name}_logprobs"]) for name in ("behavior", "reference"))
         return cls(
             num_trajectories=trajectories.num_rows,
@@ -37,7 +40,7 @@ class Fresh:
         return Fresh(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def facts(self, step: int) -> dict[str, float]:
-        """The columns of training_steps that these sums determine, for a later step."""
+        """The columns of training_steps that follow from these sums, for a later step."""
         return {
             "fresh_reward_mean": self.reward / self.num_trajectories,
             "fresh_kl": (self.behavior_logprob - self.reference_logprob) / self.num_trajectories,

@@ -1,17 +1,17 @@
 """The Trainer's intake: which committed shards the replay buffer takes in.
 
-Before: storage/shards.py lists what is new; after: storage/buffer.py indexes the shards that are accepted.
+Before: storage/shards.py lists the new rounds; after: storage/buffer.py indexes the accepted shards.
 
-    quarantine/searcher=<id>/round=00000042.json    the shard is refused: its path, the reasons, and who refused it
+    quarantine/searcher=<id>/round=00000042.json    a refused shard: its path, the reasons, the process that refused it
 
 A shard is accepted or refused as a whole. One round is the work of one engine and one reward function, so a bad row
-makes its neighbours doubtful; and with whole rounds the sync records, from which a buffer is rebuilt, stay ranges of
-rounds. The shard itself stays where it is. A refused round counts for no reader from then on: not in SQL, exports,
-reports, rescoring, warm starts or compaction (refused_rounds of storage/shards.py).
+makes its neighbours doubtful. With whole rounds the sync records, from which a buffer is rebuilt, stay ranges of
+rounds. The shard's file is not moved. A refused round counts for no reader: not in SQL, exports, reports, rescoring,
+warm starts or compaction (refused_rounds of storage/shards.py).
 
-Only the Trainer refuses, so no two processes disagree; the decision is stored before a later round can be drawn. At
-the run's end the shards that no sync met are checked, too. A store that does not answer is no reason: StoreUnreachable
-is raised. A shard is refused only if a second reading says the same.
+Only the Trainer refuses shards, so processes cannot disagree. The decision is stored before a later round can be drawn.
+At the run's end the shards that no sync took in are checked, too. If the store does not answer, StoreUnreachable is
+raised and the shard is not refused. A shard is refused only if a second reading confirms the fault.
 """
 
 import json
@@ -30,7 +30,7 @@ from storage.rules import LAST_STEP, Limits, broken_in_each
 from storage.shards import by_block, new_shards, origins_of, read_each, refusal_path, refused_rounds, shard_path
 from storage.store import RunStore, transfer_all
 
-SECOND_READING_S = 0.5  # after the first: a wrong answer of a store is seldom given twice
+SECOND_READING_S = 0.5  # before the second reading; a store seldom gives a wrong answer twice
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,10 @@ class _Reasons:
 def accept(
     store: RunStore, searcher: str, rounds: Sequence[int], limits: Limits
 ) -> tuple[list[pa.Table], list[Refusal]]:
-    """Read and check some rounds of a searcher. Returns the shards to take in, in order, and the others.
+    """Reads and checks some rounds of a searcher. Returns the shards to take in, in order, and the refusals of the
+    others.
 
-    Raises: StoreUnreachable; NotFound: a listed shard is not there.
+    Raises: StoreUnreachable. NotFound: a listed shard does not exist.
     """
     read = dict(zip(rounds, read_each(store, searcher, rounds), strict=True))
     reasons = check(searcher, read, limits)
@@ -71,12 +72,12 @@ def accept(
         reasons = check(searcher, {number: read[number] for number in again}, limits)
     refused = [Refusal(searcher, number, of_round) for number, of_round in reasons.items()]
     for refusal in refused:
-        logger.warning("%s is refused, training goes on without it: %s", refusal.shard, "; ".join(refusal.reasons))
+        logger.warning("%s is refused; training goes on without it: %s", refusal.shard, "; ".join(refusal.reasons))
     return [table for number, table in read.items() if number not in reasons], refused
 
 
 def check(searcher: str, read: Mapping[int, pa.Table | StoreError], limits: Limits) -> dict[int, list[str]]:
-    """The reasons against each of some rounds that may not be trained on. Raises NotFound where a round is missing."""
+    """The reasons for refusal of each round that may not be trained on. Raises: NotFound: a round is missing."""
     reasons: dict[int, list[str]] = {}
     for number, table in read.items():
         if isinstance(table, TornShard):
@@ -84,14 +85,14 @@ def check(searcher: str, read: Mapping[int, pa.Table | StoreError], limits: Limi
         elif isinstance(table, StoreError):
             raise table
         elif (origins := origins_of(table)) != {(searcher, number)}:
-            reasons[number] = [f"its rows say (searcher, round) {sorted(origins, key=str)}"]
+            reasons[number] = [f"its rows name (searcher, round) {sorted(origins, key=str)}"]
     whole = {number: table for number, table in read.items() if number not in reasons}
     rules = zip(whole, broken_in_each(list(whole.values()), limits), strict=True)
     return reasons | {number: of_round for number, of_round in rules if of_round}
 
 
 def refuse(store: RunStore, refused: Iterable[Refusal], by: str) -> None:
-    """Record refusals. by: who refuses."""
+    """Records refusals. by: the process that refuses, in words."""
     for refusal in refused:
         record = {"shard": refusal.shard, "reasons": refusal.reasons, "refused_by": by}
         record["at"] = datetime.now(UTC).isoformat()
@@ -106,16 +107,16 @@ def refusals(store: RunStore) -> list[Refusal]:
 
 
 def recorded_reasons(store: RunStore, path: str) -> list[str]:
-    """Of a JSON file in quarantine/."""
+    """The reasons in a JSON file in quarantine/."""
     try:
         found = store.read_json(path, _Reasons)
     except DamagedRecord as error:
         return [f"the record of the reasons is damaged: {error}"]
-    return found.reasons if found else ["the record of the reasons is not there"]  # its writer was killed
+    return found.reasons if found else ["the record of the reasons does not exist"]  # its writer was killed
 
 
 def refuse_rest(store: RunStore) -> None:
-    """Check the shards that no sync took in. Only for a trained run: no Trainer will meet them."""
+    """Checks the shards that no sync took in, and refuses bad ones. Only for a trained run, which syncs no more."""
     seen = {row["searcher"]: row["last_round"] for row in ledger.effective_syncs(store, LAST_STEP)}
     limits = limits_of(store)
     for searcher, rounds in new_shards(store, seen).items():
@@ -125,7 +126,7 @@ def refuse_rest(store: RunStore) -> None:
 
 
 def limits_of(store: RunStore) -> Limits:
-    """From the configuration and the newest policy of a run; what is not known is not limited."""
+    """Limits from the configuration and the newest policy of a run; an unknown limit does not apply."""
     known = Limits()
     unknown = (DamagedRecord, UnsafePath, ValueError, TypeError, KeyError, AttributeError, OverflowError)
     with suppress(*unknown):

@@ -6,8 +6,8 @@
     metrics/search/searcher=<id>/round=00000042.parquet      one search round
     metrics/evaluations/step=00000000.parquet                one policy on held-out problems (of a 2nd attempt: -a0002)
 
-A resumed Trainer starts from a checkpoint, which undoes the steps that earlier attempts took after it. So an entry of
-attempt a at step t counts if no later attempt resumed from before t. Entries that do not count are kept.
+A Trainer that resumes from a checkpoint undoes the steps that earlier attempts trained after it. So an entry of attempt
+a for step t counts if no later attempt resumed from before t. Entries that do not count stay in the store.
 """
 
 import re
@@ -40,7 +40,7 @@ _EVALUATION_NAME = re.compile(r"metrics/evaluations/step=(?P<step>\d{8})(-a(?P<a
 
 
 def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> None:
-    """The batch of a training step, as ReplayBuffer.draw returned it, without the columns that the shards hold."""
+    """Records the batch of a training step: rows of ReplayBuffer.draw, without the columns that the shards hold."""
     ours = {"attempt": [attempt] * rows.num_rows, "step": [step] * rows.num_rows, "staleness": staleness(rows, step)}
     columns = [ours[name] if name in ours else rows[name] for name in BATCH.names]
     table = pa.table(columns, names=BATCH.names).cast(BATCH)
@@ -48,7 +48,7 @@ def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> No
 
 
 def staleness(rows: pa.Table, step: int) -> pa.Array:
-    """Staleness of each row of a batch, in policy steps. A response sampled by policy step t - 1 has 0 in step t."""
+    """Staleness of each row of a batch, in policy steps: in step t, a response of policy step t - 1 has 0."""
     return pc.subtract(pa.scalar(step - 1, pa.int64()), rows["ages_from"])
 
 
@@ -57,19 +57,19 @@ def batch_path(attempt: int, step: int) -> str:
 
 
 def record_training_step(store: RunStore, row: dict) -> None:
-    """row: TRAINING_STEP columns."""
+    """Records a training step. row: TRAINING_STEP columns."""
     path = f"metrics/training/attempt={row['attempt']:08d}/step={row['step']:08d}.parquet"
     store.put_new(path, parquet_bytes(to_table([row], TRAINING_STEP)))
 
 
 def record_search_round(store: RunStore, row: dict) -> None:
-    """row: SEARCH_ROUND columns."""
+    """Records a search round. row: SEARCH_ROUND columns."""
     path = f"metrics/search/searcher={check_searcher_id(row['searcher'])}/round={row['round']:08d}.parquet"
     store.put_new(path, parquet_bytes(to_table([row], SEARCH_ROUND)))
 
 
 def record_evaluation(store: RunStore, row: dict) -> None:
-    """row: EVALUATION columns. AlreadyExists if that attempt's policy of that step was evaluated before."""
+    """Records an evaluation. row: EVALUATION columns. Raises: AlreadyExists: this policy was evaluated before."""
     of_attempt = f"-a{row['attempt']:04d}" if row["attempt"] > 1 else ""
     path = f"metrics/evaluations/step={row['policy_step']:08d}{of_attempt}.parquet"
     store.put_new(path, parquet_bytes(to_table([row], EVALUATION)))
@@ -87,14 +87,14 @@ def evaluations(store: RunStore) -> dict[int, str]:
 
 
 def accuracy(store: RunStore, path: str) -> float:
-    """path: of an evaluation. DamagedRecord: it cannot be read."""
+    """The accuracy of an evaluation. path: of its file. Raises: DamagedRecord: it cannot be read."""
     return read_entry(store, path, EVALUATION, ["accuracy"])["accuracy"][0].as_py()
 
 
 def record_sync(store: RunStore, sync: Any) -> None:
-    """sync: a storage.buffer.Sync with new rounds; those of each searcher are in order.
+    """Records a sync. sync: a storage.buffer.Sync with new rounds, in order for each searcher.
 
-    One row a searcher, or, if a torn shard was moved away, one row for each stretch of rounds without gaps.
+    Writes one row for each searcher; if rounds are missing between, one for each stretch without gaps.
     """
     rows = [
         {
@@ -120,7 +120,7 @@ def _stretches(numbers: list[int]) -> list[list[int]]:
 
 
 def effective_syncs(store: RunStore, step: int) -> list[dict]:
-    """SYNC rows up to `step` that count, in the order of syncs. DamagedRecord: one cannot be read."""
+    """SYNC rows up to `step` that count, in the order of syncs. Raises: DamagedRecord: one cannot be read."""
     resumes = list_attempts(store)
 
     def read(path: str) -> list[dict]:

@@ -1,9 +1,10 @@
-"""A store in a folder of this machine. storage/store.py is what everything else uses; storage/s3_prefix.py the sibling.
+"""The backend for a store in a folder of this machine. Only storage/store.py uses it; storage/s3_prefix.py is the other
+one.
 
-Both keep the same promises. A reader sees a whole file or none, even if a writer was killed. Of several writers that
-race to create one path exactly one wins (on S3, if the server honours create-if-absent). A listing shows every file put
-before it, or fails: it never reads as empty because the store does not answer. An error that may pass is waited for
-(storage/patience.py). Paths are relative, with `/`; exceptions are the backend's.
+Both keep the same promises. A reader sees a whole file or none, even if a writer was killed. If several writers create
+one path at once, exactly one succeeds (on S3, if the server honours create-if-absent). A listing has every file that
+was put before it, or fails: it is not empty because the store does not answer. An operation is repeated while its error
+may pass (storage/patience.py). Paths are relative, with `/`; exceptions are the backend's.
 """
 
 import logging
@@ -20,7 +21,7 @@ import pyarrow.fs
 from storage.paths import inside
 from storage.patience import patience_s, patient
 
-_TEMPORARY = ".tmp-"  # begins the name of a file still being written: no listing and no *.parquet glob shows it
+_TEMPORARY = ".tmp-"  # prefix of a file that is being written; no listing and no *.parquet glob shows it
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,14 @@ logger = logging.getLogger(__name__)
 class LocalFolder:
     """A folder. Files are written beside their path under a temporary name, synced to disk, then linked or renamed.
 
-    A symbolic link inside is in no listing, and a path through one that leads out is refused: UnsafePath.
+    Listings leave symbolic links out. A path through a link that leads out of the folder raises UnsafePath.
     """
 
     def __init__(self, root: str, limit_s: float | None = None):
-        """limit_s: how long an error that may pass is waited for; None: as the environment says."""
+        """limit_s: how long an operation is repeated while its error may pass, in seconds; None: patience_s()."""
         self._root = Path(root)
         self.patience_s = patience_s() if limit_s is None else limit_s
-        self._links: set[str] = set()  # each is told once
+        self._links: set[str] = set()  # links that were warned of, once each
 
     def renew(self) -> None:
         """A folder needs no credentials."""
@@ -51,7 +52,7 @@ class LocalFolder:
         self._write(path, lambda file: file.write(data), os.link)
 
     def is_exclusive(self, probe: str) -> bool:
-        """Whether put_new never replaces; writes, reads and removes a file. A folder's link never does."""
+        """Writes, reads and removes a file. Returns whether put_new never replaces a file, which holds for a folder."""
         self.put_new(probe, b"probe")
         self.get(probe)
         self.delete(probe)
@@ -120,7 +121,7 @@ class LocalFolder:
         except FileNotFoundError:
             return []
         for link in {entry.path for entry in entries if folder and entry.is_symlink()} - self._links:
-            logger.warning("store: nothing reads %s, a symbolic link; put the file or folder in its place", link)
+            logger.warning("store: %s is a symbolic link and is not read; put the file or folder in its place", link)
             self._links.add(link)
         return entries
 
@@ -128,7 +129,7 @@ class LocalFolder:
         self._path(path).unlink()
 
     def delete_folder(self, folder: str) -> None:
-        with suppress(FileNotFoundError):  # somebody else is deleting it too
+        with suppress(FileNotFoundError):  # another process deletes it, too
             shutil.rmtree(self._path(folder))
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:

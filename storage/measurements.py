@@ -1,4 +1,4 @@
-"""Samples of a run's responses, and the diversity measured in them.
+"""Samples of a run's responses, and their measured diversity.
 
 diversity/measured=20261121T120000.000000Z.parquet    one measurement
 """
@@ -16,7 +16,7 @@ from storage.store import RunStore, scans
 def choose_diversity_sample(
     store: RunStore, *, num_bins: int, responses_per_prompt: int, num_responses: int, seed: int
 ) -> pa.Table:
-    """About `num_responses` responses, `responses_per_prompt` to each prompt, of every group of the query."""
+    """About `num_responses` responses, `responses_per_prompt` to each prompt (choose_diversity_sample.sql)."""
     parameters = {
         "num_bins": num_bins,
         "responses_per_prompt": responses_per_prompt,
@@ -27,7 +27,7 @@ def choose_diversity_sample(
 
 
 def record_diversity(store: RunStore, rows: list[dict]) -> pa.Table:
-    """Store a measurement: DIVERSITY rows with one `measured_at`. Returns them as the table that was stored."""
+    """Stores a measurement: DIVERSITY rows with one `measured_at`. Returns the stored table."""
     table = to_table(rows, DIVERSITY)
     if rows:
         name = f"{rows[0]['measured_at']:%Y%m%dT%H%M%S.%fZ}"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# From one state of splitmix64 to the next: copies of a response have successive states, the first one its key.
+# Difference of successive states of splitmix64. Copies of a response have successive states; the first has its key.
 SPLITMIX64_STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform_numbers(keys: np.ndarray, seed: int, step: int, purpose: str) -> np.ndarray:
-    """In (0, 1), one for each uint64 key: splitmix64 (Steele et al. 2014) of its xor with md5("seed/step/purpose")."""
+    """Numbers in (0, 1), one for each uint64 key: splitmix64 (Steele et al. 2014) of key ^ md5("seed/step/purpose")."""
     digest = hashlib.md5(f"{seed}/{step}/{purpose}".encode(), usedforsecurity=False).digest()
     mixed = keys ^ np.uint64(int.from_bytes(digest[:8], "little"))
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
@@ -29,8 +29,8 @@ class Prompts:
 
     keys: np.ndarray
     recent: np.ndarray  # whether the newest sync brought it responses
-    first: np.ndarray  # whether a place that draws from everything stored takes it before the others
-    recent_first: np.ndarray  # the same of a recent place
+    first: np.ndarray  # whether places that draw from all prompts take it before the others
+    recent_first: np.ndarray  # whether recent places do
 
 
 def choose_prompts(
@@ -38,9 +38,9 @@ def choose_prompts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The prompt of each place, and whether the place is recent (with probability m). Both [B].
 
-    Returns indices into `prompts`. Recent places take recent prompts, other places any prompt; of each pool those that
-    come first, then the others, in random order and in turn: all different if there are enough. Prompts that recent
-    places took come last in the order of other places.
+    Returns indices into `prompts`. Recent places take recent prompts, other places any prompts: first those marked
+    `first` or `recent_first`, then the rest, each in random order. Prompts differ if there are enough of them;
+    otherwise they are taken in turn. Other places take the prompts of recent places last.
     """
     places = np.arange(num_places, dtype=np.uint64)
     is_recent = prompts.recent.any() & (uniform_numbers(places, seed, step, "recent") < recent_probability)
@@ -49,7 +49,7 @@ def choose_prompts(
         _lowest(_ranks(prompts.keys[pool], prompts.recent_first[pool], seed, step, "recent prompt"), num_recent)
     ]
     ranks = _ranks(prompts.keys, prompts.first, seed, step, "prompt")
-    others = _lowest(ranks, num_places)  # even if all the recents are among them
+    others = _lowest(ranks, num_places)  # enough, even if all prompts of recent places are among them
     others = others[np.argsort(np.isin(others, recents), kind="stable")]
     chosen = np.empty(num_places, np.int64)
     chosen[is_recent] = np.resize(recents, num_recent)
@@ -58,7 +58,7 @@ def choose_prompts(
 
 
 def _ranks(keys: np.ndarray, first: np.ndarray, seed: int, step: int, purpose: str) -> np.ndarray:
-    """Random numbers of these keys: in (0, 1) for those that come first, in (1, 2) for the others."""
+    """Random numbers of these keys: in (0, 1) if `first`, else in (1, 2)."""
     return uniform_numbers(keys, seed, step, purpose) + ~first.astype(bool)
 
 
@@ -74,12 +74,13 @@ class Candidates:
 def draw_responses(
     candidates: Candidates, num_slots: int, uniform_fraction: float, seed: int, step: int, place: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one place's K responses. Returns index and first-draw probability of each slot [K].
+    """Draws one place's K responses. Returns, for each slot, the index and the probability of being drawn first: [K]
+    each.
 
     The draw is among samples, as if the buffer had kept every copy of a response: without replacement if there are K
-    samples, else all of them in turn. So a response's share is proportional to how often it was sampled. A draw without
-    replacement is an exponential race: the lowest -ln(u) / p are drawn (the Gumbel-top-k trick). If p underflows to 0,
-    the higher weight comes first.
+    samples, otherwise all samples in turn. So a response's share is proportional to the number of its copies. A draw
+    without replacement takes the lowest -ln(u) / p (exponential race, or Gumbel-top-k). If p underflows to 0, higher
+    weights come first.
     """
     keys, log_weights, times_sampled = candidates.keys, candidates.log_weights, candidates.times_sampled
     response = np.repeat(np.arange(len(keys)), times_sampled)  # of each sample

@@ -1,6 +1,6 @@
 """Names from a store: checked before they become a path, on this machine or in the store.
 
-Keys of a bucket, a policy's list of files and a pointer's path are whatever their writer made them.
+Any writer may have chosen the keys of a bucket, a policy's list of files and the path in a pointer.
 """
 
 import math
@@ -24,11 +24,11 @@ def is_plain(path: object) -> bool:
 
 
 def check_path(path: str) -> str:
-    """Returns the path if `is_plain`, or if it is empty: the folder itself. UnsafePath otherwise."""
+    """Returns the path if it is plain, or empty (the folder itself). Raises: UnsafePath."""
     if path != "" and not is_plain(path):
         raise UnsafePath(
             f"path {path!r} leads out of its folder, or no folder can have it: a name from a store is relative and "
-            "has no '..', empty part, backslash or control character. Somebody else wrote it, or it was damaged: "
+            "has no '..', empty part, backslash or control character. Another program wrote it, or it was damaged: "
             "remove it from the store."
         )
     return path
@@ -48,7 +48,7 @@ def first_stray(numbers: Iterable[int], after: int) -> float:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """folder/name, for a name from a store. UnsafePath if that lies elsewhere, by its name or by a symbolic link."""
+    """folder/name, for a name from a store. Raises: UnsafePath: name or a symbolic link leads out of the folder."""
     target = current = os.path.join(folder, check_path(name))
     while len(current) > len(str(folder)):  # three look-ups; to resolve the whole path takes a dozen
         if os.path.islink(current):

@@ -1,8 +1,8 @@
-"""How long an operation is repeated while its fault may pass: one policy for folders, S3, Arrow and temporary files.
+"""Repeats operations on a store while their fault may pass: one rule for folders, S3, Arrow and temporary files.
 
-storage/errors.py says which faults may pass. TBA_STORE_PATIENCE_MINUTES is the limit; nothing else here waits for an
-outage, and botocore and s3fs by themselves repeat a request for seconds. Every operation may be repeated: a put writes
-the same bytes to the same path.
+storage/errors.py lists the faults that may pass. TBA_STORE_PATIENCE_MINUTES is the limit. No other code of this project
+waits for an outage; botocore and s3fs repeat a request for seconds. Every operation may be repeated, because a put
+writes the same bytes to the same path.
 """
 
 import errno
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def patience_s() -> float:
-    """The limit in seconds. ValueError: the environment variable is not a number of minutes."""
+    """The limit in seconds. Raises: ValueError: the environment variable is not a number of minutes."""
     text = os.environ.get(LIMIT) or str(DEFAULT_MINUTES)
     try:
         minutes = float(text)
@@ -38,8 +38,8 @@ def patience_s() -> float:
         minutes = math.nan
     if not 0 <= minutes < math.inf:
         raise ValueError(
-            f"{LIMIT}: got {text!r}; it is how long a store that is away or full is waited for, in minutes: 0 or more. "
-            f"Correct it, or leave it out ({DEFAULT_MINUTES:g})."
+            f"{LIMIT}: got {text!r}; it is the time in minutes, 0 or more, to wait for a store that is away or full. "
+            f"Correct it, or leave it out (default: {DEFAULT_MINUTES:g})."
         )
     return 60 * minutes
 
@@ -47,9 +47,9 @@ def patience_s() -> float:
 def patiently(
     operation: Callable[[], Result], action: str, limit_s: float, renew: Callable[[], object] = lambda: None
 ) -> Result:
-    """operation(), repeated while its error may pass, up to `limit_s`. Raises its last error.
+    """Returns operation(), repeated while its error may pass, for up to `limit_s` seconds. Raises its last error.
 
-    renew: makes the next try read the credentials anew; called after an error that says that they have expired.
+    renew: called after an error of expired credentials; makes the next try read them again.
     """
     deadline, pause_s = time.monotonic() + limit_s, FIRST_PAUSE_S
     while True:
@@ -62,15 +62,15 @@ def patiently(
             logger.warning("store: cannot %s now, retrying: %s (%s)", action, cause.remedy, error)
         if cause is EXPIRED:
             renew()
-        # many Searchers must not come back in the same moment
+        # at random, so that many Searchers do not retry at the same moment
         time.sleep(pause_s * random.uniform(0.5, 1))  # noqa: S311 - no secret
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def with_room(write: Callable[[], Result], name: str) -> Result:
-    """write(), which writes `name` to this machine's temporary folder. A full disk is waited for, as a full store is.
+    """Returns write(), which writes `name` to the temporary folder; repeated while the disk is full (patience_s).
 
-    Raises: StoreFull: no room was left for as long as a store is waited for.
+    Raises: StoreFull: the disk was full for all that time.
     """
 
     def try_once() -> Result:
@@ -92,13 +92,13 @@ def with_room(write: Callable[[], Result], name: str) -> Result:
 
 
 def _is_for_lack_of_room(error: Exception) -> bool:
-    """safetensors and torch raise errors of their own, without a number."""
+    """Whether the disk is full. safetensors and torch raise errors of their own, without an errno."""
     numbered = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return numbered or "No space left" in str(error) or "quota exceeded" in str(error)
 
 
 def patient(operation: Callable) -> Callable:
-    """Makes a backend's operation wait as `patiently` does, up to the backend's `patience_s`."""
+    """A decorator: repeats a backend's operation as `patiently` does, for up to the backend's `patience_s`."""
 
     @functools.wraps(operation)
     def repeated(self, *arguments):

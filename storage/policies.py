@@ -13,15 +13,15 @@ The Trainer prunes while a Searcher evaluates, perhaps on another machine. Two f
 policies/held/s0.json            names the policy that Searcher s0 evaluates
 policies/pruning.json            names the policies that the Trainer is about to prune
 
-Each side writes its own file first and reads the other's afterwards, so at least one of them sees the other. A Trainer
-that sees a policy held keeps it. A Searcher that sees its policy about to be pruned does not make it the best.
-best.json moves while the policy is held, so the Trainer looks for held policies first and for the best one afterwards.
+Each side writes its own file before it reads the other's, so at least one of them sees the other's file. If the Trainer
+sees that a policy is held, it keeps it. If the Searcher sees that its policy is about to be pruned, it does not make it
+the best. best.json changes while the policy is held, so the Trainer reads held/ before best.json.
 
 A superseded Trainer may still complete a policy, and may replace latest.json in the moment after its last check. The
-policy lies in its attempt's folder and is whole; it may become the best one, as every policy that a resume undoes may.
-A pointer of an attempt before the newest one that has published is not followed: latest_policy finds the newest one's
-policy by its policy.json. Before the new attempt has published, its predecessor's policy is served, but is not final if
-the resume undid it.
+policy is whole, in its own attempt's folder, and may become the best one, like every policy that a resume undoes. If
+latest.json names a policy of an attempt before the newest one that has published, it is not followed: latest_policy
+finds the newest attempt's policy by its policy.json. Until the new attempt publishes, the policy of the attempt before
+is served; it is not final if the resume undid it.
 """
 
 import json
@@ -74,19 +74,19 @@ class BestPolicy(PolicyRef):
 
 
 def policy_ref(step: int, fingerprint: str, *, attempt: int, final: bool = False) -> PolicyRef:
-    """A policy that is to be published."""
+    """The reference to a policy that will be published."""
     return PolicyRef(step, policy_path(step, attempt), fingerprint, final, attempt, published_at="")
 
 
 def publish_policy(
     store: RunStore, local_folder: str | Path, ref: PolicyRef, cache_dir: str | Path | None = None
 ) -> PolicyRef:
-    """Upload a policy, then point policies/latest.json to it.
+    """Uploads a policy, then points policies/latest.json to it. Returns the reference with the time of publication.
 
     cache_dir: the folder of fetch_policy's copies on this machine. A copy is put there to save the download. On one
-    filesystem the copy links to local_folder's files, so these must not be written to again. Superseded if a later
-    attempt has begun, before policy.json or before the pointer: otherwise Searchers would alternate between two
-    Trainers' policies.
+    filesystem the copy links to local_folder's files, so do not write to these again.
+    Raises: Superseded: a later attempt has begun, before policy.json or before the pointer was written. (Otherwise
+    Searchers would alternate between two Trainers' policies.)
     """
     local_folder = Path(local_folder)
     files = {
@@ -110,7 +110,7 @@ def publish_policy(
 
 
 def point_to(store: RunStore, ref: PolicyRef) -> None:
-    """Make policies/latest.json name a policy. Superseded if a later attempt has begun or has published."""
+    """Makes policies/latest.json name a policy. Raises: Superseded: a later attempt has begun or has published."""
     check_not_superseded(store, ref.attempt)
     with suppress(DamagedRecord):  # it is about to be replaced
         latest = _read_pointer(store, LATEST, PolicyRef)
@@ -145,7 +145,7 @@ def latest_policy(store: RunStore) -> PolicyRef | None:
 
 
 def is_stored(store: RunStore, ref: PolicyRef) -> bool:
-    """Whether all files of a published policy are there, by their names."""
+    """Whether all files of a published policy exist, by their names."""
     with suppress(DamagedRecord):
         manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
         return manifest is not None and {f"{ref.path}/{name}" for name in manifest.files} <= set(store.list(ref.path))
@@ -160,7 +160,7 @@ def is_latest(store: RunStore, ref: PolicyRef) -> bool:
 
 
 def _newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
-    """The newest policy of later attempts whose files are there, without the help of latest.json."""
+    """The newest policy of later attempts that is not pruned, found without latest.json."""
     folders = [path.removesuffix(f"/{MANIFEST}") for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
     later = [folder for folder in folders if _is_policy(folder) and _age(folder)[0] > attempt]
     for folder in sorted(later, key=_age, reverse=True):
@@ -173,14 +173,14 @@ def _newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
 
 
 def _read_pointer(store: RunStore, path: str, kind: type[PolicyRef]) -> Any:
-    """None if there is none. DamagedRecord: it cannot be read."""
+    """The policy that a pointer names; None: there is no pointer. Raises: DamagedRecord: it cannot be read."""
     remedy = "The next policy that is published (best.json: evaluated) replaces it; `tba train` resumes the run."
     found = store.read_json(path, kind, remedy=remedy)
     return found and _checked(found, f"{path} (run {store.run} in {store.url})")
 
 
 def _checked(ref: PolicyRef, where: str) -> PolicyRef:
-    """The policy, if its names can become a path. DamagedRecord otherwise: they come from the store."""
+    """The policy, if its names, which come from the store, can become a path. Raises: DamagedRecord: they cannot."""
     if not _is_policy(ref.path) or _age(ref.path)[1] != ref.step or set(ref.fingerprint) & set("/\\\0"):
         raise DamagedRecord(
             f"{where} names the policy {ref.path!r} of step {ref.step} and fingerprint {ref.fingerprint!r}, which is "
@@ -190,7 +190,7 @@ def _checked(ref: PolicyRef, where: str) -> PolicyRef:
 
 
 def _is_policy(folder: str) -> bool:
-    """Whether the folder's name is a policy's; others are ignored."""
+    """Whether the folder's name is that of a policy. Other folders are ignored."""
     parent, _, name = folder.rpartition("/")
     return parent == "policies" and bool(POLICY_NAME.fullmatch(name))
 
@@ -204,14 +204,13 @@ def _age(folder: str) -> tuple[int, int]:
 def best_policy(store: RunStore) -> BestPolicy | None:
     """The complete policy with the highest held-out accuracy; None before the first evaluation.
 
-    A resume may have undone its steps. It was trained and evaluated, so a crash does not remove it.
-    DamagedRecord: policies/best.json cannot be read.
+    It stays the best policy if a resume undid its steps. Raises: DamagedRecord: policies/best.json cannot be read.
     """
     return _read_pointer(store, BEST, BestPolicy)
 
 
 def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
-    """Keep a policy from being pruned until this Searcher holds another one or releases it. False: it is too late.
+    """Keeps a policy from being pruned until this Searcher holds another one or releases it. False: it is too late.
 
     If the Searcher is killed, its policy stays held until the next Searcher of that name holds another one.
     """
@@ -226,22 +225,22 @@ def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
 
 
 def release_policy(store: RunStore, searcher: str) -> None:
-    """End this Searcher's hold. From now on only best.json can keep the policy."""
+    """Ends this Searcher's hold. After that only best.json can keep the policy."""
     with suppress(NotFound):
         store.delete(_held_path(searcher))
 
 
 def keep_if_best(store: RunStore, ref: PolicyRef, accuracy: float, num_problems: int) -> bool:
-    """Point policies/best.json to a held policy, unless a better one was evaluated; of equal ones the newer wins.
+    """Points policies/best.json to a held policy, unless another has a higher accuracy. Returns whether it did.
 
-    An accuracy that is no number, as of a reward that gave NaN, makes no policy the best.
+    A policy whose accuracy is not finite, because a reward was NaN, does not become the best.
     """
     if not math.isfinite(accuracy):
         return False
     try:
         best = best_policy(store)
     except DamagedRecord as error:
-        logger.warning("this policy becomes the best one, because the best one is not known: %s", error)
+        logger.warning("this policy becomes the best one, because best.json cannot be read: %s", error)
         best = None
     if best is not None and best.accuracy > accuracy:
         return False
@@ -257,8 +256,8 @@ def _held_path(searcher: str) -> str:
 def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path:
     """A local folder with the whole policy: the store's own if the store is on this machine, else a copy in the cache.
 
-    The cache keeps the newest two. A copy of which a file was cut short or lost is removed and fetched anew. NotFound
-    if the policy was pruned; DamagedPolicy if files in the store are not as published.
+    The cache keeps the newest two copies. A damaged copy is removed and fetched again.
+    Raises: NotFound: the policy was pruned. DamagedPolicy: files in the store differ from the published ones.
     """
     _checked(ref, f"run {store.run} in {store.url}")
     own = store.local_path(ref.path)
@@ -274,7 +273,7 @@ def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path
 
 
 def drop_cached_policy(ref: PolicyRef, cache_dir: str | Path) -> bool:
-    """Remove the cache's copy, so that the next fetch downloads it. False: there is none."""
+    """Removes the cache's copy, so that the next fetch downloads it. Returns False if there is none."""
     return drop(_cached(ref, cache_dir))
 
 
@@ -288,7 +287,7 @@ def _check_whole(store: RunStore, ref: PolicyRef, folder: Path) -> None:
         fault = folder_fault(folder)
     except FileNotFoundError as error:
         raise NotFound(
-            f"policy {ref.path} of run {store.run} in {store.url} is not there in full ({error}): it was pruned, or "
+            f"policy {ref.path} of run {store.run} in {store.url} lacks files ({error}): it was pruned, or "
             "its files were removed by hand. Fetch the latest policy."
         ) from error
     if fault:
@@ -310,10 +309,11 @@ def published_policies(store: RunStore) -> dict[str, dict]:
 
 
 def prune_policies(store: RunStore, keep: int) -> None:
-    """Delete the weights of all but the newest `keep` policies, the best one and those that Searchers hold.
+    """Deletes the weights of all policies except the newest `keep`, the best one and those that Searchers hold.
 
-    Their policy.json stays, marked as pruned. Policies of a later attempt are newer, whatever their step. A partial
-    policy, whose Trainer was killed, is deleted. Nothing is pruned while best.json or a Searcher's file is damaged.
+    The policy.json of a pruned policy stays, marked as pruned. Policies of a later attempt are newer, whatever their
+    step. A partial policy, whose Trainer was killed, is deleted. No policy is pruned while best.json or a file in held/
+    is damaged.
     """
     files: dict[str, list[str]] = defaultdict(list)
     for path in store.list("policies"):
@@ -328,7 +328,7 @@ def prune_policies(store: RunStore, keep: int) -> None:
     try:
         kept = _evaluated(store)
     except DamagedRecord as error:
-        logger.warning("no policy is pruned for now: which ones are evaluated is not known: %s", error)
+        logger.warning("no policy is pruned for now, because held or best policies cannot be read: %s", error)
         return
     for folder in doomed:
         if folder not in kept:
@@ -345,16 +345,16 @@ def _delete_weights(store: RunStore, folder: str, files: list[str]) -> None:
     except DamagedRecord as error:
         logger.warning("policy %s is not pruned: %s", folder, error)
         return
-    # the mark comes first: files that are gone without it mean damage
+    # the mark is written first: missing files without it mean damage
     store.put(manifest, json.dumps((published or {}) | {"pruned": True}, indent=2).encode())
     for path in files:
         if path != manifest:
-            with suppress(NotFound):  # somebody else is pruning too
+            with suppress(NotFound):  # another process prunes, too
                 store.delete(path)
 
 
 def _evaluated(store: RunStore) -> set[str]:
-    """Folders of the policies that Searchers hold, and of the best one; in this order (the module's docstring)."""
+    """Folders of the policies that Searchers hold, then of the best one; the module's docstring explains the order."""
     folders = set()
     for path in store.list(_HELD):
         if held := store.read_json(path, PolicyRef, remedy="Delete it if no Searcher evaluates now."):

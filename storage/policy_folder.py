@@ -23,7 +23,7 @@ from storage.paths import inside
 MANIFEST = "policy.json"
 POLICY_NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
 _CACHED_POLICIES = 2  # the served policy, and the next one
-_STALE_DOWNLOAD_S = 3600  # the process of a download this old has died
+_STALE_DOWNLOAD_S = 3600  # a download of this age belongs to a process that has died
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class Manifest:
 
 
 def folder_fault(folder: Path) -> str | None:
-    """Why files of the policy are not as published; None: they are. FileNotFoundError: one is not there.
+    """How the policy's files differ from the published ones; None: they do not.
 
-    UnsafePath: its list of files names one outside the folder.
+    Raises: FileNotFoundError: a file is missing. UnsafePath: the list of files names one outside the folder.
     """
     try:
         manifest = TypeAdapter(Manifest).validate_json((folder / MANIFEST).read_bytes())
@@ -56,19 +56,19 @@ def folder_fault(folder: Path) -> str | None:
 
 
 def into_cache(cached: Path, fill: Callable[[Path], object]) -> Path:
-    """The cache's copy of this path; if there is none, or it is damaged, `fill` writes one into an empty folder.
+    """The cache's copy at this path. If there is none, or it is damaged, `fill` writes one into an empty folder.
 
-    A kill leaves it whole or absent.
+    A kill leaves the copy whole or absent.
     """
     if cached.is_dir() and (fault := _copy_fault(cached)):
-        logger.warning("the copy %s of a policy is damaged and is fetched anew: %s", cached, fault)
+        logger.warning("the copy %s of a policy is damaged and is fetched again: %s", cached, fault)
         drop(cached)
     if not cached.is_dir():
         cached.parent.mkdir(parents=True, exist_ok=True)
         incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cached.parent))
         try:
             fill(incoming)
-            with suppress(OSError):  # another process of this machine was faster: its copy is as good
+            with suppress(OSError):  # another process of this machine was faster; its copy is used
                 os.rename(incoming, cached)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
@@ -84,10 +84,10 @@ def _copy_fault(cached: Path) -> str | None:
 
 
 def drop(cached: Path) -> bool:
-    """Remove a copy from the cache. False: there is none."""
+    """Removes a copy from the cache. Returns False if there is none."""
     removed = cached.parent / f".tmp-{uuid.uuid4().hex}"
     try:
-        os.rename(cached, removed)  # in one step: another process must not find half of it
+        os.rename(cached, removed)  # in one step, so that other processes find the whole copy or none
     except FileNotFoundError:
         return False
     shutil.rmtree(removed, ignore_errors=True)
@@ -95,7 +95,7 @@ def drop(cached: Path) -> bool:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """For shutil.copytree: a link where the filesystem allows it."""
+    """For shutil.copytree: links a file if the filesystem allows it, else copies it."""
     try:
         os.link(source, target)
     except OSError:  # on another filesystem, or on one without links

@@ -1,5 +1,5 @@
-"""A process of this machine, distinct from any later process with its pid, and from those of other machines and pods.
-Quick to import.
+"""Identities of processes: distinct from later processes with the same pid, and from processes of other machines and
+pods.
 """
 
 import os
@@ -13,7 +13,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Process:
-    """A process by pid and start time: together they are never reused."""
+    """A process of this machine, by pid and start time, which together are never reused."""
 
     pid: int
     started: float
@@ -28,7 +28,7 @@ class Process:
         return cls(pid, _since_boot_s(psutil.Process(pid)))
 
     def find(self) -> psutil.Process | None:
-        """The living process, or None if it ended (a zombie has ended)."""
+        """The running process; None: it has ended. A zombie has ended."""
         try:
             process = psutil.Process(self.pid)
             same = abs(_since_boot_s(process) - self.started) < 0.1 and process.status() != psutil.STATUS_ZOMBIE
@@ -42,15 +42,15 @@ class Identity(Process):
     """A process anywhere, as the store records it."""
 
     host: str
-    """For people, and for machines without a boot_id: cloned machines and pods share names."""
+    """Host name, for people, and for machines without a boot_id. Clones and pods may share it."""
     boot_id: str | None = None
-    """Of the machine's kernel, drawn at each boot. None: recorded by an older version, or the system is not Linux."""
+    """Id that the kernel draws at each boot. None: recorded by an older version, or the system is not Linux."""
     pid_namespace: int | None = None
-    """In which the pid counts; distinct among the living ones of one kernel. None: as for boot_id."""
+    """Namespace of the pid, unique among the existing ones of a kernel. None: as for boot_id."""
 
     @classmethod
     def of(cls, pid: int) -> "Identity":
-        """A living process of this machine and namespace."""
+        """The identity of a running process of this machine and namespace."""
         return cls(**asdict(Process.of(pid)), **_place())
 
     def is_here(self) -> bool:
@@ -58,9 +58,9 @@ class Identity(Process):
         return all(getattr(self, name) == value for name, value in _place().items())
 
     def is_running(self) -> bool | None:
-        """Whether the process runs. None: that cannot be known from here.
+        """Whether the process runs. None: it cannot be looked up from here.
 
-        Without a boot_id a process is recognised, but its absence proves nothing.
+        Without a boot_id, True is certain, but a missing process may run on another machine: None.
         """
         if not self.is_here():
             return None
@@ -84,4 +84,4 @@ def _pid_namespace() -> int | None:
 
 
 def _since_boot_s(process: psutil.Process) -> float:
-    return process.create_time() - psutil.boot_time()  # of both, psutil asks where the clock stands now
+    return process.create_time() - psutil.boot_time()  # both by the clock as it is set now

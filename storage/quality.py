@@ -1,7 +1,7 @@
 """The quality gate: storage/rules.py as a Great Expectations suite, for each shard before its commit and for the audit.
 
-The suite checks facts: one flat row a trajectory, computed from the shard by Arrow (lengths, counts of bad values). So
-its cost does not grow with the number of tokens.
+The suite checks facts: one flat row for each trajectory, computed from the shard by Arrow (lengths, counts of bad
+values). So its cost does not grow with the number of tokens.
 """
 
 import logging
@@ -21,7 +21,7 @@ def validate_shard(table: pa.Table, limits: Limits) -> list[str]:
     if not table.schema.equals(TRAJECTORY):
         wrong = sorted(str(field) for field in set(table.schema) - set(TRAJECTORY))
         missing = sorted(str(field) for field in set(TRAJECTORY) - set(table.schema))
-        return [f"schema: missing {missing}, unknown {wrong}, or in another order; expected storage.schema.TRAJECTORY"]
+        return [f"schema: missing {missing}, unknown {wrong}, or another order; expected storage.schema.TRAJECTORY"]
     context, suite = load_suite()
     batch_definition = context.data_sources.get("shards").get_asset("facts").get_batch_definition("whole")
     report = batch_definition.get_batch({"dataframe": facts_of(table, limits).to_pandas()}).validate(suite)
@@ -30,7 +30,7 @@ def validate_shard(table: pa.Table, limits: Limits) -> list[str]:
 
 @cache
 def load_suite():
-    """Great Expectations' context and the suite. Imported here, because the import takes seconds."""
+    """Great Expectations' context and the suite. The import takes seconds, so it is here and not at the top."""
     logging.getLogger("great_expectations").setLevel(logging.WARNING)  # it logs hundreds of lines
     import great_expectations as gx
 
@@ -51,7 +51,7 @@ def expectations() -> list:
 
 
 def told(result) -> str:
-    """One line on an expectation that is not met, in the words of rules.broken."""
+    """One line about an expectation that is not met, worded as by rules.broken."""
     arguments = result.expectation_config.kwargs
     facts = tuple(arguments[key] for key in ("column", "column_A", "column_B") if key in arguments)
     found = result.to_json_dict()["result"]  # plain values, not numpy's

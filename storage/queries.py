@@ -3,12 +3,12 @@
 Each view is a storage/sql/view_<name>.sql over the run's Parquet files: it works on any store, during and after a run.
 `SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'batches'` describes the columns.
 
-A query can read these views only. Arrow reads the files, so DuckDB needs neither files nor network: access to both is
-turned off, as are extensions, settings and Python's variables. Each statement runs in a read-only transaction.
+A query can read these views and nothing else. Arrow reads the files, so DuckDB needs no access to files or network,
+which is turned off, as are extensions, changes of settings and Python's variables. Each statement runs in a read-only
+transaction.
 
-Shards that the Trainer's intake refused do not count. A torn shard that the intake has not met yet would break every
-query, so it is left out, too, with a warning: the intake will refuse it. So is a torn entry of the ledger, which
-`tba verify` names.
+Shards that the Trainer's intake refused do not count. A torn shard that the intake has not read yet would break every
+query, so it is left out, too, with a warning. So is a torn entry of the ledger, which `tba verify` names.
 """
 
 import logging
@@ -71,15 +71,15 @@ _READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)  # DESCRI
 
 @scans
 def query(store: RunStore, statement: str) -> pa.Table:
-    """The rows that one SELECT, DESCRIBE, SHOW, SUMMARIZE or EXPLAIN statement returns.
+    """The rows of one SELECT, DESCRIBE, SHOW, SUMMARIZE or EXPLAIN statement.
 
-    ReadOnly for any other statement; duckdb.Error if the SQL is wrong or names something other than a view.
+    Raises: ReadOnly: any other statement, or several. duckdb.Error: wrong SQL, or a name that is not a view's.
     """
 
     def answer(connection: duckdb.DuckDBPyConnection) -> pa.Table:
         parsed = connection.extract_statements(statement)
         if len(parsed) != 1:
-            raise ReadOnly(f"query: got {len(parsed)} statements; ask one at a time")
+            raise ReadOnly(f"query: got {len(parsed)} statements; write one at a time")
         if parsed[0].type not in _READING:
             raise ReadOnly(
                 f"query: got a {parsed[0].type.name} statement; a run's store is read-only: SELECT, DESCRIBE, SHOW, "
@@ -93,27 +93,27 @@ def query(store: RunStore, statement: str) -> pa.Table:
 
 @scans
 def show_batch(store: RunStore, step: int) -> pa.Table:
-    """The batch that trained a step, one row a prompt and drawn trajectory; no rows if no such step counts."""
+    """The batch of a training step: one row for each prompt and drawn trajectory; no rows if no such step counts."""
     return ask(store, lambda reader: reader.sql(sql("show_batch"), params={"step": step}).to_arrow_table())
 
 
 def ask(store: RunStore, answer: Callable[[duckdb.DuckDBPyConnection], Answer]) -> Answer:
-    """What `answer` returns of a connection, which is closed then. A torn file is left out, with a warning."""
+    """Returns answer(connection), then closes the connection. Torn files are left out, with a warning."""
     try:
         with connect(store) as connection:
             return answer(connection)
-    except duckdb.InvalidInputException:  # of a file; an error in the SQL is another one
+    except duckdb.InvalidInputException:  # a file cannot be read; errors in the SQL are of other classes
         torn = torn_files(store)
         if not torn:
             raise
     for reason in torn.values():
-        logger.warning("left out of the answer: %s", reason)
+        logger.warning("a torn shard is left out of the answer: %s", reason)
     with connect(store, torn) as connection:
         return answer(connection)
 
 
 def torn_files(store: RunStore) -> dict[str, StoreError]:
-    """Files of the tables that count and cannot be read, by path, with the reasons. Reads all of them."""
+    """Files of the tables that count but cannot be read, by path, with the reasons. Reads all files."""
 
     def read(path: str, folder: str, columns: pa.Schema) -> StoreError | None:
         try:
@@ -136,7 +136,7 @@ def _files_of(store: RunStore, folder: str, torn: Collection[str] = ()) -> list[
 
 
 def connect(store: RunStore, torn: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
-    """A new in-memory database with the views over the files stored now. A table without files is an empty view.
+    """A new in-memory database with the views over the files stored now. A view without files is empty.
 
     torn: paths of files to leave out.
     """
@@ -152,7 +152,7 @@ def connect(store: RunStore, torn: Collection[str] = ()) -> duckdb.DuckDBPyConne
 
 
 def dataset(store: RunStore, folder: str, columns: pa.Schema, torn: Collection[str] = ()) -> ds.Dataset:
-    """The Parquet files of a table that exist now; of trajectories those that count."""
+    """The Parquet files of a table that exist now; for trajectories, the files that count."""
     if folder == "trajectories":
         return _committed(store, columns, torn)
     return _of_files(store, columns, _files_of(store, folder, torn))
@@ -168,7 +168,7 @@ def _committed(store: RunStore, columns: pa.Schema, torn: Collection[str]) -> ds
     }
     if not partly:
         return stored
-    # only rounds that were compacted by an older version, which refused none
+    # only compacted files of an older version, which did not refuse rounds
     of_rounds = [(pc.field("searcher") == searcher) & (pc.field("round") == number) for searcher, number in partly]
     return stored.filter(~reduce(or_, of_rounds))
 

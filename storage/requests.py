@@ -47,7 +47,7 @@ def wanted_searchers(store: RunStore, configured: int) -> int:
 
     Raises: DamagedRecord: the request cannot be read.
     """
-    asked = store.read_json(SEARCHERS, _Wanted, remedy="Ask again: `tba searchers` replaces it.")
+    asked = store.read_json(SEARCHERS, _Wanted, remedy="`tba searchers` replaces it.")
     return asked.wanted if asked else configured
 
 
@@ -60,7 +60,7 @@ def is_to_leave(store: RunStore, searcher: str) -> bool:
 
 
 def welcome(store: RunStore, searcher: str) -> None:
-    """Clears the request to leave that an earlier Searcher of this name was given."""
+    """Clears a request to leave that was made to an earlier Searcher of this name."""
     with contextlib.suppress(NotFound):
         store.delete(_leaving(searcher))
 

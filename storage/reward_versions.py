@@ -4,7 +4,7 @@
     rewards/<version>/searcher=<id>/round=00000042.parquet    a reward for each trajectory of that shard, in its order
 
 A shard's rewards are written once, in one file. So scoring may be interrupted and repeated, also after Searchers have
-committed more: shards without a file are still to be scored.
+committed more shards: only shards without a file are scored.
 """
 
 import json
@@ -24,17 +24,17 @@ _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_version(version: str) -> str:
-    """Returns the name if a reward version can have it. ValueError otherwise."""
+    """Returns the name. Raises: ValueError: a reward version cannot have it."""
     if not _VERSION.fullmatch(version):
         raise ValueError(
-            f"reward version: got {version!r}; it is 1 to 64 letters, digits, '.', '_' or '-' and begins with a letter "
-            "or digit: it becomes a folder. Choose another name."
+            f"reward version: got {version!r}; a name has 1 to 64 letters, digits, '.', '_' or '-' and begins with a "
+            "letter or digit, because it becomes a folder. Choose another name."
         )
     return version
 
 
 def begin_version(store: RunStore, version: str, reward: str) -> None:
-    """Record that `reward` scores this version. ValueError if another reward did: versions are never mixed."""
+    """Records that `reward` scores this version. Raises: ValueError: another reward does; versions are never mixed."""
     path = f"rewards/{check_version(version)}/{VERSION}"
     try:
         store.put_new(path, json.dumps({"version": version, "reward": reward}).encode())
@@ -61,7 +61,7 @@ def unscored_shards(store: RunStore, version: str) -> dict[str, list[int]]:
 
 
 def record_rewards(store: RunStore, version: str, shard: pa.Table, rewards: list[float]) -> None:
-    """The rewards of a shard's trajectories, in its order. AlreadyExists if they were recorded before."""
+    """Records the rewards of a shard's trajectories, in its order. Raises: AlreadyExists: they were recorded before."""
     now = pa.scalar(datetime.now(UTC), REWARD.field("created_at").type)
     columns = [shard["trajectory_id"], pa.repeat(version, len(rewards)), rewards, pa.repeat(now, len(rewards))]
     table = pa.table(columns, names=REWARD.names).cast(REWARD)
@@ -72,7 +72,8 @@ def record_rewards(store: RunStore, version: str, shard: pa.Table, rewards: list
 def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
     """The shard with the rewards of this version in place of the sampled ones.
 
-    A shard that was sampled with this version is returned as it is. NotFound if the shard was not scored.
+    A shard that was sampled with this version is returned unchanged.
+    Raises: NotFound: the shard was not scored. TornShard: the rewards are of other trajectories.
     """
     if set(shard["reward_version"].to_pylist()) == {version}:
         return shard

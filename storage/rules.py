@@ -1,8 +1,8 @@
-"""The rules that a trajectory keeps to be trained on. The Searcher's gate and the Trainer's intake ask the same ones.
+"""The rules that a trajectory must keep to be trained on, for the Searcher's quality gate and the Trainer's intake.
 
-A rule looks at facts: one flat row a trajectory, computed by Arrow (lengths, counts of bad values). storage/quality.py
-makes them a Great Expectations suite for the gate and the audit; `broken` checks 1,000 trajectories in milliseconds for
-storage/intake.py.
+A rule is about facts: one flat row for each trajectory, computed by Arrow (lengths, counts of bad values).
+storage/quality.py makes the rules a Great Expectations suite, for gate and audit. `broken` checks 1,000 trajectories in
+milliseconds, for storage/intake.py.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _NUM_EXAMPLES = 3  # offending values that a reason quotes
 
 @dataclass(frozen=True)
 class Limits:
-    """What the rules take from the run."""
+    """The limits of a run, for the rules."""
 
     vocab_size: int = ANY_VOCABULARY  # token ids are in [0, vocab_size)
     last_step: int = LAST_STEP  # the newest policy that the run can have
@@ -38,7 +38,7 @@ def is_between(values: pa.ChunkedArray, low: int, high: int) -> pa.ChunkedArray:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule on some columns of the facts. Nulls keep every rule but the one against nulls."""
+    """A rule about some columns of the facts. A null breaks only the rule against nulls."""
 
     text: str
     columns: tuple[str, ...]
@@ -84,7 +84,10 @@ RULES = (
     _between("components of rewards are finite", "num_bad_rewards", 0, 0),
     *(_between(f"{name} has at least one token", f"num_{name}", 1, _INT32_MAX) for name in _TOKENS),
     *(_between(f"{name} are inside the vocabulary", f"num_bad_{name}", 0, 0) for name in _TOKENS),
-    *(_equal(f"{name} has one a response token", f"num_{name}", "num_response_tokens") for name in _LOGPROBS),
+    *(
+        _equal(f"{name} has one value for each response token", f"num_{name}", "num_response_tokens")
+        for name in _LOGPROBS
+    ),
     *(_between(f"{name} are finite and <= 0", f"num_bad_{name}", 0, 0) for name in _LOGPROBS),
     _among("finish_reason is stop or length", "finish_reason", "stop", "length"),
     _among("policy_step is a step of the run", "bad_policy_step", ""),
@@ -96,7 +99,7 @@ RULES = (
 
 
 def broken_in_each(shards: list[pa.Table], limits: Limits) -> list[list[str]]:
-    """The rules that each shard breaks. Many good shards cost little more than one."""
+    """The rules that each shard breaks. Many good shards take little more time than one."""
     if len(shards) > 1 and all(shard.num_rows for shard in shards):
         index = np.concatenate([np.arange(shard.num_rows) for shard in shards])
         if not broken(facts_of(pa.concat_tables(shards), limits, index)):
@@ -150,7 +153,7 @@ def facts_of(table: pa.Table, limits: Limits, index: np.ndarray | None = None) -
 
 
 def _null_columns(table: pa.Table) -> pa.Array | list[str]:
-    """By name, not one column each: an expectation takes milliseconds."""
+    """Names of each row's null columns, in one text column, because each further expectation takes milliseconds."""
     with_nulls = [name for name in TRAJECTORY.names if table[name].null_count]
     if not with_nulls:
         return pa.repeat("", table.num_rows)
@@ -159,7 +162,7 @@ def _null_columns(table: pa.Table) -> pa.Array | list[str]:
 
 
 def _complaints(values: pa.ChunkedArray, good: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
-    """Empty where a value is good or null, the value as text where it is not."""
+    """Empty text where a value is good or null, otherwise the value as text."""
     good = pc.fill_null(good, True)
     if pc.all(good).as_py():
         return pa.repeat("", len(values))

@@ -1,5 +1,5 @@
-"""A store on S3. storage/store.py is what everything else uses; storage/local_folder.py is the sibling, and has the
-promises of both.
+"""The backend for a store on S3. Only storage/store.py uses it; storage/local_folder.py is the other backend and states
+the promises of both.
 """
 
 import functools
@@ -15,8 +15,8 @@ import pyarrow.fs
 from storage.errors import OddAnswer, error_code
 from storage.patience import patience_s, patient
 
-# Every answer of S3 to these operations has these. A page of a proxy, an empty body and XML of another kind have not:
-# botocore would read a listing of them as empty, and a put as stored.
+# Fields that every answer of S3 to these operations has. A proxy's page, an empty body and other XML lack them;
+# botocore would take such an answer to a listing as an empty listing, and to a put as success.
 _ALWAYS_THERE = {
     "ListObjectsV2": ("Name", "IsTruncated"),
     "GetObject": ("ETag",),
@@ -26,8 +26,8 @@ _ALWAYS_THERE = {
     "CreateMultipartUpload": ("UploadId",),
     "CompleteMultipartUpload": ("ETag",),
 }
-# Of one request, by botocore and by s3fs, for a part of a large file that got lost; storage/patience.py has the waits.
-# A server that accepts connections and is silent costs 15 s a try.
+# Tries of one request, by botocore and by s3fs, for a lost part of a large file; storage/patience.py repeats
+# operations. A server that accepts connections and does not answer costs 15 s a try.
 _TRIES = 2
 
 
@@ -35,18 +35,18 @@ class S3Prefix:
     """Objects under `bucket/prefix`, through s3fs. Address and credentials come from AWS's environment and files."""
 
     def __init__(self, root: str, limit_s: float | None = None):
-        """limit_s: how long an error that may pass is waited for; None: as the environment says."""
+        """limit_s: how long an operation is repeated while its error may pass, in seconds; None: patience_s()."""
         self._root = root
         self.patience_s = patience_s() if limit_s is None else limit_s
         self._bucket, _, self._prefix = root.partition("/")
         self.renew()
 
     def renew(self) -> None:
-        """Connects. An own instance reads environment and files now, without a cache of credentials or listings."""
+        """Connects: a new instance of s3fs reads environment and files now; no keys or listings are cached."""
         fs = _connect()
         if _is_loopback(urlsplit(fs.s3.meta.endpoint_url).hostname):
-            # over http client and server hash each byte for the signature: half the cost of a put. Nobody is between
-            # two processes of one machine; a checksum goes with the bytes all the same, as it does over https.
+            # Over http, client and server hash each byte for the signature, which is half the cost of a put. Between
+            # two processes of one machine a checksum suffices, as over https.
             fs = _connect(s3={"payload_signing_enabled": False})
         fs.s3.meta.events.register("after-call.s3", _check_answer)
         self._fs = fs
@@ -57,14 +57,14 @@ class S3Prefix:
         self._fs.pipe_file(f"{self._root}/{path}", data)
 
     def put_new(self, path: str, data: bytes) -> None:
-        # A server that ignores create-if-absent would replace the object: looking first narrows this to a moment.
+        # A server that ignores create-if-absent would replace an object. This check leaves a moment in which it can.
         if self.exists(path):
             raise FileExistsError(path)
         self._create(path, data, uuid.uuid4().hex)
 
     @patient
     def _create(self, path: str, data: bytes, mark: str) -> None:
-        # if the answer to a put was lost, the repeated put finds its own object, which the mark tells apart
+        # if the answer to a put was lost, the repeated put finds its own object, which it recognises by the mark
         try:
             self._fs.pipe_file(f"{self._root}/{path}", data, mode="create", Metadata={"writer": mark})
         except OSError as error:
@@ -72,18 +72,18 @@ class S3Prefix:
                 raise
             try:
                 is_ours = self._holds(path, data, mark)
-            except FileNotFoundError:  # nothing was stored: S3 says this, too, while another write is in progress
+            except FileNotFoundError:  # nothing was stored: S3 also refuses a put while another write is in progress
                 raise error from error.__cause__
             if not is_ours:
                 raise FileExistsError(path) from error
 
     def _holds(self, path: str, data: bytes, mark: str) -> bool:
-        """Whether the object was put with this mark; on a server that drops marks: whether it has the data."""
+        """Whether the object has this mark; on a server that drops marks, whether it has the data."""
         found = self._head(path).get("Metadata", {}).get("writer")
         return found == mark if found else self.get(path) == data
 
     def is_exclusive(self, probe: str) -> bool:
-        """Whether the server honours create-if-absent; writes, reads and removes an object."""
+        """Writes, reads and removes an object. Returns whether the server honours create-if-absent."""
         self.put_new(probe, b"probe")
         try:
             self._create(probe, b"second probe", uuid.uuid4().hex)
@@ -118,7 +118,7 @@ class S3Prefix:
         except OSError as error:
             if error_code(error) not in ("400", "403"):
                 raise
-            # the answer to a HEAD has no body, so no reason, such as an expired token; that to a GET has both
+            # an answer to HEAD has no body with the reason, such as an expired token; an answer to GET has
             return self._fs.call_s3("get_object", Bucket=self._bucket, Key=self._key(path), Range="bytes=0-0")
 
     def _key(self, path: str) -> str:
@@ -145,13 +145,13 @@ class S3Prefix:
             names = [item["Key"] for item in page.get("Contents", [])]
             names += [item["Prefix"] for item in page.get("CommonPrefixes", [])]
             if not all(name.startswith(prefix) for name in (page.get("Prefix") or prefix, *names)):
-                raise OddAnswer(f"it is the listing of another folder than {prefix}")
+                raise OddAnswer(f"the listing is not of {prefix}")
             yield page
             if not page["IsTruncated"]:
                 return
             token, before = page.get("NextContinuationToken"), arguments.get("ContinuationToken")
             if token in (None, before):
-                raise OddAnswer(f"the listing of {prefix} goes on, but the answer does not say where")
+                raise OddAnswer(f"the listing of {prefix} is not complete, but has no token for the next page")
             arguments["ContinuationToken"] = token
 
     def delete(self, path: str) -> None:
@@ -200,7 +200,7 @@ def _connect(**config):
 
 
 def _check_answer(http_response, parsed: dict, model, **_) -> None:
-    """botocore calls it with each answer."""
+    """Raises OddAnswer if an answer lacks fields that S3's answers have. botocore calls it with each answer."""
     missing = [name for name in _ALWAYS_THERE.get(model.name, ()) if name not in parsed]
     if missing and http_response.status_code < 300:
         kind = http_response.headers.get("Content-Type")

@@ -7,10 +7,11 @@ round, draw, step and measurement. Times are UTC, durations seconds (`_s`), log-
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# Of TRAJECTORY, kept in each row; raise it when a column comes, goes or changes. A shard of an older version is read
-# with ADDED's values in the columns that it lacks. A shard of a newer version is not read: it may mean something else.
+# Version of TRAJECTORY, kept in each row. Raise it when a column is added, removed or changed. A shard of an older
+# version is read with ADDED's values in missing columns. A shard of a newer version is refused: its columns may mean
+# other things.
 SCHEMA_VERSION = 2
-ADDED = {"system_prompt": (2, "")}  # the version that each later column came with, and its value before that
+ADDED = {"system_prompt": (2, "")}  # of each added column: its first version, and its value in older shards
 
 _TIME = pa.timestamp("us", tz="UTC")
 
@@ -33,7 +34,7 @@ TRAJECTORY = pa.schema(
         "round": pa.int64(),
         "temperature": pa.float32(),
         "top_p": pa.float32(),
-        "system_prompt": pa.string(),  # it was sampled behind; not in training; "" for none
+        "system_prompt": pa.string(),  # before the prompt in sampling, not in training; "": none
         "reward_version": pa.string(),
         "code_version": pa.string(),
         "schema_version": pa.int32(),
@@ -61,12 +62,12 @@ BATCH = pa.schema(
         "slot": pa.int32(),  # 0..K-1
         "trajectory_id": pa.string(),
         "prompt_id": pa.string(),
-        "recent": pa.bool_(),  # drawn among what the newest sync took in
+        "recent": pa.bool_(),  # drawn from the trajectories of the newest sync
         "draw_probability": pa.float64(),  # of being the first of the K drawn for its prompt
         "reward": pa.float32(),
         "policy_step": pa.int64(),
-        # Policy steps between the weights that sampled it and those trained: step - 1 - policy_step. Where a resume
-        # undid that policy: its steps after the checkpoint, and those trained since (ages_from in storage/buffer.py).
+        # Policy steps between the weights that sampled it and those trained: step - 1 - policy_step. If a resume undid
+        # that policy: its steps after the checkpoint plus those trained since (ages_from in storage/buffer.py).
         "staleness": pa.int64(),
     }
 )
@@ -82,13 +83,13 @@ TRAINING_STEP = pa.schema(
         "publish_stall_s": pa.float64(),  # spent on handing over a policy, before this step
         "loss": pa.float64(),
         "reward_mean": pa.float64(),
-        # of all that the newest sync took in; null before this attempt's first
+        # of all trajectories of the newest sync; null before this attempt's first sync
         "fresh_reward_mean": pa.float64(),
         "fresh_kl": pa.float64(),  # behavior - reference log-probability, nats a response
         "fresh_entropy": pa.float64(),  # - behavior log-probability, nats a token
         "fresh_cut_share": pa.float64(),  # of the responses, cut at the length limit
         "fresh_staleness": pa.float64(),  # policy steps between the weights that sampled and those trained
-        "reward_recent_mean": pa.float64(),  # null where the batch has no recent trajectory
+        "reward_recent_mean": pa.float64(),  # null if the batch has no recent trajectory
         "log_z_mean": pa.float64(),
         "residual_abs_mean": pa.float64(),
         "logprob_gap_mean": pa.float64(),
@@ -103,9 +104,9 @@ TRAINING_STEP = pa.schema(
         "num_trajectories": pa.int64(),  # in the buffer
         "num_prompts": pa.int64(),  # in the buffer
         "num_inserted": pa.int64(),  # trajectories ever taken in: what min_size counts
-        "samples_per_insert": pa.float64(),  # draws of each of those so far, this step's included, on average
-        "num_too_old": pa.int64(),  # in the buffer, but kept from the batch by max_age
-        "searchers_silent_s": pa.float64(),  # since a sync last took something in
+        "samples_per_insert": pa.float64(),  # mean draws of each trajectory taken in, this step's included
+        "num_too_old": pa.int64(),  # in the buffer, but excluded from the draw by max_age
+        "searchers_silent_s": pa.float64(),  # since the last sync that took in trajectories
         "num_response_tokens": pa.int64(),  # in the batch
         "num_unique": pa.int64(),  # distinct trajectories in the batch
         "skipped": pa.bool_(),  # the weights were not changed
@@ -136,7 +137,7 @@ SYNC = pa.schema(
         "searcher": pa.string(),
         "first_round": pa.int64(),
         "last_round": pa.int64(),
-        "num_trajectories": pa.int64(),  # that the whole sync took in; the same in each of its rows
+        "num_trajectories": pa.int64(),  # of the whole sync; the same in each of its rows
     }
 )
 
@@ -174,7 +175,7 @@ DIVERSITY = pa.schema(
         "last_policy_step": pa.int64(),
         "metric": pa.string(),
         "value": pa.float64(),  # mean over prompts
-        "standard_error": pa.float64(),  # 0: everything was measured; null: one prompt
+        "standard_error": pa.float64(),  # 0: all prompts were measured; null: only one was
         "low": pa.float64(),  # of the 95 % interval
         "high": pa.float64(),
         "responses_per_prompt": pa.int64(),
@@ -186,12 +187,12 @@ DIVERSITY = pa.schema(
 
 
 def as_trajectories(table: pa.Table) -> pa.Table:
-    """A shard of this or an older version, in TRAJECTORY's columns. ValueError for any other table."""
+    """A shard of this or an older version, in TRAJECTORY's columns. Raises: ValueError: any other table."""
     version = _version_of(table)
     if version > SCHEMA_VERSION:
         raise ValueError(
-            f"is of schema version {version}, and this version of tba reads versions up to {SCHEMA_VERSION}: upgrade "
-            "tba where this shard is to be read"
+            f"has schema version {version}, and this version of tba reads versions up to {SCHEMA_VERSION}: upgrade "
+            "tba on this machine"
         )
     for name, (since, value) in ADDED.items():
         if version < since and name not in table.column_names:
@@ -210,7 +211,7 @@ def _differences(schema: pa.Schema) -> str:
 
 
 def _version_of(table: pa.Table) -> int:
-    """The newest that its rows name; this version if they name none."""
+    """The newest version that the rows name; this version if they name none."""
     place = table.schema.get_field_index("schema_version")  # -1: not there, or there twice
     if place < 0 or not pa.types.is_integer(table.schema.field(place).type):
         return SCHEMA_VERSION
@@ -219,7 +220,7 @@ def _version_of(table: pa.Table) -> int:
 
 
 def to_table(rows: list[dict], schema: pa.Schema) -> pa.Table:
-    """Rows as a table of `schema`. ValueError names missing and unknown columns: pyarrow would fill or drop them."""
+    """Rows as a table of `schema`. Raises: ValueError: missing or unknown columns, which pyarrow would fill or drop."""
     names = set(schema.names)
     for index, row in enumerate(rows):
         if row.keys() != names:

@@ -3,7 +3,7 @@
 Before: flows/search.py validates a round; after: storage/buffer.py takes its shard in.
 
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
-    quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; the .json beside it says why
+    quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; reasons in a .json file
     quarantine/searcher=<id>/round=00000042.json            the committed shard was refused by the Trainer's intake: it
                                                             counts for no reader (storage/intake.py)
     trajectories/compacted/<id>-00000000-00000031.parquet   a block of rounds in one file. Once the file exists, it
@@ -53,7 +53,7 @@ _BLOCK_NAME = re.compile(
 
 
 def check_searcher_id(searcher: str) -> str:
-    """Returns the id if it can name a Searcher's log. ValueError otherwise."""
+    """Returns the id. Raises: ValueError: it cannot name a Searcher's log."""
     if not _SEARCHER.fullmatch(searcher):
         raise ValueError(
             f"searcher: got {searcher!r}; an id is 1 to 32 lowercase letters, digits or '-', begins with a letter and "
@@ -68,13 +68,13 @@ def trajectory_id(searcher: str, round_number: int, index: int) -> str:
 
 
 def trajectory_ids(searchers: pa.ChunkedArray, rounds: pa.ChunkedArray, index: np.ndarray) -> pa.ChunkedArray:
-    """trajectory_id of many rows. Null where searcher or round is null."""
+    """trajectory_id of many rows; null if searcher or round is null."""
     numbers = pc.utf8_lpad(pc.cast(rounds, pa.string()), 8, "0")
     return pc.binary_join_element_wise(searchers, numbers, pc.utf8_lpad(pc.cast(index, pa.string()), 5, "0"), "-")
 
 
 def round_of(trajectory_id: str) -> tuple[str, int]:
-    """Searcher and round of a trajectory, which name its shard. ValueError: it is not an id of a trajectory."""
+    """Searcher and round of a trajectory, which name its shard. Raises: ValueError: it is no trajectory's id."""
     searcher, number, _ = trajectory_id.rsplit("-", 2)
     return searcher, int(number)
 
@@ -137,7 +137,7 @@ def parquet_bytes(table: pa.Table) -> bytes:
 
 
 def _origin(table: pa.Table) -> tuple[str, int]:
-    """The one searcher and round that all rows of a shard name. ValueError otherwise."""
+    """The searcher and round that all rows of a shard name. Raises: ValueError: they name several, or none."""
     origins = origins_of(table)
     if len(origins) != 1:
         raise ValueError(f"a shard holds the trajectories of one searcher and round, got {sorted(origins, key=str)}")
@@ -154,9 +154,9 @@ def shard_of(trajectories: list[dict]) -> pa.Table:
 
 
 def commit_shard(store: RunStore, table: pa.Table) -> str:
-    """Make a round's trajectories visible, whole or not at all. Returns the shard's path.
+    """Makes a round's trajectories visible, whole or not at all. Returns the shard's path.
 
-    table: TRAJECTORY columns, one searcher and round. AlreadyExists if that round was committed before.
+    table: TRAJECTORY columns, one searcher and round. Raises: AlreadyExists: the round was committed before.
     """
     path = shard_path(*_origin(table))
     store.put_new(path, parquet_bytes(table))
@@ -164,7 +164,7 @@ def commit_shard(store: RunStore, table: pa.Table) -> str:
 
 
 def quarantine_shard(store: RunStore, table: pa.Table, reasons: list[str]) -> str:
-    """Set aside a shard that the quality gate refused, where nothing trains on it. Returns its path."""
+    """Stores a shard that the quality gate refused in quarantine/, where it does not count. Returns its path."""
     searcher, round_number = _origin(table)
     path = f"quarantine/searcher={check_searcher_id(searcher)}/round={round_number:08d}-{uuid.uuid4().hex}"
     store.put_new(f"{path}.parquet", parquet_bytes(table))
@@ -194,7 +194,7 @@ def next_round(store: RunStore, searcher: str) -> int:
 
 
 def compacted_blocks(files: list[File]) -> dict[str, set[int]]:
-    """Per searcher the blocks that have a file of their own."""
+    """Per searcher the blocks that have a compacted file."""
     blocks: dict[str, set[int]] = defaultdict(set)
     for file in files:
         if file.is_compacted:
@@ -214,7 +214,7 @@ def expired_through(store: RunStore) -> dict[str, int]:
 def marked_through(marks: list[str]) -> dict[str, int]:
     """Per searcher the last round of some marks in expired/."""
     through: dict[str, int] = {}
-    for path in marks:  # in order: a searcher's last one wins
+    for path in marks:  # in order, so that a searcher's last mark counts
         if match := _MARK_NAME.fullmatch(path):
             through[match["searcher"]] = int(match["through"])
     return through
@@ -241,7 +241,7 @@ def stray_files(files: list[File], marked: dict[str, int]) -> set[File]:
 def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[File]:
     """All files that count: each round that has not expired and was not refused lies in one of them.
 
-    A compacted file with some refused rounds counts, too. unreadable: paths of files that are taken for missing.
+    A compacted file with some refused rounds counts, too. unreadable: paths of files to treat as missing.
     """
     files = [file for file in files_named(store.list("trajectories")) if file.path not in unreadable]
     blocks = compacted_blocks(files)
@@ -260,8 +260,8 @@ def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[Fi
 def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
     """Per searcher the committed rounds after `seen[searcher]`, in order; of a searcher not in `seen` all that count.
 
-    Refused rounds, and searchers with nothing new, are left out. A round that is missing before listed ones is looked
-    up: a listing that forgot it must not lose it.
+    Refused rounds, and searchers without new rounds, are left out. A round that is missing before listed ones is looked
+    up by its path, so that an incomplete listing does not lose it.
     """
     marked = marked_through(store.list("expired"))
 
@@ -296,7 +296,7 @@ def _unlisted(store: RunStore, searcher: str, first: int, listed: set[int]) -> s
 
 
 def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Table:
-    """The trajectories of some rounds of a searcher, in that order. TornShard names a file that is not a shard."""
+    """The trajectories of some rounds of a searcher, in that order. Raises: NotFound, TornShard."""
     return pa.concat_tables([TRAJECTORY.empty_table(), *map(_raised, read_each(store, searcher, rounds))])
 
 
@@ -305,7 +305,7 @@ def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterato
     for of_block in by_block(rounds):
         for number, read in zip(of_block, read_each(store, searcher, of_block), strict=True):
             if isinstance(read, TornShard):
-                logger.warning("left out: %s", read)
+                logger.warning("a torn shard is left out: %s", read)
             else:
                 yield number, _raised(read)
 
@@ -317,9 +317,9 @@ def _raised(read: pa.Table | StoreError) -> pa.Table:
 
 
 def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.Table | StoreError]:
-    """The trajectories of each of some rounds of a searcher, or why they cannot be read: NotFound, TornShard.
+    """The trajectories of each of some rounds of a searcher, or the error of reading them: NotFound, TornShard.
 
-    A compacted file is read once a call: ask for the rounds of a block together (by_block).
+    A compacted file is read once for each call, so pass the rounds of a block together (by_block).
     """
     blocks = _list_blocks(store).get(searcher, ()) if rounds else ()
     rounds_at: dict[str, list[int]] = defaultdict(list)
@@ -331,7 +331,7 @@ def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.
         try:
             table = read_file(store, path)
         except (NotFound, TornShard) as error:
-            if path.startswith(_COMPACTED):  # its shards, which are deleted only after it was read once more
+            if path.startswith(_COMPACTED):  # its shards exist until the compacted file could be read
                 return {number: _read_shard(store, searcher, number) or error for number in rounds_at[path]}
             return dict.fromkeys(rounds_at[path], error)
         if not path.startswith(_COMPACTED):
@@ -357,15 +357,15 @@ def by_block(rounds: Iterable[int]) -> Iterator[list[int]]:
 
 
 def read_file(store: RunStore, path: str) -> pa.Table:
-    """A shard, or a compacted file with all rounds that its name says; an older version's in today's columns.
+    """A shard, or a compacted file with all rounds of its name, in this version's columns.
 
-    Raises: TornShard: it is neither, or of a newer version. StoreUnreachable: the store sent another number of bytes
-    than it holds. NotFound.
+    Raises: TornShard: it is neither, or of a newer version. StoreUnreachable: the store sent fewer or more bytes than
+    it holds. NotFound.
     """
     data, where = store.get(path), f"{path} of run {store.run} in {store.url}"
     try:
         table = pq.ParquetFile(pa.BufferReader(data)).read()
-        table.validate(full=True)  # text that is none, lists that end outside their values
+        table.validate(full=True)  # finds invalid text, and lists that end outside their values
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         _check_size(store, path, data)
         raise TornShard(
@@ -380,17 +380,17 @@ def read_file(store: RunStore, path: str) -> pa.Table:
         raise TornShard(f"{where} holds no trajectories")
     (file,) = files_named([path])
     if file.is_compacted and origins_of(table) != {(file.searcher, number) for number in file.rounds}:
-        raise TornShard(f"{where} holds other rounds than its name says")
+        raise TornShard(f"{where} holds other rounds than its name")
     return table
 
 
 def _check_size(store: RunStore, path: str, data: bytes) -> None:
-    """StoreUnreachable if the store holds another number of bytes: the answer was cut, not the file."""
+    """Raises: StoreUnreachable: the store holds another number of bytes, so the answer was cut, not the file."""
     filesystem, base = store.arrow_filesystem()
     size = store.scan(lambda: filesystem.get_file_info(f"{base}/{path}").size)
     if size is not None and size != len(data):
         raise StoreUnreachable(
-            f"cannot read {path} (run {store.run} in {store.url}): {len(data)} bytes came of {size}; the answer was cut"
+            f"cannot read {path} (run {store.run} in {store.url}): the answer was cut: {len(data)} of {size} bytes came"
         )
 
 

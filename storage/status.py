@@ -1,4 +1,4 @@
-"""What a run's store tells of the run: who works on it, how far it is. No server is asked, no model imported."""
+"""State and progress of a run, from its store alone: asks no server and imports no model."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -9,10 +9,12 @@ from storage.errors import StoreError
 from storage.store import RunStore, list_runs, transfer_all
 from storage.summary import read_summary
 
-# A Trainer of another machine is alive where its heartbeat changes; it does every two seconds.
+# A Trainer of another machine is alive if its heartbeat changes, which it does every two seconds.
 WATCH_S = 8.0
-# A heartbeat that old is not watched: whatever the two machines' clocks say, nobody writes it.
+# A heartbeat older than this is not watched: no two machines' clocks differ by so much.
 OLD = timedelta(hours=1)
+# What a run waits for in states of the Trainer that come without a message.
+STAGES = {"starting": "starting: the Trainer imports torch and loads the model (10 to 30 s)"}
 
 
 @dataclass(frozen=True)
@@ -24,34 +26,34 @@ class _Settings:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run at a glance. None: not known yet."""
+    """State and progress of one run. None: not known yet."""
 
     run: str
     state: str
-    """finished; alive: a Trainer works on it; trained: its final policy is to be evaluated yet; failed; stopped;
+    """finished; alive: a Trainer works on it; trained: its final policy is not evaluated yet; failed; stopped;
     unreadable: the message has the fault, and nothing else is known."""
     step: int
     steps: int | None
-    """Policy steps done, and to do."""
+    """Policy steps done, and policy steps of the whole run."""
     accuracy: float | None
-    """On held-out problems, of the newest policy that was evaluated."""
+    """Greedy accuracy on held-out problems of the newest policy that was evaluated."""
     best_accuracy: float | None
-    """On held-out problems, of the policy that best.json names."""
+    """Greedy accuracy on held-out problems of the policy that best.json names."""
     trajectories: int
-    """Ever taken in by the Trainer."""
+    """Trajectories that the Trainer has ever taken in."""
     began_at: datetime | None
     message: str
-    """The Trainer's newest words: why it waits, or how it ended."""
+    """The Trainer's newest message: why it waits, or how it ended."""
 
 
 def run_status(store: RunStore) -> RunStatus:
-    """Takes up to twice `WATCH_S` where the run's Trainer is, or was until lately, on another machine.
+    """State and progress of a run. Takes up to twice `WATCH_S` if its Trainer is, or was in the last hour, elsewhere.
 
     Raises: StoreError: a file of the run cannot be read.
     """
     beat = attempts.read_heartbeat(store) or {}
     summary = read_summary(store)
-    lives = attempts.list_attempts(store)
+    records = attempts.list_attempts(store)
     evaluated = list(ledger.evaluations(store).values())
     best = policies.best_policy(store)
     known = beat | (summary or {})
@@ -69,7 +71,7 @@ def run_status(store: RunStore) -> RunStatus:
         accuracy=ledger.accuracy(store, evaluated[-1]) if evaluated else None,
         best_accuracy=best.accuracy if best else None,
         trajectories=known.get("trajectories") or known.get("num_inserted") or 0,
-        began_at=datetime.fromisoformat(lives[0]["created_at"]) if lives else None,
+        began_at=datetime.fromisoformat(records[0]["created_at"]) if records else None,
         message=beat.get("message") or "",
     )
 
@@ -109,5 +111,6 @@ def _is_old(beat: dict) -> bool:
 
 
 def stage_of(heartbeat: dict) -> str:
-    """In words: why the Trainer waits or how it ended, else its state."""
-    return heartbeat.get("message") or heartbeat.get("state") or "its heartbeat has no state"
+    """Why the Trainer waits or how it ended, in words; otherwise its state."""
+    state = heartbeat.get("state")
+    return heartbeat.get("message") or STAGES.get(state, state) or "the heartbeat has no state"

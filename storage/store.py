@@ -1,8 +1,8 @@
-"""RunStore: everything one run keeps, as files under `<store>/<run>/`. docs/concepts.md has the layout.
+"""RunStore: the files of one run, under `<store>/<run>/`. docs/concepts.md has the layout.
 
-There are two ways to write. `put_new` creates a file and never replaces one: the file is immutable, and if two writers
-race for one path, one of them gets AlreadyExists. `put` replaces a file in one step and is for the few pointers that
-change. A reader sees a whole file or none, even if the writer was killed.
+There are two ways to write. `put_new` creates an immutable file and never replaces one: if several writers race for one
+path, one succeeds and the others get AlreadyExists. `put` replaces a file in one step, for the few files that change. A
+reader sees a whole file or none, even if the writer was killed.
 """
 
 from __future__ import annotations  # the method `list` hides the type in the annotations after it
@@ -41,11 +41,11 @@ RESTORE = "Restore the file from a copy of the store; `tba verify` names the oth
 _BACKENDS = {"file": LocalFolder, "s3": S3Prefix}
 _RUN_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARALLEL_TRANSFERS = 8  # hides the latency of an object store without flooding it
-_PROBE_PATIENCE_S = 3.0  # before a run begins, a store that does not answer is more often a wrong address than away
+_PROBE_PATIENCE_S = 3.0  # before a run begins: no answer is then more often a wrong address than an outage
 
 
 def check_run_name(run: str) -> str:
-    """Returns the name if any store accepts it as a folder's name. ValueError otherwise."""
+    """Returns the name. Raises: ValueError: some store does not accept it as a folder's name."""
     if not _RUN_NAME.fullmatch(run):
         raise ValueError(
             f"run: got {run!r}; a run's name is 1 to 64 letters, digits, '.', '_' or '-', begins with a letter or "
@@ -60,7 +60,7 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 
 def transfer_all(transfer: Callable, items: Iterable) -> list:
-    """transfer(item) of each item, in order; a few at a time, so that the waits for an object store overlap."""
+    """transfer(item) for each item, in order. Some run at once, so that waits for an object store overlap."""
     with ThreadPoolExecutor(_PARALLEL_TRANSFERS) as pool:
         return list(pool.map(transfer, items))
 
@@ -69,7 +69,7 @@ class RunStore:
     """One run's files in a store. Paths are relative to the run, with `/`. Safe to use from several threads."""
 
     def __init__(self, url: str, run: str):
-        """url: the store's root, file:///folder or s3://bucket/prefix. ValueError for another url or a bad run name."""
+        """url: root of the store, file:///folder or s3://bucket/prefix. Raises: ValueError: bad url or run name."""
         self.url = url
         self.run = check_run_name(run)
         self._backend, self._store_root = _backend_of(url)
@@ -79,24 +79,24 @@ class RunStore:
         return f"RunStore({self.url!r}, {self.run!r})"
 
     def put_new(self, path: str, data: bytes) -> None:
-        """Create a file. AlreadyExists if the path is taken; of several racing writers exactly one succeeds."""
+        """Creates a file. Raises: AlreadyExists: the path is taken. Of several racing writers exactly one succeeds."""
         with self._errors("create", path):
             self._files.put_new(path, data)
 
     def put(self, path: str, data: bytes) -> None:
-        """Create or replace, in one step."""
+        """Creates or replaces a file, in one step."""
         with self._errors("write", path):
             self._files.put(path, data)
 
     def get(self, path: str) -> bytes:
-        """NotFound if nothing is there."""
+        """The content of a file. Raises: NotFound."""
         with self._errors("read", path):
             return self._files.get(path)
 
     def read_json(self, path: str, kind: Any = Any, *, remedy: str = RESTORE) -> Any:
-        """A JSON file as an object of a type that pydantic can check. None if nothing is there.
+        """A JSON file as an object of type `kind`, checked by pydantic; None: there is no such file.
 
-        Raises: DamagedRecord: it is no JSON, or JSON of another kind; the message ends with `remedy`.
+        Raises: DamagedRecord: it is no JSON, or JSON of another type; the message ends with `remedy`.
         """
         try:
             return _adapter(kind).validate_json(self.get(path))
@@ -114,10 +114,10 @@ class RunStore:
             return self._files.exists(path)
 
     def list(self, folder: str, *, start_after: str | None = None) -> list[str]:
-        """Paths of all files in a folder, at any depth, sorted; only those that sort after `start_after` if given.
+        """Paths of all files in a folder, at any depth, sorted; with `start_after`, only paths that sort after it.
 
         Empty if there is no such folder. Nothing is cached, so files of other writers are listed at once. Names that
-        cannot be a path here (storage/paths.py), such as those of a bucket's empty folders, are left out.
+        are no plain path (storage/paths.py), such as a bucket's empty folders, are left out.
         """
         folder = folder.rstrip("/")
         with self._errors("list", folder):
@@ -130,12 +130,12 @@ class RunStore:
             return [name for name in self._files.folders(folder) if is_plain(name)]
 
     def delete(self, path: str) -> None:
-        """NotFound if nothing is there."""
+        """Deletes a file. Raises: NotFound."""
         with self._errors("delete", path):
             self._files.delete(path)
 
     def delete_folder(self, folder: str, *, first: str) -> None:
-        """Delete every file in a folder. `first`, whose presence means "complete", is deleted before the others."""
+        """Deletes every file in a folder. `first`, whose presence means "complete", is deleted before the others."""
         with self._errors("delete", folder):
             if self._files.exists(f"{folder}/{first}"):
                 self._files.delete(f"{folder}/{first}")
@@ -149,10 +149,10 @@ class RunStore:
         last: str | None = None,
         before_last: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy every file of a local folder, replacing what is there.
+        """Copies every file of a local folder, replacing existing files.
 
-        last: the file (its path inside the folder) to copy after all others: its presence means "complete".
-        before_last: called right before that; if it raises, the folder stays incomplete.
+        last: path inside the folder of the file to copy after all others; its presence means "complete".
+        before_last: called right before `last` is copied; if it raises, the folder stays incomplete.
         """
         local = Path(local)
         names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
@@ -163,13 +163,13 @@ class RunStore:
                 self._files.put_file(f"{folder}/{last}", local / last)
 
     def download_folder(self, folder: str, local: str | Path) -> None:
-        """Copy every file of a folder to a local one. NotFound if the folder is empty.
+        """Copies every file of a folder to a local one. Raises: NotFound: the folder is empty.
 
-        A file whose name would lead out of the local folder is left out.
+        Files with names that lead out of the local folder are left out.
         """
         paths = self.list(folder)
         if not paths:
-            raise NotFound(f"cannot download {self._where(folder)}: it is not there")
+            raise NotFound(f"cannot download {self._where(folder)}: it does not exist")
 
         def download(path: str) -> None:
             target = inside(Path(local), path.removeprefix(f"{folder}/"))
@@ -180,7 +180,7 @@ class RunStore:
             transfer_all(download, paths)
 
     def local_path(self, path: str) -> Path | None:
-        """Where the file or folder lies on this machine; None if the store is elsewhere."""
+        """The path of a file or folder on this machine; None: the store is elsewhere."""
         return self._files.local_path(check_path(path))
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
@@ -188,7 +188,7 @@ class RunStore:
         return self._files.arrow_filesystem()
 
     def scan(self, read: Callable):
-        """read(), which reads through arrow_filesystem, with the patience and the errors of all other operations."""
+        """Returns read(), which uses arrow_filesystem, with the repeats and the errors of all other operations."""
 
         def try_once():
             try:
@@ -203,9 +203,9 @@ class RunStore:
             return patiently(try_once, "read", self._files.patience_s, self._files.renew)
 
     def check_writable(self) -> str | None:
-        """Write, read and remove a probe beside the runs. Returns a warning if the store has no create-if-absent.
+        """Writes, reads and removes a probe beside the runs. Returns a warning if the store has no create-if-absent.
 
-        StoreUnreachable if that fails, after seconds.
+        Raises: StoreUnreachable: that failed, which takes seconds.
         """
         files, probe = self._backend(self._store_root, _PROBE_PATIENCE_S), f".probe-{uuid.uuid4().hex}"
         try:
@@ -216,17 +216,17 @@ class RunStore:
         if exclusive:
             return None
         return (
-            f"store: {self.url} does not honour create-if-absent (If-None-Match on PUT). Nothing is counted twice. But "
-            "if two processes write one shard, ledger entry or attempt at the same moment, the later replaces the "
-            "earlier silently. Never start two Trainers of one run, or two Searchers of one name, at once. AWS S3, "
+            f"store: {self.url} does not honour create-if-absent (If-None-Match on PUT). If two processes "
+            "write one shard, ledger entry or attempt at the same moment, the later replaces the earlier silently; "
+            "neither counts twice. Never start two Trainers of one run, or two Searchers of one name, at once. AWS S3, "
             "Ceph's radosgw, MinIO and a local folder honour it."
         )
 
     def create_run(self, config: dict, read: Callable[[bytes], dict] = json.loads) -> dict:
-        """Record the configuration (JSON values) of a new run, or check that an existing run has the same one.
+        """Records the configuration (JSON values) of a new run, or checks that an existing run has the same one.
 
         read: parses a run.json, which an older version may have written. Returns the recorded configuration.
-        RunConfigMismatch names every setting that differs; DamagedRecord: run.json cannot be read.
+        Raises: RunConfigMismatch: the message names every setting that differs. DamagedRecord: run.json cannot be read.
         """
         try:
             self.put_new("run.json", json.dumps(config, indent=2, sort_keys=True).encode())
@@ -235,9 +235,9 @@ class RunStore:
         return self.read_json("run.json")
 
     def check_config(self, config: dict, read: Callable[[bytes], dict] = json.loads) -> None:
-        """RunConfigMismatch if the run exists with another configuration; names every setting that differs.
+        """Checks that the run, if it exists, has this configuration.
 
-        DamagedRecord: run.json cannot be read.
+        Raises: RunConfigMismatch: the message names every setting that differs. DamagedRecord: run.json cannot be read.
         """
         if not self.exists("run.json"):
             return
@@ -245,12 +245,12 @@ class RunStore:
             recorded = read(self.get("run.json"))
         except ValueError as error:
             raise DamagedRecord(
-                f"cannot read {self._where('run.json')}: it holds no settings ({error}). {RESTORE}"
+                f"cannot read {self._where('run.json')}: it has no settings of a run ({error}). {RESTORE}"
             ) from error
         if differences := list(_differences(recorded, json.loads(json.dumps(config)))):
             raise RunConfigMismatch(
                 f"run {self.run!r} exists in {self.url} with another configuration: {'; '.join(differences)}. "
-                "Use its configuration to continue it, or another run name to start anew."
+                "To resume it, use its configuration; to start a new run, choose another name."
             )
 
     def _where(self, path: str) -> str:
@@ -258,14 +258,14 @@ class RunStore:
 
     @contextmanager
     def _errors(self, action: str, path: str) -> Iterator[None]:
-        """Turns backends' exceptions into StoreErrors. UnsafePath: the path, perhaps out of a pointer, leads away."""
+        """Turns backends' exceptions into StoreErrors. Raises: UnsafePath: the path leads out of the run."""
         check_path(path)
         with _store_errors(action, self._where(path)):
             yield
 
 
 def scans(function: Callable) -> Callable:
-    """For a function of a RunStore that reads through its arrow_filesystem: RunStore.scan around each call."""
+    """A decorator: runs a function of a RunStore, which uses its arrow_filesystem, by RunStore.scan."""
 
     @functools.wraps(function)
     def scanning(store: RunStore, *arguments, **named):
@@ -284,7 +284,7 @@ def list_runs(url: str) -> list[str]:
 
 
 def read_file(url: str) -> bytes:
-    """A file anywhere in a store, by its URL. NotFound if nothing is there."""
+    """The content of a file anywhere in a store, by its URL. Raises: NotFound."""
     backend, path = _backend_of(url)
     root, _, name = path.rpartition("/")
     root = root or "/"
@@ -310,9 +310,9 @@ def _store_errors(action: str, where: str) -> Iterator[None]:
 
 
 def _differences(recorded: object, wanted: object, key: str = "") -> Iterator[str]:
-    """`dotted.key is A, asked for B` for every leaf that differs."""
+    """`dotted.key is A, but B is given`, for every setting that differs."""
     if isinstance(recorded, dict) and isinstance(wanted, dict):
         for name in sorted(recorded.keys() | wanted.keys()):
             yield from _differences(recorded.get(name), wanted.get(name), f"{key}.{name}" if key else name)
     elif recorded != wanted:
-        yield f"{key} is {recorded!r}, asked for {wanted!r}"
+        yield f"{key} is {recorded!r}, but {wanted!r} is given"

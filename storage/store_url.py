@@ -4,8 +4,8 @@ import re
 from urllib.parse import unquote, urlsplit
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-# KEY:SECRET@ before the bucket, also encoded, and where a slash is missing or too many. A secret key may have '/' in
-# it, so the '@' may come later, or not at all.
+# KEY:SECRET@ before the bucket, also percent-encoded, and with a missing or an additional slash. A secret key may
+# contain '/', so the '@' may be in a later part of the URL, or missing.
 CREDENTIALS = r"^([sS]3:/*[^/]*(@|:|%40|%3[aA])|[^/]*/*[^/]*:[^/]*@|[^/]*//+[^/]*@)"
 _RULE = "a store is file:///absolute/folder or s3://bucket/prefix"
 
@@ -13,12 +13,12 @@ _RULE = "a store is file:///absolute/folder or s3://bucket/prefix"
 def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:
     """Scheme (file or s3) and root: the folder, or bucket/prefix.
 
-    Raises: ValueError: it is no store's URL; the message begins with `setting`.
+    Raises: ValueError: the URL is not a store's; the message begins with `setting`.
     """
     if re.match(CREDENTIALS, url):
         raise ValueError(
             f"{setting}: the URL holds credentials; give them in AWS's environment variables or files instead, and "
-            "replace them if anybody may have seen them"
+            "replace them if another person may have seen them"
         )
     if not url.isprintable() or url != url.strip():
         raise ValueError(f"{setting}: the URL begins or ends with a space, or has a control character; {_RULE}")
@@ -51,5 +51,5 @@ def _bucket_and_prefix(bucket: str, prefix: str, setting: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """The URL without anything that may be a secret: an authority with a '=', or with a ':' (KEY:SECRET or a port)."""
+    """The URL without parts that may be secret: all from an authority with '=' or ':' (KEY:SECRET, or a port)."""
     return re.sub(r"//[^/]*[:=].*", "//…", url)

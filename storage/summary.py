@@ -1,4 +1,4 @@
-"""summary.json: what a run came to, computed from the store alone."""
+"""summary.json: the result of a run, computed from the store alone."""
 
 import json
 import math
@@ -17,7 +17,7 @@ MAX_REFUSED = 100  # refused shards that a summary names; `tba verify` names all
 
 
 class _Summary(BaseModel, extra="allow"):
-    """The fields of summary.json that are computed with."""
+    """The fields of summary.json that this project computes with."""
 
     steps: int | None = None
     trajectories: int | None = None
@@ -26,8 +26,8 @@ class _Summary(BaseModel, extra="allow"):
 
 
 def read_summary(store: RunStore) -> dict | None:
-    """What a finished run came to; None before its end. DamagedRecord: it cannot be read."""
-    found = store.read_json(_PATH, _Summary, remedy="Delete it: the same `tba train` writes it again.")
+    """The summary of a finished run; None before its end. Raises: DamagedRecord: it cannot be read."""
+    found = store.read_json(_PATH, _Summary, remedy="Delete it; the same `tba train` writes it again.")
     return found and found.model_dump(exclude_unset=True)
 
 
@@ -36,9 +36,9 @@ def is_finished(store: RunStore) -> bool:
 
 
 def summarise(store: RunStore) -> dict:
-    """Writes `summary.json` and returns it. Shares are of time; definitions are beside each key's computation.
+    """Writes `summary.json` of a trained run and returns it. Shares are shares of time.
 
-    The run is trained. Shards that no sync met are checked first, so that the summary names every refused one.
+    First checks the shards that no sync took in, so that the summary names every refused one.
     """
     intake.refuse_rest(store)
     refused = intake.refusals(store)
@@ -51,7 +51,7 @@ def summarise(store: RunStore) -> dict:
     training = [(step["started_at"], step["ended_at"]) for step in steps]
     sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
     num_attempts = queries.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
-    # Of the Trainer's time from its first step to its last: a resumed run's standstill is nobody's waiting.
+    # Of the time from the Trainer's first step to its last. The time between attempts of a resumed run does not count.
     wait_s = sum(step["wait_s"] for step in steps[1:])
     summary = {
         "run": store.run,
@@ -75,7 +75,7 @@ def summarise(store: RunStore) -> dict:
         "attempts": num_attempts,
         "num_refused_shards": len(refused),
         "refused_shards": {refusal.shard: "; ".join(refusal.reasons) for refusal in refused[:MAX_REFUSED]},
-        "note": None if rounds else "no Searcher took part, so there was no engine to measure accuracy with",
+        "note": None if rounds else "accuracy was not measured, because no Searcher, and so no engine, took part",
         "finished_at": datetime.now(UTC).isoformat(),
     }
     store.put(_PATH, json.dumps(summary, indent=1).encode())
@@ -88,9 +88,9 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def idle_share(rounds: list[dict]) -> float | None:
-    """Of the Searchers' time, each from its first round to its last, the share spent neither sampling nor scoring.
+    """Share of the Searchers' time, each from its first round to its last, that is outside their rounds.
 
-    None: there was no Searcher, or its clock stood still.
+    None: there was no Searcher, or no time passed by its clock.
     """
     busy = present = timedelta()
     for searcher in {row["searcher"] for row in rounds}:
@@ -101,9 +101,9 @@ def idle_share(rounds: list[dict]) -> float | None:
 
 
 def evaluation_share(store: RunStore, rounds: list[dict]) -> float | None:
-    """Of the time in which a Searcher sampled, scored or evaluated, the share with an evaluation, undone ones included.
+    """Share of the time in which Searchers sampled, scored or evaluated that had an evaluation, undone ones included.
 
-    None: nothing was evaluated, or an older version did not measure how long that took.
+    None: no policy was evaluated, or an older version did not measure the duration.
     """
     rows = queries.query(store, "SELECT created_at, seconds FROM stored_evaluations WHERE seconds > 0").to_pylist()
     if not rows:
@@ -114,7 +114,7 @@ def evaluation_share(store: RunStore, rounds: list[dict]) -> float | None:
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals in order."""
+    """The union of intervals, as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -125,7 +125,7 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def intersection(these: list[Interval], those: list[Interval]) -> list[Interval]:
-    """The time in both, each given as disjoint intervals in order. Linear: a long run has many."""
+    """The intersection of two lists of disjoint intervals in order. Takes linear time, because a long run has many."""
     both, i, j = [], 0, 0
     while i < len(these) and j < len(those):
         start, end = max(these[i][0], those[j][0]), min(these[i][1], those[j][1])

@@ -1,20 +1,21 @@
-"""Upkeep of the buffer: old trajectories expire, small shards become one file. Each in two steps, `grace` apart.
+"""Upkeep of the buffer: expires old trajectories and compacts small shards, each in two steps that are `grace` apart.
 
     expired/searcher=<id>/through=00000041.json             first step: rounds up to 41 no longer count
     trajectories/compacted/<id>-00000000-00000031.parquet   first step: counts instead of the shards of these rounds
     files that no longer count                              second step, a later call: deleted after `grace`
     expired/clock                                           a probe, written to read the store's clock
 
-Ages are by one clock, the store's: when it wrote a file, and the probe. The clocks of Searchers and of this machine may
-be wrong. A compacted file keeps when its shards were written. A store that was copied begins to age at the copy.
+Ages are by the store's clock: the times at which it wrote a file and the probe. The clocks of Searchers and of this
+machine may be wrong. A compacted file keeps the times at which its shards were written. If a store is copied, ages
+begin at the copy.
 
 Marked files get no new readers; existing readers have `grace` to finish. If a call is killed, each round counts in one
 place or not at all, and the next call continues.
 
 Only the oldest rounds of a searcher expire, and never its last one. So the remaining rounds have no gaps, and the next
-round has the number that follows. In a run that is not finished, all trajectories stay that a resume from a kept
-checkpoint would draw as recent, and all later ones. The draw of an earlier step cannot be repeated once one of its
-trajectories has expired; the ledger keeps the ids. Compaction changes no row and no query's answer.
+round has the number that follows. In an unfinished run, the trajectories that a resume from a kept
+checkpoint would draw as recent stay, and all later ones. The draw of an earlier step cannot be repeated once one of its
+trajectories has expired; the ledger keeps the ids. Compaction changes neither rows nor the answers of queries.
 """
 
 import json
@@ -61,10 +62,10 @@ _CLOCK = "expired/clock"
 
 @scans
 def expire(store: RunStore, max_age: timedelta | None, keep: int | None, min_size: int) -> dict[str, int]:
-    """Mark as expired the trajectories that were committed longer than `max_age` ago or are beyond the newest `keep`.
+    """Marks trajectories as expired that were committed longer than `max_age` ago or are beyond the newest `keep`.
 
-    Whole files only; the newest `min_size` trajectories stay in any case. Returns per searcher the last round of those
-    that expire now.
+    Only whole files expire, and the newest `min_size` trajectories stay. Returns per searcher the last round that
+    expires now.
     """
     finished, steps, now = is_finished(store), checkpoints.list_checkpoints(store), _now(store)
     before = None if max_age is None else now - max_age
@@ -88,10 +89,9 @@ def expire(store: RunStore, max_age: timedelta | None, keep: int | None, min_siz
 
 
 def compact(store: RunStore) -> int:
-    """Write each block of small shards as one file. Returns how many files were written.
+    """Writes each block of small shards as one file. Returns the number of files written.
 
-    A block whose searcher has not gone beyond it, or of which a round is missing, expired, refused or broken, stays as
-    it is.
+    A block is left as it is if it is its searcher's last one, or if a round of it is missing, expired, refused or torn.
     """
     files, expired, num_files = files_named(store.list("trajectories")), expired_through(store), 0
     blocks, rounds, refused = compacted_blocks(files), defaultdict(list), refused_rounds(store)
@@ -114,13 +114,13 @@ def compact(store: RunStore) -> int:
 
 
 def _compact(store: RunStore, searcher: str, block: int, written: dict[str, datetime]) -> bool:
-    """Whether a file was written."""
+    """Compacts one block. Returns whether a file was written."""
     tables, num_bytes = [], 0
     paths = [shard_path(searcher, number) for number in rounds_of(block)]
     for number, path in zip(rounds_of(block), paths, strict=True):
         try:
             table = read_file(store, path)
-        except (NotFound, TornShard):  # verify and audit name it
+        except (NotFound, TornShard):  # verify and audit report it
             return False
         num_bytes += table.nbytes
         if num_bytes > MAX_BLOCK_BYTES or origins_of(table) != {(searcher, number)} or path not in written:
@@ -136,7 +136,7 @@ def _compact(store: RunStore, searcher: str, block: int, written: dict[str, date
 
 
 def delete_superseded(store: RunStore, grace: timedelta) -> int:
-    """Delete files that expired, and shards that were compacted, at least `grace` ago; their rewards, too.
+    """Deletes files that expired, and shards that were compacted, at least `grace` ago, and their rewards.
 
     Returns the number of deleted files of trajectories.
     """
@@ -165,7 +165,7 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
 
 
 def _is_whole(store: RunStore, path: str) -> bool:
-    """Of a compacted file. If it is broken, which verify and audit report, its shards are never deleted."""
+    """Whether a compacted file is whole. The shards of a torn one, which verify and audit report, are never deleted."""
     try:
         read_file(store, path)
     except (NotFound, TornShard):
@@ -174,7 +174,7 @@ def _is_whole(store: RunStore, path: str) -> bool:
 
 
 def _now(store: RunStore) -> datetime:
-    """By the store's clock."""
+    """The time by the store's clock."""
     store.put(_CLOCK, b"")
     return _written_at(store, "expired")[_CLOCK]
 
@@ -200,7 +200,7 @@ def _written_table(store: RunStore) -> pa.Table:
 
 
 def _times_kept(store: RunStore, file: File) -> list[datetime] | None:
-    """When the shards of a compacted file were written; None: not recorded, as by older versions, or torn."""
+    """When the shards of a compacted file were written; None: not recorded by an older version, or torn."""
     with suppress(TornShard, NotFound, ValidationError):
         recorded = (read_file(store, file.path).schema.metadata or {}).get(_WRITTEN_AT, b"null")
         times = _TIMES.validate_json(recorded)

@@ -1,12 +1,15 @@
-"""The proof that a run's store is whole: `tba verify RUN`.
+"""Checks that a run's store is whole: `tba verify RUN`.
 
-    shards       every one whole and valid, under its own name, none refused, no round missing, no trajectory twice
-    ledger       every trained trajectory is stored, every step that counts recorded, syncs match the shards
-    policies     every one still stored has the published files and weights, latest.json and best.json name one,
-                 every trajectory of this run was sampled by a policy that was published
-    checkpoints  every one that training could resume from is whole
+    shards       each is whole and valid, has its own name and is not refused; no round is missing; no trajectory is
+    there
+                 twice
+    ledger       each trained trajectory is stored, each step that counts is recorded, syncs match the shards
+    policies     each stored one has the published files and weights; latest.json and best.json name one; each
+                 trajectory of this run was sampled by a published policy
+    checkpoints  each that training could resume from is whole
 
-A killed process's unfinished writes are no fault. Pointers are read before the files that they name: the run may train.
+Unfinished writes of a killed process are no fault. The run may train meanwhile: pointers are read before the files that
+they name.
 """
 
 import itertools
@@ -31,7 +34,7 @@ from storage.shards import round_of
 from storage.store import RunStore, transfer_all
 from storage.verify_shards import Fault, Shards, check_shards, duplicates, some
 
-_BETWEEN_WRITES_S = 2.0  # a Trainer's first policy is complete before latest.json names it
+_BETWEEN_WRITES_S = 2.0  # between the completion of an attempt's first policy and the change of latest.json
 
 _LEDGER = {
     "metrics/training": schema.TRAINING_STEP,  # before the batches: a step's metrics come after what it drew
@@ -57,10 +60,10 @@ class Report:
 
 
 def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report:
-    """fingerprint: the checksum of the weights in a policy's folder; any exception of it means that they do not load.
+    """Checks the run's store. Returns its faults.
 
-    None: a quick check of everything but the values in the shards (storage/rules.py) and the policies' weights.
-
+    fingerprint: computes the checksum of the weights in a policy's folder; any exception means that they do not load.
+    None: a quick check, without the values in the shards (storage/rules.py) and the policies' weights.
     Raises: NotFound: there is no such run. StoreUnreachable.
     """
     store.get("run.json")
@@ -81,7 +84,7 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
         _inconsistent_syncs(syncs, shards),
         _bad_policies(store, published, fingerprint) if fingerprint else (),
         _bad_pointers(store, pointers, published, shards),
-        _unpublished_speakers(shards, published),
+        _unpublished_policies(shards, published),
         _bad_checkpoints(store),
     )
     return Report(
@@ -94,7 +97,7 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
 
 
 def _torn_records(store: RunStore) -> Iterator[Fault]:
-    """Attempts, and policies' manifests."""
+    """Faults of attempts and policies' manifests that cannot be read."""
     of_attempts = [path for path in store.list("trainer") if path.startswith("trainer/attempt=")]
     manifests = [path for path in store.list("policies") if path.endswith(f"/{policies.MANIFEST}")]
 
@@ -141,7 +144,7 @@ def _unknown_trained(batches: pa.Table, shards: Shards) -> Iterator[Fault]:
         if not _is_expired(name, shards):
             ids_by_path[path].append(name)
     for path, ids in ids_by_path.items():
-        yield Fault("unknown trajectory", path, f"trained on {some(ids)}, but no shard holds them")
+        yield Fault("unknown trajectory", path, f"trained on {some(ids)}, but no shard has them")
 
 
 def _is_expired(name: str, shards: Shards) -> bool:
@@ -153,13 +156,13 @@ def _is_expired(name: str, shards: Shards) -> bool:
 
 
 def _effective_steps(resumes: list[dict], rows: pa.Table) -> set[int]:
-    """The steps whose entries count. Steps after a checkpoint that training resumed from do not."""
+    """The steps whose entries count. Steps after a checkpoint that training resumed from do not count."""
     places = set(zip(rows["attempt"].to_pylist(), rows["step"].to_pylist(), strict=True))
     return {step for attempt, step in places if ledger.counts(attempt, step, resumes)}
 
 
 def _unrecorded_steps(resumes: list[dict], entries: dict[str, pa.Table]) -> Iterator[Fault]:
-    """Steps are recorded in order, and those up to a checkpoint before it."""
+    """Missing draws: steps are recorded in order, and steps up to a checkpoint before the checkpoint."""
     batches = _effective_steps(resumes, entries["batches"])
     resumed_from = max((attempt["resumed_from"] for attempt in resumes), default=0)
     last = max(batches, default=0)
@@ -173,11 +176,11 @@ def _effective_syncs(store: RunStore) -> list[dict]:
     try:
         return ledger.effective_syncs(store, step=2**62)
     except DamagedRecord:
-        return []  # named already
+        return []  # a torn entry, which is among the faults already
 
 
 def _inconsistent_syncs(syncs: list[dict], shards: Shards) -> Iterator[Fault]:
-    """Each sync that counts took in the rounds after those of the sync before, all of them there."""
+    """Faults of syncs: each one that counts took in the rounds after those of the sync before, and all are stored."""
     following: dict[str, int] = defaultdict(int)
     for row in sorted(syncs, key=lambda row: row["sync"]):
         path, searcher = f"syncs/attempt={row['attempt']:08d}/sync={row['sync']:08d}.parquet", row["searcher"]
@@ -185,7 +188,9 @@ def _inconsistent_syncs(syncs: list[dict], shards: Shards) -> Iterator[Fault]:
         expired, refused = shards.expired.get(searcher, -1), shards.refused.get(searcher, set())
         starts = (following[searcher], expired + 1)  # a resume takes in again the rounds that have not expired
         if not any(start <= first <= _next_kept(start, refused) for start in starts):
-            yield Fault("sync out of order", path, f"{searcher}: from round {first}, expected {following[searcher]}")
+            yield Fault(
+                "sync out of order", path, f"{searcher}: begins at round {first}, expected {following[searcher]}"
+            )
         kept = range(max(first, expired + 1), last + 1)
         if missing := sorted(set(kept) - set(shards.rounds.get(searcher, []))):
             yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not stored")
@@ -217,7 +222,9 @@ def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Call
             yield Fault("damaged policy", path, f"its weights do not load ({type(error).__name__}: {error})")
         else:
             if found != manifest["fingerprint"]:
-                yield Fault("changed weights", path, f"published as {manifest['fingerprint']}, they are {found} now")
+                yield Fault(
+                    "changed weights", path, f"they were published as {manifest['fingerprint']} and are {found} now"
+                )
 
 
 def _read_pointer(store: RunStore, path: str) -> dict | str | None:
@@ -236,7 +243,7 @@ def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], s
             message = f"it names a policy of attempt {pointer['attempt']}, but a later attempt has published"
             time.sleep(_BETWEEN_WRITES_S)
         if path == policies.LATEST and pointer is None and shards.ids:
-            message = "it names no policy, but policies have sampled trajectories"
+            message = "it does not exist, but policies have sampled trajectories"
         if message and pointer == _read_pointer(store, path):  # otherwise it was replaced while policies were read
             yield Fault("broken pointer", path, message)
 
@@ -255,13 +262,13 @@ def _pointer_fault(pointer: dict | str | None, published: dict[str, dict]) -> st
     if manifest is None or manifest.get("pruned"):
         return f"it names {pointer['path']}, which is not complete"
     differing = [name for name in ("step", "fingerprint", "attempt") if pointer[name] != manifest[name]]
-    told = [f"{name} {pointer[name]}, the policy it names {manifest[name]}" for name in differing]
-    return f"it says {'; '.join(told)}" if told else None
+    told = [f"{name} {pointer[name]}, but the policy has {manifest[name]}" for name in differing]
+    return f"it has {'; '.join(told)}" if told else None
 
 
-def _unpublished_speakers(shards: Shards, published: dict[str, dict]) -> Iterator[Fault]:
+def _unpublished_policies(shards: Shards, published: dict[str, dict]) -> Iterator[Fault]:
     known = {(manifest["step"], manifest["fingerprint"]) for manifest in published.values()}
-    for (step, mark), path in shards.speakers.items():
+    for (step, mark), path in shards.policies.items():
         if (step, mark) not in known:
             message = f"sampled by weights {mark} as policy step {step}, which no Trainer published"
             yield Fault("unpublished policy", path, message)
@@ -274,5 +281,5 @@ def _bad_checkpoints(store: RunStore) -> Iterator[Fault]:
             if faults and found in checkpoints.list_checkpoints(store):
                 yield from (Fault("damaged checkpoint", path, message) for path, message in faults)
     for found in checkpoints.superseded_checkpoints(store):
-        message = f"attempt {found.attempt} was superseded from before step {found.step}: no run resumes from it"
-        yield Fault("superseded checkpoint", found.path, f"{message}, and the next checkpoint deletes it")
+        message = f"attempt {found.attempt} was superseded before step {found.step}, so no run resumes from it"
+        yield Fault("superseded checkpoint", found.path, f"{message}; the next checkpoint deletes it")

@@ -26,7 +26,7 @@ from storage.shards import (
 )
 from storage.store import RunStore, transfer_all
 
-WARM_START = "warm_start/plan.json"  # a list of the sources that searchers warm0, warm1, ... are copies of
+WARM_START = "warm_start/plan.json"  # a list of sources, whose copies have the searchers warm0, warm1, …
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
 
@@ -47,34 +47,36 @@ class Shards:
     expired: dict[str, int] = field(default_factory=dict)  # by searcher, the last round whose shard may be deleted
     ids: list[pa.ChunkedArray] = field(default_factory=list)  # trajectory ids, an array a shard
     refused: dict[str, set[int]] = field(default_factory=dict)  # by searcher, the rounds that do not count
-    copied: set[str] = field(default_factory=set)  # searchers that hold other runs' trajectories
-    speakers: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard it sampled
+    copied: set[str] = field(default_factory=set)  # searchers that are copies of a warm start's sources
+    policies: dict[tuple, str] = field(default_factory=dict)  # (policy_step, fingerprint): a shard that it sampled
 
 
 def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) -> Shards:
-    """limits: of the rules for trajectories; None: the values in the shards are not checked."""
+    """Checks all shards; appends to `faults`. limits: for the rules; None: values in the shards are not checked."""
     found, rounds_of = Shards(), defaultdict(set)
     paths = store.list("trajectories")
     files = files_named(paths)
     for path in sorted(set(paths) - {file.path for file in files}):
-        faults.append(Fault("stray file", path, "it is not named as a shard, so nothing reads it"))
+        faults.append(Fault("stray file", path, "its name is not a shard's, so it is not read"))
     found.expired = expired_through(store)  # after the listing: a shard is marked long before it is deleted
     stray = stray_files(files, found.expired)
     for file in sorted(stray, key=lambda file: file.path):
         faults.append(
-            Fault("stray file", file.path, "its rounds are far beyond the searcher's others: nothing reads it")
+            Fault("stray file", file.path, "its rounds are far beyond the searcher's others, so it is not read")
         )
     files = [file for file in files if file not in stray]
     for file in files:
         rounds_of[file.searcher].update(file.rounds)
     found.refused = refused_rounds(store)
-    faults += [Fault("refused shard", of.shard, f"not trained on: {'; '.join(of.reasons)}") for of in refusals(store)]
+    faults += [
+        Fault("refused shard", of.shard, f"the Trainer refused it: {'; '.join(of.reasons)}") for of in refusals(store)
+    ]
     found.copied = {f"warm{index}" for index in range(len(store.read_json(WARM_START, list[dict]) or []))}
     for searcher, rounds in rounds_of.items():
         for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
             path = shard_path(searcher, missing)
             faults.append(
-                Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but not this one")
+                Fault("missing round", path, f"{searcher} has committed round {max(rounds)}, but this round is missing")
             )
         found.rounds[searcher] = sorted(rounds)
         for of_block in by_block(rounds - found.refused.get(searcher, set())):  # bounds memory
@@ -88,7 +90,7 @@ def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) ->
 
 
 def _torn(store: RunStore, path: str) -> Fault | None:
-    """Of a compacted file: read_each reads its shards instead while they are there."""
+    """The fault of a torn compacted file. read_each would read its shards instead, while these exist."""
     try:
         read_file(store, path)
     except TornShard as error:
@@ -105,7 +107,7 @@ def _changed_copy(store: RunStore, file: File) -> Fault | None:
     except TornShard as error:
         return Fault("torn shard", file.path, str(error))
     if isinstance(counting, pa.Table) and not shard.equals(counting):
-        return Fault("changed copy", file.path, "the compacted file that counts in its place has other rows")
+        return Fault("changed copy", file.path, "the compacted file that replaces it has other rows")
 
 
 def _check_some_shards(
@@ -123,12 +125,12 @@ def _check_some_shards(
         path = shard_path(searcher, number)
         faults += [Fault("invalid shard", path, rule) for rule in broken]
         if (origins := origins_of(table)) - {(searcher, number)}:
-            faults.append(Fault("misplaced shard", path, f"its rows say (searcher, round) {sorted(origins, key=str)}"))
+            faults.append(Fault("misplaced shard", path, f"its rows name (searcher, round) {sorted(origins, key=str)}"))
         found.ids.append(table["trajectory_id"])
         if searcher in found.copied:
             continue  # sampled by another run's policies
-        speakers = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
-        found.speakers = dict.fromkeys(speakers, path) | found.speakers  # the first shard of each is named
+        sampled_by = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
+        found.policies = dict.fromkeys(sampled_by, path) | found.policies  # the first shard of each is named
 
 
 def duplicates(shards: Shards) -> Iterator[Fault]:
@@ -137,7 +139,7 @@ def duplicates(shards: Shards) -> Iterator[Fault]:
     counts = pa.chunked_array(chunk for ids in shards.ids for chunk in ids.chunks).value_counts()
     twice = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
     if twice:
-        yield Fault("duplicate trajectory", "trajectories", f"{some(twice)} in the shards more than once")
+        yield Fault("duplicate trajectory", "trajectories", f"{some(twice)}: more than once in the shards")
 
 
 def some(ids: list[str]) -> str:

@@ -19,9 +19,9 @@ class WordFile:
     """Tokens and log-probabilities of the stored trajectories, in one append-only temporary file of 4-byte words.
 
     A record is one trajectory: its number of prompt tokens, then prompt tokens, response tokens, behavior and reference
-    log-probabilities. Records are numbered from 0 in the order of arrival; a record stays when the index drops its
-    trajectory. The file has no name, so it is gone when the process ends, also when it is killed. It is read with
-    pread: in a memory map every page ever read would count as resident.
+    log-probabilities. Records are numbered from 0 in the order of arrival. A record stays when the index drops its
+    trajectory. The file has no name, so the system removes it when the process ends, also after a kill. It is read with
+    pread, because in a memory map every page ever read would count as resident memory.
     """
 
     COLUMNS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "reference_logprobs")
@@ -32,7 +32,7 @@ class WordFile:
         self._starts = array("q", [0])  # of each record in words, and of the next one
 
     def append(self, table: pa.Table) -> dict[str, np.ndarray]:
-        """Append each row's record. Returns the columns for the index: the record's number, the response's digest."""
+        """Appends each row's record. Returns two columns for the index: record number, digest of the response."""
         columns = [table[name].combine_chunks() for name in self.COLUMNS]
         ends = np.stack([column.offsets.to_numpy() for column in columns], axis=1)  # [rows + 1, columns]
         lengths = np.diff(ends, axis=0)
@@ -60,7 +60,7 @@ class WordFile:
             data, offset = data[written:], offset + written
 
     def read(self, records: np.ndarray) -> dict[str, pa.ListArray]:
-        """The records of the given numbers, in that order, as the four list columns."""
+        """The records with these numbers, in that order, as the four list columns of `COLUMNS`."""
         all_starts = np.frombuffer(self._starts, np.int64)
         begins, num_words = all_starts[records], all_starts[records + 1] - all_starts[records]
         places = zip((num_words * WORD_BYTES).tolist(), (begins * WORD_BYTES).tolist(), strict=True)

@@ -1,9 +1,9 @@
 """Alarms: signs that a run goes wrong, and the setting to change for each.
 
-A pure function of the rows of training_steps, in order. The Trainer calls it after each step, a report on the stored
-rows, and both get the same alarms. docs/metrics.md, "Alarms", has the thresholds.
+Alarms follow from the rows of training_steps, in order. The Trainer computes them after each step, and a report from
+the stored rows; both get the same alarms. docs/metrics.md, "Alarms", has the thresholds.
 
-A sync that took in trajectories shows as a change of `num_inserted`. The `fresh_` columns describe that sync.
+A change of `num_inserted` shows that a sync took in trajectories. The `fresh_` columns describe that sync.
 """
 
 import math
@@ -11,28 +11,30 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# Number of syncs in a mean: one sync is a dozen prompts, whose mean reward varies by 0.1.
+# Number of syncs in a mean. One sync has a dozen prompts, and its mean reward varies by 0.1.
 RECENT_SYNCS = 3
 # Fall of the mean reward below its best, as a share of the reward's range; an untapered loss on stale samples lost 0.4.
 REWARD_FALL = 0.20
-# A fall must also exceed so many standard deviations of a difference between two such means, as syncs scatter in this
-# run. In simulated healthy runs of 30 syncs of 12 peaked prompts, 0.20 alone raised the alarm in 16 %, both in 0.3 %.
+# A fall must also exceed this many standard deviations of the difference between two such means, estimated from this
+# run's syncs. In simulated healthy runs of 30 syncs of 12 peaked prompts, 0.20 alone raised the alarm in 16 %, both in
+# 0.3 %.
 REWARD_FALL_DEVIATIONS = 4.5
 MEDIAN_TO_DEVIATION = 0.954  # median of |a - b| of two normal numbers, in standard deviations of one
 # Nats a token. At 0.005 and 6 tokens 97 % of the responses to a prompt are identical.
 LOW_ENTROPY = 0.005
 # Of a reward in 0..1: the task is solved, and low entropy is no fault.
 SOLVED_REWARD = 0.95
-# Nats a token. Rounding to bfloat16 and another kernel's order of sums come to some 0.02; another temperature or model
-# to several times 0.1. Each policy step between adds to that: up to 0.12 was seen in a healthy run of the defaults.
+# Nats a token. Rounding to bfloat16 and another kernel's order of sums cause some 0.02; another temperature or model
+# several times 0.1. Each policy step of staleness adds up to 0.12 in a healthy run of the defaults.
 MISMATCH = 0.1
 MISMATCH_PER_POLICY_STEP = 0.15
 MISMATCH_STEPS = 5
-# Policy steps, and times the largest of the first syncs: 8 to 17 on a busy machine were seen to be trained on safely.
+# In policy steps, and as a multiple of the largest value of the first syncs. Runs on busy machines trained well at 8 to
+# 17.
 STALE = 16.0
 STALENESS_GROWTH = 2.0
-FIRST_SYNCS = 6  # the buffer fills during the first, and rounds settle
-# Without a new shard for this time, the Searchers have stopped, or a round takes far too long.
+FIRST_SYNCS = 6  # in these the buffer fills and the length of rounds settles
+# After so many seconds without a new shard, the Searchers have stopped, or a round takes far too long.
 SEARCHERS_SILENT_S = 300.0
 
 
@@ -44,11 +46,11 @@ class Alarms:
         """Messages of the alarms that are on, by name: the observation, and the setting to change."""
         self._num_inserted = None
         self._is_first_sync = True
-        self._rewards: list[float] = []  # these, a value a sync
-        self._reward_means: list[float] = []  # over RECENT_SYNCS, from the sync on that completes the first
+        self._rewards: list[float] = []  # as _entropies and _staleness: one value for each sync
+        self._reward_means: list[float] = []  # of RECENT_SYNCS syncs each
         self._entropies: list[float] = []
         self._staleness: list[float] = []
-        self._num_mismatches = 0  # steps running
+        self._num_mismatches = 0  # consecutive steps above the threshold
 
     def see(self, row: Mapping) -> dict[str, str]:
         """The alarms after one more step. row: of training_steps; a value that is None or missing was not measured."""
@@ -65,8 +67,8 @@ class Alarms:
         self._set(
             "searchers_silent",
             silent_s >= SEARCHERS_SILENT_S,
-            f"no new shard for {silent_s:.0f} s: have the Searchers stopped? Their flow runs' logs in Prefect say why. "
-            "If their rounds take long, lower search.prompts_per_round",
+            f"no new shard for {silent_s:.0f} s. If the Searchers have stopped, their flow runs' logs in Prefect have "
+            "the reason; if their rounds take long, lower search.prompts_per_round",
         )
         return self.on
 
@@ -137,7 +139,7 @@ class Alarms:
             self._num_mismatches >= MISMATCH_STEPS,
             f"log-probabilities disagree: Trainer and engine differ by {seen:.2g} nats a token on rows of the newest "
             f"policy, for {self._num_mismatches} steps. Set search.temperature to train.temperature and search.top_p "
-            "to 1; if they are, lower train.learning_rate or train.sync_interval, or the engine computes another model",
+            "to 1. If they are so already, lower train.learning_rate or train.sync_interval",
         )
 
 
@@ -147,12 +149,12 @@ def _recent(values: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Span:
-    """The span of steps in which an alarm was on."""
+    """A span of steps in which an alarm was on."""
 
     name: str
     first_step: int
     last_step: int
-    message: str  # when it went on
+    message: str  # the alarm's message when it went on
 
 
 def spans(rows: Iterable[Mapping]) -> list[Span]:

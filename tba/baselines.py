@@ -31,7 +31,7 @@ CLIP = 0.2  # importance ratios count between 1 - CLIP and 1 + CLIP, as in TRL a
 class Terms:
     """The inputs of a loss."""
 
-    policy: Tensor  # [B, K, T] with gradient; 0 behind a response's end, as the next two
+    policy: Tensor  # [B, K, T] with gradient; like behavior and reference, 0 behind a response's end
     behavior: Tensor  # [B, K, T]
     reference: Tensor  # [B, K, T]
     is_token: Tensor  # [B, K, T]
@@ -39,7 +39,7 @@ class Terms:
 
 
 def terms_of(draws: Sequence[Draw], policy_logprobs: list[Tensor]) -> Terms:
-    """policy_logprobs: of each prompt's distinct responses, one after the other: [tokens of all]."""
+    """The inputs of a loss. policy_logprobs: for each prompt, its distinct responses' tokens, concatenated."""
     device = policy_logprobs[0].device
     policy = []
     for draw, flat in zip(draws, policy_logprobs, strict=True):

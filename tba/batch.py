@@ -1,4 +1,4 @@
-"""What a training step learns from: a batch of draws.
+"""The input of a training step: a batch of draws.
 
 Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones among them.
 """
@@ -28,15 +28,15 @@ class Draw:
 
 @dataclass(frozen=True)
 class Batch(Generic[Record_co]):
-    """The draws of one step, and what the ledger and the metrics say of them."""
+    """The draws of one step, with their metrics and their record for the ledger."""
 
     draws: list[Draw]
-    facts: Metrics  # of the replay buffer and the draw: staleness, the rate of draws, what the newest sync took in
-    record: Record_co  # the replay buffer's own form of the batch, which the ledger receives as it is
+    facts: Metrics  # metrics of buffer and draw: staleness, rate of draws, the newest sync
+    record: Record_co  # the batch in the replay buffer's form, which the ledger receives unchanged
 
 
 def passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:
-    """Micro-batches of whole prompts, and prompts that one pass cannot hold, in parts that it can."""
+    """Micro-batches of whole prompts; and, split into parts, prompts whose responses exceed `max_tokens`."""
     whole, split = [], []
     for micro_batch in in_passes(draws, lambda draw: draw.group.num_tokens, max_tokens):
         parts = micro_batch[0].group.split(max_tokens)

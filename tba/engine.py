@@ -1,4 +1,4 @@
-"""Generation: vLLM where it is installed, transformers' generate elsewhere. Both swap policies in place."""
+"""Generation: vLLM if it is installed, else transformers' generate. Both replace the policy's weights in place."""
 
 import importlib.util
 import os
@@ -19,14 +19,14 @@ ENGINE_SHARE = 0.6
 class Response:
     """One sampled continuation of a prompt."""
 
-    tokens: list[int]  # with the token that stopped it
+    tokens: list[int]  # including the stop token
     logprobs: list[float]  # of each token as it was sampled: after temperature and top-p
     finish_reason: str  # "stop" or "length"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. Temperature 0 is greedy."""
+    """Settings of sampling. Temperature 0 is greedy."""
 
     num_samples: int
     temperature: float
@@ -69,8 +69,9 @@ class PolicyLoader:
     def load_policy(self, folder: str) -> str:
         """Streams the weights into the model and returns the fingerprint of these weights.
 
-        The CPU backend packs matrices for its kernels and drops the originals, so not all weights of a served model can
-        be read back. Those that can (embeddings, norms) are compared with the files; a difference is an error.
+        The CPU backend packs matrices for its kernels and drops the originals, so some weights of a served model cannot
+        be read back. The others (embeddings, norms) are compared with the files.
+        Raises: RuntimeError: they differ.
         """
         served = Fingerprint()
 
@@ -84,7 +85,9 @@ class PolicyLoader:
         for name, tensor in read_weights(folder):
             parameter = parameters.get(name)
             if parameter is not None and parameter.shape == tensor.shape and not (parameter.cpu() == tensor).all():
-                raise RuntimeError(f"engine: {name} differs from {folder} after loading: the policy was not delivered")
+                raise RuntimeError(
+                    f"engine: {name} differs from {folder} after loading, so the engine does not serve the policy"
+                )
         return served.hexdigest()
 
 

@@ -1,8 +1,8 @@
-"""Functions that settings name as `module:function`: of rewards and data, from the working folder or a package.
+"""Functions of rewards and data that settings name as `module:function`, from the working folder or a package.
 
-A configuration may come from others: run.json is in a store. So Python's own modules (`os:system`) and this project's
-are refused, before anything is imported. Of a package, only what looks like a reward is called: packages have
-functions, too, that start a process (docs/security.md).
+A configuration may come from other people, because run.json is in a store. So modules of Python's standard library
+(`os:system`) and of this project are refused before anything is imported. A package's function is called only if its
+signature is that of a reward, because packages also have functions that start processes (docs/security.md).
 """
 
 import functools
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 OURS = {"flows", "infra", "storage", "tba"}
-OF_THE_REPOSITORY = {"docs", "tests"}  # in a checkout they lie in the working folder, and are not the user's
+OF_THE_REPOSITORY = {"docs", "tests"}  # in the working folder of a checkout, but not the user's
 FILES = (".jsonl", ".parquet")
 
 
@@ -30,13 +30,13 @@ def check_function_name(name: str, field: str) -> None:
         raise ValueError(f"{field}: got {name!r}; a name that begins with '__' is Python's own. Name a function")
     if parts[0] in OURS:
         raise ValueError(
-            f"{field}: got {name!r}; {parts[0]} is a part of this project, which has no such functions. Write one in a "
+            f"{field}: got {name!r}; {parts[0]} is a part of this project, which is not allowed. Write a function in a "
             "file of the working folder"
         )
     if _is_pythons(parts[0]):
         raise ValueError(
-            f"{field}: got {name!r}; {parts[0]} is of Python's standard library. Name a function of the working folder "
-            f"or of an installed package; a file of yours that is called {parts[0]}.py needs another name"
+            f"{field}: got {name!r}; {parts[0]} is in Python's standard library. Name a function of the working folder "
+            f"or of an installed package; if {parts[0]}.py is a file of yours, give it another name"
         )
 
 
@@ -76,7 +76,7 @@ def is_users_own(name: str) -> bool:
 
 
 def _is_pythons(package: str) -> bool:
-    """Whether it is of the standard library, and no file of the working folder takes its place."""
+    """Whether the package is the standard library's, and no file of the working folder replaces it."""
     if package not in sys.stdlib_module_names:
         return False
     folder, loaded = Path.cwd(), sys.modules.get(package)
@@ -87,7 +87,7 @@ def _is_pythons(package: str) -> bool:
 
 
 def _home(function) -> str:
-    """The module that defines the function, also one with some of its arguments given."""
+    """The module that defines a function; for a functools.partial, that of its function."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", None) or ""

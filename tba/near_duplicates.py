@@ -7,7 +7,7 @@ near-duplicate comes later. The published code would replace it.
 
 from collections.abc import Sequence
 
-# The best responses of each prompt that new ones are compared with: each comparison costs time in each round.
+# Number of the best responses to each prompt that new ones are compared with; each comparison takes time in each round.
 REMEMBERED = 1000
 
 

@@ -1,4 +1,4 @@
-"""The reference policy: the model that training started from, which the objective keeps the policy near."""
+"""The reference policy: the model that training started from. The objective keeps the policy near it."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -11,7 +11,8 @@ from tba.logprobs import load_policy, response_logprobs
 from tba.precision import default_device
 from tba.shared_prefix import Group, in_passes
 
-# Tokens of a forward pass. Its widest tensors are some 20,000 numbers a token in models of 7 B parameters: 0.6 GB each.
+# Tokens of a forward pass. In models of 7 B parameters the widest tensors have some 20,000 numbers a token: 0.6 GB
+# each.
 PASS_TOKENS = 16_384
 
 

@@ -6,8 +6,8 @@
 
 is `my_rewards:brief`. A function that returns a reward function is called with the literals in its name:
 `trl.rewards:get_soft_overlong_punishment(max_completion_len=256, soft_punish_cache=64)`. The columns are
-`completion_ids` (tokens), `prompt_id`, `answer` (None where the task does not ask that prompt) and the dataset's own.
-Of a chat, prompts are lists of messages and completions lists of one. A reward of None does not apply.
+`completion_ids` (tokens), `prompt_id`, `answer` (None if the task has no such prompt) and the dataset's own columns.
+For a chat, prompts are lists of messages, and completions are lists of one message. None: the reward does not apply.
 """
 
 import ast
@@ -50,7 +50,7 @@ class FunctionReward:
 
     @property
     def source(self) -> str:
-        """Text that changes when the function's source or its arguments change; functions it calls do not count."""
+        """Text that changes with the function's source and arguments, but not with the functions that it calls."""
         try:
             return self._arguments + inspect.getsource(self._function)
         except (OSError, TypeError):  # an object with __call__, or made at a prompt
@@ -104,11 +104,11 @@ class RewardedTask:
         self._missing_eos_reward = missing_eos_reward
         names = [part.name for part, _ in self._parts]
         if len(set(names)) < len(names):
-            raise ValueError(f"task.rewards: {', '.join(names)} has a name twice; stored components go by name")
+            raise ValueError(f"task.rewards: {', '.join(names)} has a name twice, but rewards are stored by name")
         self.version = self._version()
 
     def check(self, tokenizer) -> None:
-        """Raises: ValueError: a reward does not work. A reward with models has a check of its own."""
+        """Tries each reward on one problem. Raises: ValueError: a reward fails. Rewards with models have own checks."""
         problem = self.train[0]
         answer = problem.answer or "none"
         for part, _ in self._parts:
@@ -135,7 +135,7 @@ class RewardedTask:
             applying = [(name, weight, value) for name, weight, value in values if value is not None]
             if not applying:
                 raise ValueError(
-                    f"task.rewards: none applies to {problem.prompt_id}; leave the problem out of the data"
+                    f"task.rewards: no reward applies to prompt {problem.prompt_id}; leave it out of the data"
                 )
             of_response = {name: float(value) for name, _, value in applying}
             total = sum(weight * float(value) for _, weight, value in applying)
@@ -146,7 +146,7 @@ class RewardedTask:
         return Scores(rewards, components)
 
     def _version(self) -> str:
-        """The task's version if no other reward counts; else a name with a digest of all that decides the reward."""
+        """The task's version, if only its own reward counts; else the name with a digest of all rewards and weights."""
         if self._parts == [(self.task, 1.0)] and self._missing_eos_reward is None:
             return self.task.version
         parts = [
@@ -174,12 +174,12 @@ def load_reward(name: str) -> FunctionReward:
         named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         made = function(*positional, **named)
     except Exception as error:  # not Python, not literals, or refused by the function
-        raise ValueError(f"reward {name}: cannot be called so ({type(error).__name__}: {error})") from error
+        raise ValueError(f"reward {name}: the call failed ({type(error).__name__}: {error})") from error
     return FunctionReward(made, path, parenthesis + arguments)
 
 
 def _check_looks_like_reward(function: Callable, name: str, is_called: bool) -> None:
-    """Before a package's function is called with anything: most packages have some that start a process or read code.
+    """Checks a package's function before any call, because packages have functions that start processes or run code.
 
     Raises: ValueError: it is not of TRL's signature, or, if `is_called`, not annotated to return a function.
     """
@@ -210,13 +210,15 @@ def _checked(
     except Exception as error:  # a user's code may raise anything
         raise ValueError(f"reward {name} failed ({type(error).__name__}: {error})") from error
     if len(values) != len(responses):
-        raise ValueError(f"reward {name}: {len(values)} rewards for {len(responses)} responses; one each is expected")
+        raise ValueError(
+            f"reward {name}: got {len(values)} rewards for {len(responses)} responses; return one for each"
+        )
     for problem, response, value in zip(problems, responses, values, strict=True):
         if is_function and value is None:
             continue
         if not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(
-                f"reward {name}: that of {problem.prompt_id} for response {response!r} is {value!r}; "
+                f"reward {name}: got {value!r} for prompt {problem.prompt_id} and response {response!r}; "
                 "a reward is a finite number"
             )
     return values

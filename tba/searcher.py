@@ -1,4 +1,4 @@
-"""The Searcher: samples responses with a slightly old policy and scores them.
+"""The Searcher: samples responses by a slightly old policy and scores them.
 
 Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.py commits the round.
 
@@ -7,8 +7,8 @@ Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.p
     waits for     nothing: Trajectory Balance learns from the responses of any policy
     unblocks      the Trainer's first batch; later no process waits for it
 
-It keeps no state: a round's prompts follow from (seed, searcher, round). It can be killed, added or removed at any
-time.
+A Searcher keeps no state that a run needs: a round's prompts follow from (seed, searcher, round). It can be killed,
+added or removed at any time.
 """
 
 import random
@@ -29,7 +29,7 @@ from tba.tasks.base import Problem, stop_tokens
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a Searcher is. Its prompts follow from name and seed; its trajectories say name and code version."""
+    """The identity of a Searcher. Prompts follow from name and seed; trajectories have name and code version."""
 
     name: str
     seed: int
@@ -38,7 +38,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Models:
-    """What a Searcher computes with."""
+    """The models of a Searcher."""
 
     tokenizer: PreTrainedTokenizerBase
     engine: Engine
@@ -47,7 +47,7 @@ class Models:
 
 @dataclass(frozen=True)
 class ServedPolicy:
-    """The policy that the engine serves; `Searcher.load` makes it."""
+    """The policy that the engine serves, as `Searcher.load` returns it."""
 
     step: int
     fingerprint: str  # of the weights that the engine took in
@@ -55,17 +55,17 @@ class ServedPolicy:
 
 @dataclass(frozen=True)
 class Question:
-    """A problem of a round, and how its responses are drawn."""
+    """A problem of a round, with the settings by which its responses are sampled."""
 
     problem: Problem
-    prompt_tokens: list[int]  # as trained on: without the system prompt
+    prompt_tokens: list[int]  # as trained on, without the system prompt
     sampling: Sampling
-    system_prompt: str  # that the responses are drawn behind; "": none
+    system_prompt: str  # before the prompt in sampling; "": none
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response to a question, with what it is worth."""
+    """A response to a question, with its reward and its reference log-probabilities."""
 
     question: Question
     response: Response
@@ -110,13 +110,13 @@ class Searcher:
         self._near_duplicates = NearDuplicates(distance) if distance else None
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
-        """Serves the policy in `folder` from the next round on."""
+        """Loads the policy in `folder` into the engine, for the next round."""
         return ServedPolicy(policy_step, self._engine.load(folder))
 
     def round(self, number: int, policy: ServedPolicy) -> Round:
-        """One round of the policy that was loaded last: sample, reward, score under the reference policy.
+        """Samples one round from the policy that was loaded last, and adds rewards and reference log-probabilities.
 
-        Raises: ValueError: the reward function returned something that is not a finite number.
+        Raises: ValueError: a reward failed, or is not a finite number.
         """
         started = datetime.now(UTC)
         questions = self._questions(number)
@@ -143,13 +143,13 @@ class Searcher:
         )
 
     def _questions(self, number: int) -> list[Question]:
-        """The questions of a round: the same whenever it is tried again."""
+        """The questions of a round; a repeated round has the same ones."""
         chance = random.Random(f"{self._identity.seed}/{self._identity.name}/{number}")  # noqa: S311 - repeatable
         problems = chance.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
         return [Question(problem, problem.encode(self._tokenizer), *self._explored(chance)) for problem in problems]
 
     def _answers(self, questions: list[Question], responses: list[list[Response]]) -> list[Answer]:
-        """responses: to each question."""
+        """The answers of a round. responses: of each question."""
         pairs = [(asked, response) for asked, of in zip(questions, responses, strict=True) for response in of]
         problems, flat = [asked.problem for asked, _ in pairs], [response for _, response in pairs]
         references = self._reference.logprobs(
@@ -164,7 +164,7 @@ class Searcher:
         ]
 
     def _distinct(self, number: int, answers: list[Answer]) -> list[Answer]:
-        """Without near-duplicates, where those are dropped; one at least: a round is not empty."""
+        """The answers without near-duplicates, if the settings drop these; at least one, so a round is not empty."""
         if not self._near_duplicates:
             return answers
         prompt_ids = [answer.question.problem.prompt_id for answer in answers]
@@ -173,7 +173,7 @@ class Searcher:
         return [answer for answer, is_kept in zip(answers, keeps, strict=True) if is_kept] or answers[:1]
 
     def _explored(self, chance: random.Random) -> tuple[Sampling, str]:
-        """Sampling settings and system prompt for the responses to a prompt: configured, or explored.
+        """Sampling settings and system prompt for a prompt: as configured, or drawn at random for exploration.
 
         TBA's code explores each with probability 0.3.
         """

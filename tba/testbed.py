@@ -1,13 +1,13 @@
-"""A testbed in which a training run takes seconds: a small policy learns to add, from samples of an enforced age.
+"""A testbed whose training runs take seconds: a small policy learns to add, from samples of an enforced age.
 
 Step t trains on B prompts x K responses. The policy of step max(0, t - 1 - lag) samples them, without replay, unless
 another `Experience` is given. The objectives are the Trainer's own (tba.objective, tba.baselines), as are schedule,
 optimizer and clipping; sampling and scoring are written for this one small policy.
 
 The policy is a transformer of 27,000 parameters whose tokens are characters. It writes the last digit of a sum first.
-It was trained on answers of which most forget a carry, and answers some two fifths of held-out sums correctly.
-Supervised training on correct answers brings it to nearly all. Runs are seeded: the same code gives the same runs on
-the same machine.
+Its pretraining uses answers of which most forget a carry, so it answers some two fifths of held-out sums correctly.
+After supervised training on correct answers alone it answers nearly all. Runs are seeded: the same code gives the same
+runs on the same machine.
 
 Dimensions: B prompts, K responses to each, U <= B * K distinct ones, N responses of any prompts, P prompt tokens, T
 response tokens at most, V characters, D width, H heads.

@@ -1,6 +1,6 @@
 """The Trainer: steps the policy with the Trajectory Balance loss on batches drawn from the replay buffer.
 
-Before: flows/trainer/experience.py draws a batch; after: flows/trainer/outbox.py records it and sends the policy out.
+Before: flows/trainer/experience.py makes a batch; after: flows/trainer/outbox.py records it and publishes the policy.
 tba/training_loop.py has the loop around the step.
 
     produces      a policy every k steps
@@ -30,18 +30,19 @@ from tba.logprobs import Group, load_policy, response_logprobs, sequence_logprob
 from tba.objective import log_partition, residual, taper, trajectory_balance_loss
 from tba.precision import to_bfloat16
 
-# A bad batch is skipped and counted. If so many in a row are bad, the run is lost, and to continue would hide it.
+# A step whose gradient is not finite is skipped and counted. After so many in a row the run ends, because the policy
+# does not recover.
 MAX_SKIPPED_IN_A_ROW = 10
 MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any meaningful ratio, and its square is finite
-NOTHING = [Group([0], [[0]])]  # what an empty pass scores
+NOTHING = [Group([0], [[0]])]  # the group that an empty pass scores
 CHECKPOINT = "trainer.safetensors"
 
 
 class Trainer:
-    """Policy, optimizer and the step: float32 master weights, learning rate from the step."""
+    """Policy, optimizer and training step. Master weights are float32; the learning rate follows from the step."""
 
     def __init__(self, model: str | Path, settings: TrainSettings, device: str | None = None, seed: int = 0) -> None:
-        """`device`: of the model; None: as it loads, for ZeRO-3 to shard. `seed`: of adapters."""
+        """`device`: of the model; None: not moved, so that ZeRO-3 can shard it. `seed`: of the adapters."""
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
@@ -50,7 +51,7 @@ class Trainer:
             self._policy.to(device)
         if settings.lora_rank:
             lora.add(self._policy, settings.lora_rank, seed)
-        self._reference: PreTrainedModel | None = None  # as stored, until a reset
+        self._reference: PreTrainedModel | None = None  # None: stored log-probabilities are used, until a reset
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._trained.values(),
@@ -62,13 +63,13 @@ class Trainer:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model knows."""
+        """Number of tokens in the model's vocabulary."""
         return self._policy.config.get_text_config().vocab_size
 
     def train_step(self, draws: Sequence[Draw]) -> Metrics:
-        """One policy step. Returns its metrics.
+        """Trains one policy step. Returns its metrics.
 
-        Raises: RuntimeError: the gradient was not finite `MAX_SKIPPED_IN_A_ROW` times running.
+        Raises: RuntimeError: the gradient was not finite in `MAX_SKIPPED_IN_A_ROW` consecutive steps.
         """
         started = time.monotonic()
         step = self.step + 1
@@ -82,8 +83,8 @@ class Trainer:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise RuntimeError(
-                f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps running, to step {self.step}: "
-                "the policy is as it was before them. Start another run with a lower train.learning_rate or a "
+                f"training: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, to step {self.step}; "
+                "the policy has not changed in them. Start another run with a lower train.learning_rate or a "
                 "higher train.beta; with --warm-start it begins with this run's trajectories."
             )
         return (
@@ -103,13 +104,14 @@ class Trainer:
     def _gradient(
         self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)
     ) -> dict[str, float]:
-        """Adds the gradient of these draws' part of the loss, a mean over `num_draws`; returns metrics, their part.
+        """Adds the gradient of these draws' part of the loss, a mean over `num_draws`. Returns their part of the
+        metrics.
 
-        One prompt whose responses exceed `micro_batch_tokens` is split. The mean over all K responses couples the
-        parts, but only through numbers: log-probabilities without gradient give d loss / d log p of each response, and
-        with those fixed the parts are independent. So the gradient is the whole group's.
+        A prompt whose responses exceed `micro_batch_tokens` is split. The mean over all K responses couples the parts,
+        but only through numbers: log-probabilities without gradient give d loss / d log p of each response, and with
+        these fixed the parts are independent. So the gradient is that of the whole group.
 
-        `at_least`: passes without and with gradient; empty ones make up for those that the draws do not need.
+        `at_least`: numbers of passes without and with gradient; empty passes are added up to them.
         """
         whole, split = passes(draws, self.settings.micro_batch_tokens)
         totals: dict[str, float] = {}
@@ -201,7 +203,7 @@ class Trainer:
         loss.backward()
 
     def _reference_logprobs(self, draws: Sequence[Draw], parts: Sequence[Group]) -> Tensor:
-        """[B, K]: as stored, or, once the reference was reset, of the policy that it was reset to."""
+        """[B, K]: the stored ones; after a reset of the reference, those of the policy that it was reset to."""
         if self._reference is None:
             return _of_slots(draws, "reference_logprobs")
         temperature = self.settings.temperature
@@ -224,7 +226,7 @@ class Trainer:
         }
 
     def save(self, folder: Path) -> None:
-        """Writes the state to resume from: weights, optimizer state, step. safetensors and JSON only."""
+        """Writes the state to resume from, as safetensors and JSON: weights, optimizer state, step."""
         state = {f"policy.{name}": parameter for name, parameter in self._trained.items()}
         for name, parameter in self._trained.items():
             for key, tensor in self._optimizer.state[parameter].items():
@@ -239,7 +241,7 @@ class Trainer:
         (folder / "state.json").write_text(json.dumps({"step": self.step}))
 
     def load(self, folder: Path) -> None:
-        """Continues from what `save` wrote."""
+        """Restores the state that `save` wrote."""
         tensors = load_file(folder / CHECKPOINT)
         self._reference = None
         self._restore(tensors, "reference")  # through the policy, of which the reference is a copy

@@ -1,6 +1,6 @@
 """The Trainer's loop: draw, step, and every k steps publish and sync. tba/trainer.py has the step.
 
-Experience and Outbox are what the loop reads from and writes to; flows/trainer/ has both.
+The loop reads from Experience and writes to Outbox; flows/trainer/ implements both.
 """
 
 import time
@@ -18,7 +18,7 @@ Record_contra = TypeVar("Record_contra", contravariant=True)
 
 
 class TooEarly(Exception):
-    """The replay buffer has no batch for this step yet; the message says why."""
+    """The replay buffer has no batch for this step yet; the message has the reason."""
 
 
 class Experience(Protocol[Record_co]):
@@ -32,22 +32,22 @@ class Experience(Protocol[Record_co]):
 
 
 class Stopped(Exception):
-    """Training was asked to end after this step; the run can be resumed."""
+    """A stop request: training ends after this step, and the run can be resumed."""
 
 
 class Outbox(Protocol[Record_contra]):
-    """Receives the Trainer's results. They are durable when `close` returns."""
+    """Receives the Trainer's results, which are stored when `close` returns."""
 
     def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
-        """Between steps. Raises: Stopped."""
+        """Tells state and metrics, between steps. Raises: Stopped: training is to end."""
 
     def record(self, step: int, batch: Batch[Record_contra], metrics: Mapping[str, float | datetime | None]) -> None:
-        """The step's batch, and its row of the training ledger."""
+        """Records the step's batch and its row of the training ledger."""
 
     def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None: ...
 
     def has_lost_policy(self) -> bool:
-        """Whether the newest policy that was published is no longer where Searchers fetch it."""
+        """Whether the newest published policy is missing where Searchers fetch it."""
 
     def checkpoint(self, step: int, trainer: Trainer) -> None: ...
 
@@ -55,8 +55,8 @@ class Outbox(Protocol[Record_contra]):
 def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float = 0.2) -> None:
     """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done.
 
-    If it is asked to stop, it saves and publishes the policy, and the next `train` resumes from it. The last step has
-    no checkpoint: no run resumes from it, and its gigabytes would delay the final policy.
+    After a stop request it saves a checkpoint and publishes the policy; the next `train` resumes from the checkpoint.
+    The last step has no checkpoint, because no run resumes from it and its gigabytes would delay the final policy.
     """
     begun = trainer.step
     try:
@@ -78,7 +78,7 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
         outbox.publish(trainer.step, trainer.weights(), final=final)
         return time.monotonic() - started
 
-    # Searchers start from here.
+    # Searchers wait for this policy.
     stall_s = publish(final=trainer.step >= settings.steps)
     experience.sync(trainer.step + 1)
     while trainer.step < settings.steps:

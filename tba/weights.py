@@ -32,8 +32,8 @@ def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
 class Fingerprint:
     """BLAKE3 over every tensor's name, type, shape and bytes; the order in which they come does not matter.
 
-    BLAKE3 is cryptographic, and on one core seven times as fast as BLAKE2 of hashlib. The Trainer reads every
-    policy for it, and each Searcher every policy that it serves.
+    BLAKE3 is cryptographic, and on one core seven times as fast as hashlib's BLAKE2. The Trainer computes it of every
+    policy, each Searcher of every policy that it serves.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """The Trainer on many devices, one process each; DeepSpeed ZeRO shards optimizer (1), gradients (2) and weights (3).
 
-The first process draws batches and writes; the others follow it. It distributes whole prompts, balanced by tokens; the
-loss is the mean over all of them. Every process runs as many passes as the one with the most: ZeRO-3 gathers weights
-and ZeRO-2 sums gradients in each pass, and all processes must take part. Clipping and the test for finite gradients use
+The first process draws batches and writes results; the others follow it. It distributes whole prompts, balanced by
+tokens; the loss is the mean over all prompts. All processes run equally many passes, because ZeRO-3 gathers weights and
+ZeRO-2 sums gradients in each pass, and all processes must take part. Clipping and the test for finite gradients use
 the norm of the whole gradient, so all processes decide alike. A checkpoint is the same
 single file as one device's, and resumes on any number.
 
-Numerics are those of one device (tba/precision.py), with torch's AdamW; only sums come in another order.
+Numerics are those of one device (tba/precision.py), with torch's AdamW; only the order of sums differs.
 """
 
 import functools
@@ -27,7 +27,7 @@ from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
 from tba.trainer import CHECKPOINT, Trainer
 
-# While the first process waits for experience, the others wait for it. A process that dies is noticed at once.
+# While the first process waits for a batch, the others wait for it. The death of a process is noticed at once.
 PATIENCE = timedelta(days=7)
 STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, beside its count of steps
 
@@ -77,7 +77,7 @@ class ShardedTrainer(Trainer):
         self._optimizer = self._engine.optimizer
 
     def follow(self) -> None:
-        """Does what the first process does, until it closes."""
+        """Repeats the first process's calls until it closes."""
         while (call := _from_first()) != "close":
             name, arguments = call
             getattr(type(self), name).__wrapped__(self, *arguments)
@@ -200,7 +200,7 @@ class ShardedTrainer(Trainer):
         return [flat for group in self._optimizer.optimizer.param_groups for flat in group["params"]]
 
     def _steps_taken(self) -> Tensor | None:
-        """AdamW's own count, which skipped steps do not raise; None before the first."""
+        """AdamW's count of steps, without skipped ones; None before the first."""
         return next((self._optimizer.state[flat].get("step") for flat in self._shards()), None)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The command line: each command is in a file of its own. Run in the project's folder.
 
-Exit status: 0 done, 1 failed (the reason and the log's tail are shown), 2 bad input (nothing was started), 130 Ctrl-C.
-Imports are inside the commands: `tba --help` and commands that only read a store need neither Prefect nor torch.
+Exit status: 0: done; 1: failed, with the reason and the end of the log; 2: bad input, nothing was started; 130: Ctrl-C.
+Imports are inside the commands: `tba --help` and commands that only read a store import neither Prefect nor torch.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: arguments for run and store, saying and failing."""
+"""Shared parts of the commands: arguments for run and store, output, exit with a reason."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,15 +19,18 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def not_empty(store: str | None) -> str | None:
-    """--store "$S3_URL" where that is not set: this folder, or the usual store, is not what was meant."""
+    """Refuses an empty --store, such as --store "$S3_URL" with S3_URL not set: no other store is meant then."""
     if store == "":
-        fail("--store: got nothing; name a store by URL or folder, or leave the option out", status=2)
+        fail("--store: got an empty text; name a store by URL or folder, or leave the option out", status=2)
     return store
 
 
 RunName = Annotated[str, typer.Argument(help="Name of the run.", autocompletion=complete_run)]
-StoreOption = Annotated[str | None, typer.Option(help="Root URL or folder; default: .tba/ here.", callback=not_empty)]
-AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(help="Store of the runs, as URL or folder; default: TBA_STORE, else .tba/ here.", callback=not_empty),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 def store_url(store: str | None) -> str:
@@ -41,7 +44,7 @@ def store_url(store: str | None) -> str:
 
 
 def existing_run(run: str, store: str | None):
-    """The run's store; exits with status 2 where there is no such run."""
+    """The run's store. Exits with status 2 if there is no such run."""
     from storage.errors import StoreError
     from storage.store import RunStore, list_runs
 
@@ -57,11 +60,12 @@ def existing_run(run: str, store: str | None):
 
 
 def say(message: str, err: bool = False) -> None:
-    """Prints a line. Text of a store or a model in it cannot control the terminal."""
+    """Prints a line, with control characters escaped: text of a store or a model must not control the terminal."""
     typer.echo(printable(message), err=err)
 
 
 def fail(message: str, status: int = 1):
+    """Prints the reason to standard error and exits with this status."""
     say(message, err=True)
     raise typer.Exit(status)
 

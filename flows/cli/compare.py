@@ -1,4 +1,4 @@
-"""tba compare: configurations beside each other, with all else equal."""
+"""tba compare: configurations, with all other settings equal, by seeds."""
 
 import json
 from pathlib import Path
@@ -13,21 +13,22 @@ app = typer.Typer()
 
 @app.command()
 def compare(
-    study: Annotated[
-        str, typer.Argument(help="A study of flows/compare/studies, a .toml file of your own, or sync.")
-    ] = "staleness",
-    out: Annotated[Path, typer.Option(help="Folder of the table and the plot.")] = Path("docs/results"),
+    study: Annotated[str, typer.Argument(help="Name of a study, a .toml file of your own, or sync.")] = "staleness",
+    out: Annotated[Path, typer.Option(help="Folder of the tables and the plot.")] = Path("docs/results"),
     store: Annotated[
-        str | None, typer.Option(help="Root URL or folder of the runs; default: .tba/compare here.", callback=not_empty)
+        str | None,
+        typer.Option(help="Store of the runs, as URL or folder; default: .tba/compare here.", callback=not_empty),
     ] = None,
-    model: Annotated[str, typer.Option(help="Model of sync, as for tba train.")] = "smollm2-135m-instruct",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds; default: the study's; for sync 3.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Model of the comparison sync, as for tba train.")
+    ] = "smollm2-135m-instruct",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default: the study's; for sync 3.")] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Policy steps; default: the study's; for sync 50.")] = None,
 ) -> None:
-    """Run named configurations by seeds; write tables and a plot with confidence intervals.
+    """Train configurations with several seeds; write tables and a plot with confidence intervals.
 
-    A study trains a small policy, made for it, at enforced policy lags; a run takes seconds. If interrupted, the same
-    command continues. The last line is a JSON object. Studies: beta, capacity, prompts, recency, recency_dense,
+    A study trains a small policy on samples of enforced ages; a run takes seconds. If interrupted, the same command
+    continues. The last line is a JSON object. Studies: beta, capacity, prompts, recency, recency_dense,
     responses, samples, searchers, staleness.
     sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
 

@@ -1,4 +1,4 @@
-"""What a person sees: while a run trains a live table in a terminal, else a line now and then; rows of a query."""
+"""Output for people: progress of a run (a live table in a terminal, else a line every few seconds), rows of a query."""
 
 import csv
 import itertools
@@ -20,20 +20,21 @@ from rich.text import Text
 
 from flows.report.text import duration, printable
 
-LINE_INTERVAL_S = 10  # between plain lines, where the output is no terminal
+LINE_INTERVAL_S = 10  # between plain lines, if the output is no terminal
 RESIZE_POLL_S = 0.1
 MAX_BAR_WIDTH = 76
 WIDER_THAN_ANY = 1000
 
-# What the Trainer's heartbeat carries: its key, our heading, how it is written.
+# Values of the Trainer's heartbeat that are shown: key, heading, format.
 COLUMNS = {
-    "reward_mean": ("reward", "{:.2f}"),
-    "fresh_reward_mean": ("accuracy", "{:.2f}"),
-    "num_trajectories": ("buffer", "{:,}"),
+    "reward_mean": ("batch reward", "{:.2f}"),
+    "fresh_reward_mean": ("fresh reward", "{:.2f}"),
+    "num_trajectories": ("trajectories", "{:,}"),
     "num_prompts": ("prompts", "{:,}"),
     "staleness_mean": ("staleness", "{:.1f}"),
 }
 
+# Values of a run's summary that are shown: key, label, format.
 SUMMARY = {
     "run": ("Run", "{}"),
     "note": ("Note", "{}"),
@@ -42,15 +43,15 @@ SUMMARY = {
     "best_accuracy": ("Accuracy of the best policy", "{:.3f}"),
     "best_policy": ("Best policy", "{}"),
     "steps": ("Policy steps", "{:,}"),
-    "attempts": ("Attempts (one, and one a resume)", "{}"),
+    "attempts": ("Attempts of the Trainer", "{}"),
     "trajectories": ("Trajectories", "{:,}"),
     "staleness_mean": ("Staleness, mean (policy steps)", "{:.2f}"),
     "staleness_max": ("Staleness, largest", "{}"),
-    "trainer_wait_share": ("Trainer waiting", "{:.1%}"),
-    "searcher_idle_share": ("Searchers idle", "{:.1%}"),
-    "evaluation_share": ("Searchers' time for evaluations", "{:.1%}"),
-    "overlap_share": ("Training while a Searcher sampled", "{:.1%}"),
-    "step_s_median": ("Median step", "{:.2f} s"),
+    "trainer_wait_share": ("Trainer waited, share of its time", "{:.1%}"),
+    "searcher_idle_share": ("Searchers idle, share of their time", "{:.1%}"),
+    "evaluation_share": ("Evaluations, share of Searchers' time", "{:.1%}"),
+    "overlap_share": ("Training beside sampling, share", "{:.1%}"),
+    "step_s_median": ("Training step, median", "{:.2f} s"),
     "wall_s": ("Wall time", "{:.0f} s"),
     "finished_at": ("Finished", "{}"),
 }
@@ -59,38 +60,38 @@ SUMMARY = {
 class PlainConsole(Console):
     """Prints text as it is: a response's [brackets] are no markup, its escape sequences no commands.
 
-    Text with a style is made by `styled`, so that it is no exception."""
+    The same holds for text with a style if `styled` makes it."""
 
     def render_str(self, text: str, **options) -> Text:
         return super().render_str(printable(text), **options | {"markup": False, "emoji": False, "highlight": False})
 
 
 def console() -> Console:
-    """As wide as the terminal; nothing is cut or wrapped where the output is a file or a pipe."""
+    """A console as wide as the terminal. In a file or a pipe nothing is cut or wrapped."""
     return PlainConsole() if sys.stdout.isatty() else PlainConsole(width=100_000)
 
 
 def styled(text: str, style: str = "", **options) -> Text:
-    """A model's or a store's text, and ours, in a style."""
+    """Text in a style, with control characters escaped: it may come from a model or a store."""
     return Text(printable(text), style, **options)
 
 
 class Progress:
-    """Shows the newest stage and heartbeat. A context manager: the live table needs an end.
+    """Shows the newest stage and heartbeat. A context manager, because the live table needs an end.
 
-    The table is drawn when there is something new and at no other time, in place. A terminal that has changed its size
-    has broken the drawn lines anew, so that nobody knows how many there are: then the screen is cleared.
+    The table is drawn in place, and only when a value has changed. If the terminal's size changes, it wraps the drawn
+    lines again, and their number is unknown: then the screen is cleared.
     """
 
     def __init__(self, console: Console, run: str, began_s: float = 0.0):
-        """began_s: seconds since what is shown as elapsed began."""
+        """began_s: seconds that had elapsed before this object was made."""
         self._console, self._run = console, run
         self._live: Live | None = None
         self._size = None
         self._began = time.monotonic() - began_s
         self._line_at = float("-inf")
         self._stage = None
-        self._alarms: set[str] = set()  # that were on when a line was printed last
+        self._alarms: set[str] = set()  # alarms that were on when the last line was printed
 
     def __enter__(self) -> "Progress":
         return self
@@ -100,10 +101,10 @@ class Progress:
             self._live.stop()
 
     def show(self, stage: str, heartbeat: Mapping | None, note: str = "") -> None:
-        """stage: in words, what is going on; heartbeat: the Trainer's newest, None before the first of this attempt.
+        """stage: what the run does or waits for; heartbeat: the Trainer's newest, None before this attempt's first.
 
-        Alarms of the heartbeat stand below the table; where the output is no terminal, each is printed when it goes on,
-        and lines name it while it is on. note: a last line; not printed where the output is no terminal.
+        In a terminal the heartbeat's alarms stand below the table, then `note`. Otherwise an alarm is printed when it
+        goes on, later lines have its name while it is on, and `note` is not printed.
         """
         fields = _fields(heartbeat or {}) | {"elapsed": duration(time.monotonic() - self._began)}
         alarms = (heartbeat or {}).get("alarms", {})
@@ -123,7 +124,7 @@ class Progress:
             self._console.print("  ".join([stage, *(f"{k} {v}" for k, v in fields.items())]), soft_wrap=True)
 
     def wait(self, seconds: float) -> None:
-        """Sleeps; a terminal that changes its size meanwhile is drawn anew at once."""
+        """Sleeps. If the terminal's size changes meanwhile, the table is drawn again at once."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if self._live and self._size != self._console.size:
@@ -146,7 +147,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Picture:
-    """A title, how much is done, and the fields in columns, on as few lines as the width allows."""
+    """A title, a progress bar, and the fields in columns, on as few lines as the width allows."""
 
     title: str
     done: int
@@ -239,18 +240,18 @@ def _with_python_times(rows: "pyarrow.Table") -> "pyarrow.Table":
 
 
 def _write_csv(row: str) -> None:
-    """Exact where a program reads it; a terminal gets no commands."""
+    """Writes a row: exact to a file or a pipe, with control characters escaped to a terminal."""
     row = row.removesuffix("\r\n")
     sys.stdout.write((printable(row) if sys.stdout.isatty() else row) + "\n")
 
 
 def json_text(value: object) -> str:
-    """NaN and the infinities are null: Python would write them as they are, which is no JSON."""
+    """The value as JSON. NaN and infinities become null, because JSON has no such numbers."""
     return json.dumps(json.loads(json.dumps(value, default=str), parse_constant=lambda _: None), indent=2)
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Names of which none is there twice, as rows become dictionaries: the second `reward` of a join is `reward_1`."""
+    """Unique names, as keys of a row: the second `reward` of a join becomes `reward_1`."""
     taken, distinct = set(names), []
     for name in names:
         if name in distinct:

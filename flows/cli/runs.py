@@ -28,10 +28,11 @@ STATE_STYLES = {
 
 @app.command()
 def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
-    """List the runs of a store: who is alive, how far each is, how good its policy, how much it has tried.
+    """List the runs of a store, the newest first.
 
-    Accuracy is on held-out problems, of the newest policy that was evaluated; best is that of the best policy.
-    Trajectories are those ever taken in.
+    state: alive (a Trainer works on it), stopped, failed, trained (not evaluated yet), finished, unreadable. accuracy:
+    on held-out problems, of the newest policy that was evaluated; best: of the best policy. trajectories: taken in by
+    the Trainer so far. age: since training began.
 
     Example: tba runs --store s3://bucket/runs
     """

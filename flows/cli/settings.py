@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
-    """The run's configuration; exits with one line a mistake."""
+    """The run's configuration. Exits with status 2, and a line for each mistake, if it is not valid."""
     from pydantic import ValidationError
 
     from flows.config import RunConfig, explanation
@@ -19,18 +19,21 @@ def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
-            fail(f"--set {setting}: got no '='; write --set key.path=value, such as --set train.beta=0.1", status=2)
+            fail(f"--set {setting}: has no '='; write --set key.path=value, such as --set train.beta=0.1", status=2)
         try:
             given[key] = json.loads(value) if value == "null" or value.startswith("[") else value
         except ValueError as error:
-            fail(f"--set {setting}: a list is JSON, such as --set search.exploration_top_p=[0.8,1]; {error}", status=2)
+            fail(
+                f"--set {setting}: is not JSON; write a list as --set search.exploration_top_p=[0.8,1] ({error})",
+                status=2,
+            )
     for key, value in given.items():
         *path, name = key.split(".")
         node = values
         for part in path:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                fail(f"--set {key}: {part} is one setting, not a group of them", status=2)
+                fail(f"--set {key}: {part} is a setting, not a group of settings", status=2)
         node[name] = value
     if "run" not in given and "task.name" in given:
         values["run"] = given["task.name"]

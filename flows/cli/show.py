@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-# Of the ledger's columns, what a person wants to know of a step.
+# Columns of the training ledger that are shown of a step.
 STEP_FACTS = ("started_at", "attempt", "loss", "reward_mean", "log_z_mean", "logprob_gap_mean", "gradient_norm", "beta",
               "learning_rate")  # fmt: skip
 
@@ -26,10 +26,11 @@ def show(
     store: StoreOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the batch that trained a step: every prompt, its responses, why each was drawn and what it counted.
+    """Show the batch that trained a step: each prompt, and the responses that were drawn for it.
 
-    slots: how many of the prompt's K slots it fills, its weight in the mean. p: of being the first that is drawn. age:
-    policy steps between the weights that sampled it and those trained. recent: drawn among the newest sync's.
+    slots: how many of the prompt's K slots the response fills. probability: of being drawn first. age: policy steps
+    between the weights that sampled it and those trained. policy: step and fingerprint of the weights that sampled it.
+    recent: drawn from the newest sync.
 
     Example: tba show arithmetic 42
     """
@@ -47,7 +48,7 @@ def show(
     except (StoreError, OverflowError, duckdb.Error) as error:
         fail(str(error), status=2)
     if not rows:
-        trained = f"steps 1 to {steps[-1]['step']} were trained" if steps else "none was trained yet"
+        trained = f"steps 1 to {steps[-1]['step']} were trained" if steps else "no step was trained yet"
         fail(f"Run {run!r} has no step {step}: {trained}.", status=2)
     facts = next((row for row in steps if row["step"] == step), {})
     if as_json:
@@ -69,7 +70,7 @@ def _batch_parts(run: str, step: int, facts: dict, rows: list[dict]) -> "Iterato
     for index, of_prompt in groupby(rows, key=lambda row: row["prompt_index"]):
         group = list(of_prompt)
         table = Table(box=None, padding=(0, 1))
-        for heading in ("slots", "reward", "p", "age", "weights"):
+        for heading in ("slots", "reward", "probability", "age", "policy"):
             table.add_column(heading, justify="right", no_wrap=True, header_style="dim")
         table.add_column("", no_wrap=True)
         table.add_column("response", overflow="fold", header_style="dim")
@@ -91,7 +92,7 @@ def _batch_parts(run: str, step: int, facts: dict, rows: list[dict]) -> "Iterato
 
 
 def _line(response: str) -> str:
-    """On one line, as Python would write it."""
+    """The response on one line, as Python would write it."""
     return repr(response)[1:-1]
 
 

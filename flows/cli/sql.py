@@ -1,4 +1,4 @@
-"""`tba sql`: one query, or a prompt that takes one after the other."""
+"""`tba sql`: answers one query, or opens a prompt for many."""
 
 import contextlib
 import sys
@@ -29,15 +29,15 @@ def sql(
     run: RunName,
     query: Annotated[
         str | None,
-        typer.Argument(help="None: a prompt in a terminal, else what comes on standard input.", show_default=False),
+        typer.Argument(help="SQL query; without it: a prompt in a terminal, else standard input.", show_default=False),
     ] = None,
     store: StoreOption = None,
-    form: Annotated[Format, typer.Option("--format", help="How rows are printed.")] = Format.table,
+    form: Annotated[Format, typer.Option("--format", help="Format of the printed rows.")] = Format.table,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a run's replay buffer and training ledger, read-only, during or after the run.
+    """Query a run's replay buffer and training ledger in SQL, read-only, during or after the run.
 
-    SHOW TABLES lists the views (trajectories, batches, search_rounds, training_steps, ...), DESCRIBE <view> columns.
+    SHOW TABLES lists the views (trajectories, batches, search_rounds, training_steps, …); DESCRIBE <view> its columns.
 
     Example: tba sql arithmetic "SELECT policy_step, avg(reward) FROM trajectories GROUP BY 1 ORDER BY 1"
     """
@@ -50,7 +50,7 @@ def sql(
 
 
 def _prompt(store: "RunStore", form: Format) -> None:
-    """Answers what is typed, query after query."""
+    """Reads typed queries and answers each."""
     say(f"Run {store.run!r}, read-only. End a query with ';'. SHOW TABLES; lists the views. \\q or Ctrl-D leaves.")
     with _history():
         for statement in statements():
@@ -80,7 +80,7 @@ def statements() -> Iterator[str]:
 
 
 def _answer(store: "RunStore", statement: str, form: Format) -> str | None:
-    """Prints a query's rows; returns the reason if it failed. Each query reads the current files."""
+    """Prints a query's rows. Returns the reason if the query failed. Each query reads the current files."""
     import duckdb
 
     from flows.cli.console import print_table

@@ -9,7 +9,7 @@ app = typer.Typer()
 
 @app.command()
 def up() -> None:
-    """Start the local stack (Prefect server, work pool, deployments, worker), or its missing parts.
+    """Start the local stack, or its missing parts: Prefect server, work pool, deployments, worker.
 
     Example: tba up
     """
@@ -21,16 +21,16 @@ def up() -> None:
     except stack.StackError as error:
         fail(str(error))
     page = f"{url.removesuffix('/api')}{stack.page_hint(project, url)}"
-    say(f"The stack is up: {page}. `tba down` stops what was started here.")
+    say(f"The stack is up: {page}. `tba down` stops the processes that were started here.")
 
 
 @app.command()
 def down() -> None:
-    """Stop what `tba up` started, running flows included. A run that was training resumes with the next `tba train`.
+    """Stop the processes that `tba up` started, and their flows. The next `tba train` resumes a run that was training.
 
     Example: tba down
     """
     from infra import stack
 
     stopped = stack.down(project_folder())
-    say(f"Stopped: {', '.join(stopped)}." if stopped else "Nothing of this project's stack was running.")
+    say(f"Stopped: {', '.join(stopped)}." if stopped else "No process of this project's stack was running.")

@@ -1,4 +1,4 @@
-"""`tba stop` and `tba searchers`: a run is steered, from any machine that sees its store."""
+"""`tba stop` and `tba searchers`: requests to a running run, from any machine that sees its store."""
 
 import json
 import time
@@ -11,14 +11,14 @@ from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, s
 app = typer.Typer()
 
 POLL_S = 1.0
-STOP_PATIENCE_S = 600.0  # a step, a checkpoint and a policy, on a slow store
+STOP_PATIENCE_S = 600.0  # time for a step, a checkpoint and a policy on a slow store
 
 
 @app.command()
 def stop(run: RunName, store: StoreOption = None) -> None:
-    """End training in order: the Trainer finishes its step, saves and publishes; then flow and Searchers end.
+    """Stop a run: the Trainer finishes its step, saves and publishes; then the Searchers and the flow end.
 
-    The same `tba train` resumes the run. Waits until the Trainer has stopped; Ctrl-C does not withdraw the request.
+    Waits until the Trainer has stopped. Ctrl-C ends the waiting, not the request. The same `tba train` resumes the run.
 
     Example: tba stop arithmetic
     """
@@ -37,7 +37,7 @@ def stop(run: RunName, store: StoreOption = None) -> None:
         deadline = time.monotonic() + STOP_PATIENCE_S
         while (beat := read_heartbeat(run_store) or {}).get("state") not in ("stopped", "finished", "failed"):
             if time.monotonic() > deadline:
-                fail(f"It has not stopped within {STOP_PATIENCE_S:.0f} s. `tba watch {run}` shows its state.")
+                fail(f"The Trainer has not stopped within {STOP_PATIENCE_S:.0f} s. `tba watch {run}` shows its state.")
             if not is_alive(run_store, beat):
                 fail("The Trainer died before it could stop. The next `tba train` resumes from the last checkpoint.")
             time.sleep(POLL_S)
@@ -54,13 +54,13 @@ def stop(run: RunName, store: StoreOption = None) -> None:
 @app.command(context_settings={"ignore_unknown_options": True})  # -1 is no option
 def searchers(
     run: RunName,
-    change: Annotated[str, typer.Argument(metavar="+N|-N", help="How many more, or fewer.")],
+    change: Annotated[str, typer.Argument(metavar="+N|-N", help="Number of Searchers to add or remove.")],
     store: StoreOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change the number of Searchers of a run, now or when it is resumed.
+    """Change the number of a run's Searchers, now or, if it does not train now, when it is resumed.
 
-    A new Searcher joins as soon as its engine is up. A leaving one finishes its round first, so nothing is lost.
+    A new Searcher joins when its engine has loaded. A leaving one first finishes and commits its round.
 
     Example: tba searchers arithmetic +1
     """
@@ -76,7 +76,7 @@ def searchers(
     except ValueError:
         by = 0
     if by == 0 or change[0] not in "+-":
-        fail(f"change: got {change!r}; write how many more or fewer, such as +1 or -1", status=2)
+        fail(f"change: got {change!r}; write a number of Searchers with its sign, such as +1 or -1", status=2)
     try:
         recorded = run_store.read_json("run.json", dict[str, Any])
         if recorded.get("synchronous"):
@@ -85,8 +85,11 @@ def searchers(
         before = requests.wanted_searchers(run_store, configured)
         wanted = before + by
         if wanted < (least := min(1, configured)):
-            why = "the last one measures the final policy" if least else "there are no fewer"
-            fail(f"change: got {change}, but run {run!r} keeps {before}; it keeps at least {least}: {why}", status=2)
+            why = ", because the last one evaluates the final policy" if least else ""
+            fail(
+                f"change: got {change}, but run {run!r} has {before} Searchers; at least {least} must stay{why}",
+                status=2,
+            )
         if is_finished(run_store):
             fail(f"Run {run!r} is finished.", status=2)
         requests.want_searchers(run_store, wanted)

@@ -1,4 +1,4 @@
-"""`tba train`: a run is trained or resumed, and shown while it trains."""
+"""`tba train`: trains or resumes a run, and shows its progress."""
 
 import contextlib
 import signal
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-SERVER_SILENCE_S = 60  # a server on a busy machine may be slow; one that is silent for longer does not recover
-PROCESS_SILENCE_S = 30  # a flow process ends a moment before its last state is known
+SERVER_SILENCE_S = 60  # a server that has not answered for so long, even on a busy machine, does not recover
+PROCESS_SILENCE_S = 30  # a flow's process ends a moment before the server has its last state
 
 
 @app.command()
@@ -28,11 +28,11 @@ def train(
         str | None, typer.Argument(help="Name of the run; default: the task's name.", autocompletion=complete_run)
     ] = None,
     store: StoreOption = None,
-    task: Annotated[str | None, typer.Option(help="arithmetic, gsm8k, math, tldr, …, or dataset.")] = None,
-    data: Annotated[str | None, typer.Option(help="Local JSONL file or Hugging Face dataset of the task.")] = None,
-    model: Annotated[str | None, typer.Option(help="Embedded model's name, local folder or Hugging Face id.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Policy steps to train for.")] = None,
-    searchers: Annotated[int | None, typer.Option(help="Searchers to start.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task: arithmetic, gsm8k, math, tldr, …, or dataset.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data: file, Hugging Face dataset, or module:function.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model: smollm2-135m-instruct, folder or Hugging Face id.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Policy steps of the run.")] = None,
+    searchers: Annotated[int | None, typer.Option(help="Number of Searchers to start.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the order of prompts, of sampling, and of every draw.")
     ] = None,
@@ -46,7 +46,7 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any other setting; repeatable.")
     ] = None,
 ) -> None:
-    """Train a run, or resume it (same name, same settings), starting the local stack if none runs.
+    """Train a run, or resume the run of this name, which keeps its settings. Starts the local stack if none runs.
 
     Example: tba train digits --steps 300 --searchers 2 --set train.beta=0.1
     """
@@ -91,7 +91,7 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
 
 
 def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
-    """Bring the stack up, submit or join the run's flow run, show it to its end, leave the stack. Exits on failure."""
+    """Starts the stack, submits or joins the run's flow run, shows it to its end, leaves the stack. May exit."""
     from flows.run import flow_runs
     from infra import prefect_server, stack
     from storage.attempts import read_heartbeat
@@ -122,7 +122,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
 
 
 def _live_or_new(client, config: "RunConfig", store: "RunStore", is_new: bool) -> tuple:
-    """The flow run that trains the run, and whether it was submitted here. is_new: nobody has trained it before."""
+    """The flow run that trains the run, and whether it was submitted here. is_new: the run has no heartbeat yet."""
     from flows.run import flow_runs
 
     if flow_run := flow_runs.live_run(client, config):
@@ -130,13 +130,13 @@ def _live_or_new(client, config: "RunConfig", store: "RunStore", is_new: bool) -
         return flow_run, False
     _refuse_live_trainer(store)
     if num_dead := flow_runs.mark_crashed(client, config):
-        say(f"Ended {num_dead} flow runs that a killed stack, flow or machine left unfinished.")
+        say(f"Marked {num_dead} flow runs as crashed, which a killed stack, flow or machine had left unfinished.")
     say(f"{'Starting' if is_new else 'Resuming'} run {config.run!r}.")
     return flow_runs.submit(client, config), True
 
 
 def _tell_end(project: Path, store: "RunStore", state: str) -> None:
-    """Of a flow run that completed in this state."""
+    """Prints the outcome of a flow run that completed in this state. Exits if the store has no summary."""
     from infra import stack
     from storage.attempts import read_heartbeat
     from storage.summary import read_summary
@@ -149,13 +149,13 @@ def _tell_end(project: Path, store: "RunStore", state: str) -> None:
     else:
         fail(
             f"The run completed, but {store.url}/{store.run} has no summary.json. Perhaps the worker wrote to another "
-            "store of that name: its AWS_ENDPOINT_URL and credentials are those that `tba up` was given. `tba down`, "
-            f"then the same command.\n{stack.log_tail(project, 'worker')}"
+            "store of that name: it has the AWS_ENDPOINT_URL and credentials of the shell that started the stack. "
+            f"Run `tba down`, then the same command.\n{stack.log_tail(project, 'worker')}"
         )
 
 
 def _refuse_live_trainer(store: "RunStore") -> None:
-    """Refuses a run whose live Trainer has no flow run on this server: another server's, or one that lost its flow."""
+    """Refuses a run whose live Trainer has no flow run on this server: another server has it, or the flow died."""
     from flows.run.flow_runs import TRAINER_WATCH_S
     from storage.attempts import read_heartbeat, run_is_alive
 
@@ -163,19 +163,19 @@ def _refuse_live_trainer(store: "RunStore") -> None:
         owner = (read_heartbeat(store) or {}).get("owner", {})
         fail(
             f"Run {store.run!r} has a live Trainer (host {owner.get('host')}, pid {owner.get('pid')}) that this "
-            "Prefect server does not know. Follow it where it was started, or stop it; then the same command resumes."
+            "Prefect server does not know. Follow it where it was started, or stop it and repeat this command."
         )
 
 
 class FlowRunView:
-    """A flow run as it is looked at again and again."""
+    """Polls the state of a flow run."""
 
     def __init__(self, project: Path, client, flow_run) -> None:
         self._project, self._client, self._flow_run = project, client, flow_run
         self._heard_at = self._alive_at = time.monotonic()
 
     def state(self):
-        """Its newest. Raises: StackError: something of the stack died, the server is silent, or the process is gone."""
+        """Its newest state. Raises: StackError: a process of the stack or of the flow died, or the server is silent."""
         import httpx
 
         from flows.run import flow_runs
@@ -197,7 +197,7 @@ class FlowRunView:
 
 
 def _follow(view: FlowRunView, store: "RunStore", old: dict | None):
-    """Show progress until the flow run ends; returns its final state. old: an earlier heartbeat, to be ignored."""
+    """Shows progress until the flow run ends; returns its final state. old: an earlier attempt's heartbeat, ignored."""
     from flows.cli.console import Progress, console
     from storage.attempts import read_heartbeat
 
@@ -217,7 +217,7 @@ def _stage(state, heartbeat: dict | None) -> str:
     if heartbeat:
         return stage_of(heartbeat)
     return (
-        "starting the Trainer and the Searchers (about 20 s)"
+        "starting the flow, which starts the Trainer and the Searchers (about 20 s)"
         if state.is_running()
         else f"{state.name.lower()}: waiting for the worker"
     )
@@ -252,7 +252,7 @@ def _command_line() -> str:
 
 @contextlib.contextmanager
 def _uninterrupted():
-    """Ignores a second Ctrl-C, which would leave processes running."""
+    """Ignores signals within the context: a second Ctrl-C would leave processes running."""
     handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():

@@ -1,4 +1,4 @@
-"""`tba verify`: the proof that a run's store is whole."""
+"""`tba verify`: checks that a run's store is whole."""
 
 import json
 

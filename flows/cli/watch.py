@@ -1,4 +1,4 @@
-"""`tba watch`: a run is followed from its store, on any machine that sees it."""
+"""`tba watch`: follows a run by its store, on any machine that sees the store."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ POLL_S = 1.0
 
 @app.command()
 def watch(run: RunName, store: StoreOption = None) -> None:
-    """Follow a run to its end from its store, wherever it trains; also when processes die and resume.
+    """Follow a run to its end by its store, on whatever machine it trains, also through crashes and resumes.
 
-    Also shows the Prefect server's state of the run, if a server answers. Ctrl-C does not stop the run.
+    If a Prefect server answers, shows its states of the run, too. Ctrl-C does not stop the run.
 
     Example: tba watch arithmetic --store s3://bucket/runs
     """

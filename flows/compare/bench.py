@@ -1,7 +1,8 @@
-"""The runs of a study, on tba.testbed: parallel, one on each core; the outcome of each is stored when its run ends.
+"""The runs of a study, on tba.testbed, one at a time on each core.
 
-An interrupted study therefore continues. Each arm trains with its best step size, found first with a seed that is used
-nowhere else. The grid of step sizes grows until the best one is not at an edge.
+Each outcome is stored when its run ends, so an interrupted study continues. Each arm trains with its best step size,
+which is found first with a seed that no other run has. The grid of step sizes grows until the best one is not at its
+edge.
 """
 
 import json
@@ -19,7 +20,7 @@ from storage.store import RunStore
 
 RATE_FACTOR = 10**0.5  # from one step size of the grid to the next
 FIRST_RATES = (1e-3, 10**-2.5, 1e-2)
-SMALLEST_RATE, LARGEST_RATE = 1e-5, 1.0  # an objective whose best step size is outside these does not learn
+SMALLEST_RATE, LARGEST_RATE = 1e-5, 1.0  # limits of the grid; an objective with a best step size outside does not learn
 TUNING_SEED = 1000
 
 
@@ -72,7 +73,7 @@ class Bench:
         return RunStore(self._store, f"{self._study}-{arm.name}-rate{rate:.2e}-seed{seed}")
 
     def tune(self, arms: list[Arm]) -> list[Arm]:
-        """Each arm with its best step size, by one run each; the best is inside the tried grid."""
+        """Each arm with its best step size, by one run for each arm and step size."""
         found: dict[str, dict[float, float]] = {arm.name: {} for arm in arms}  # by arm: step size, accuracy
         while wanted := [(arm, rate) for arm in arms for rate in rates_to_try(found[arm.name])]:
             trials = [with_rate(arm, rate) for arm, rate in wanted]
@@ -100,11 +101,11 @@ def rates_to_try(found: dict[float, float]) -> list[float]:
 def run_arm(arm: Arm, seed: int, store: RunStore, first_policy: Path) -> Outcome:
     """Runs one arm in this process, on one thread, unless the store has its outcome.
 
-    Raises: RunConfigMismatch: the store has a run of this name with other settings, which are named.
+    Raises: RunConfigMismatch: the store has a run of this name with other settings; the message names them.
     """
     store.create_run({"arm": asdict(arm), "seed": seed})
-    if store.exists("outcome.json"):
-        return store.read_json("outcome.json", Outcome)
+    if (stored := store.read_json("outcome.json", Outcome)) is not None:
+        return stored
     import torch
 
     from flows.compare.replay import experience

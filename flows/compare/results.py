@@ -1,4 +1,4 @@
-"""Results of a comparison: means over seeds with their intervals, where they came about, the numbers as a file."""
+"""Results of a comparison: means over seeds with intervals, hardware and code version, the numbers as a file."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Interval:
 
 
 def confidence_interval(values: list[float], num_intervals: int = 1) -> Interval:
-    """Of values by seed. num_intervals: how many are to hold their means all at once with 95 % (Bonferroni)."""
+    """Mean and interval of values, one for each seed. num_intervals: how many hold together (Bonferroni)."""
     width = half_width(values, 1 - 0.05 / num_intervals) if len(values) > 1 else None
     return Interval(statistics.fmean(values), width, len(values))
 
@@ -73,6 +73,6 @@ def hardware() -> dict:
 
 
 def write_numbers(file: Path, about: dict, runs: list[dict]) -> None:
-    """One JSON object, a line a run."""
+    """Writes one JSON object, with one line for each run."""
     lines = ",\n".join(json.dumps(run, default=str) for run in runs)
     file.write_text(f'{{"about": {json.dumps(about)},\n"runs": [\n{lines}\n]}}\n')

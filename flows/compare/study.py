@@ -1,4 +1,4 @@
-"""A study: configurations beside each other on tba.testbed, at each lag, by seeds. A file in studies/ describes it."""
+"""A study: configurations compared on tba.testbed, at each lag, by seeds. A file in studies/ describes it."""
 
 import re
 import tomllib
@@ -33,7 +33,7 @@ _OF_TESTBED = {
 class Arm:
     """One configuration of a study."""
 
-    label: str  # as it is called in the table
+    label: str  # its name in the tables
     lag: int  # policy steps between sampling and learning, at least
     settings: dict  # of `Configuration`
 
@@ -47,10 +47,12 @@ class Configuration(Settings):
 
     train: TrainSettings
     search: SearchSettings = SearchSettings()
-    sampling: Sampling | None = Field(None, description="Of the replay buffer; None: each step trains on its rounds.")
-    searchers: int = Field(1, ge=1, description="Rounds that come in at each step.")
+    sampling: Sampling | None = Field(
+        None, description="Settings of the replay buffer; None: each step trains on its rounds."
+    )
+    searchers: int = Field(1, ge=1, description="Number of rounds that come in at each step.")
     reward: Literal["exact", "dense"] = Field(
-        "exact", description="exact: 1 for the right response; dense: the share of its tokens that are right."
+        "exact", description="Reward; exact: 1 for the right response; dense: the share of tokens that are right."
     )
 
 
@@ -58,8 +60,8 @@ class Study(Settings):
     """The content of a study's file."""
 
     title: str
-    published: str = Field(description="What was published, by whom.")
-    expected: str = Field(description="What is expected here.")
+    published: str = Field(description="Published result, with its source.")
+    expected: str = Field(description="Expected result.")
     lags: tuple[int, ...] = Field(min_length=1)
     seeds: int = Field(10, ge=1)
     steps: int = Field(320, ge=2)

@@ -1,4 +1,4 @@
-"""A study run, and its results as a table, a plot and the numbers, in one folder."""
+"""Runs a study, and writes its results into one folder: tables, a plot and the numbers."""
 
 import statistics
 from collections.abc import Callable
@@ -21,7 +21,7 @@ JOINT = "The {} intervals hold at once with 95 % (Student's t, Bonferroni)."
 
 
 def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str], None]) -> tuple[Path, dict]:
-    """Each arm at each lag, with its best step size there. Returns the table's file and its numbers.
+    """Trains each arm at each lag, with the best step size for it. Returns the page's file and its numbers.
 
     If interrupted, the next call continues: finished runs are in the store.
     """
@@ -46,9 +46,9 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
 
 
 def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
-    """`<name>_cpu_<date>`: .md with the tables, .png with the plot, .json with every run. Returns table and numbers.
+    """`<name>_cpu_<date>`: .md with the tables, .png with the plot, .json with every run. Returns page and numbers.
 
-    about: what the page begins with; its "date" is part of the name.
+    about: the facts above the tables, by name; "date" is part of the files' names.
     """
     out.mkdir(parents=True, exist_ok=True)
     name = f"{name}_cpu_{about['date']}"
@@ -78,7 +78,7 @@ def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], abo
 
 
 def _differences(study: Study, outcomes: list[Outcome]) -> tuple[dict[str, Interval], dict[str, Interval]]:
-    """Seed by seed: how far `compared_with` is ahead of each other arm; what each arm loses to the last lag."""
+    """Differences paired by seed: `compared_with` minus each other arm; each arm's loss from first to last lag."""
     others = [label for label in study.arms if label != study.compared_with]
     pairs = [(f"{study.compared_with}-lag{lag}", f"{other}-lag{lag}") for lag in study.lags for other in others]
     ahead = dict(zip([other for _, other in pairs], paired_differences(outcomes, pairs), strict=True))
@@ -105,21 +105,20 @@ def _tables(
     def mean_of_seeds(values: dict[str, dict[int, float]]) -> dict[str, Interval]:
         return {arm: confidence_interval(list(of_arm.values())) for arm, of_arm in values.items()}
 
-    lost_row = [[f"lost from {study.lags[0]} to {study.lags[-1]}, by seed", *lost.values()]] if lost else []
+    lost_row = [[f"loss from lag {study.lags[0]} to {study.lags[-1]}, paired by seed", *lost.values()]] if lost else []
     spread = {arm: f"{statistics.stdev(of_arm.values()):.3f}" for arm, of_arm in seeds.items() if len(of_arm) > 1}
     each = "mean over seeds with its 95 % confidence interval (Student's t)"
     return [
         *by_lag(f"Greedy accuracy on held-out sums, {each}:", labels, accuracies, lost_row),
         *by_lag(
-            f"Accuracy of {study.compared_with} less that of the others, by seed. {JOINT.format(len(ahead))}",
+            f"Accuracy of {study.compared_with} minus that of each other arm, by seed. {JOINT.format(len(ahead))}",
             others,
             ahead,
         ),
         *(by_lag("Standard deviation of the accuracy over seeds:", labels, spread) if spread else []),
         *by_lag(f"Distinct responses among 8 to a held-out sum, {each}:", labels, mean_of_seeds(distinct)),
         *by_lag(
-            "Step size of each: the best of a grid by factors of 3.16, at no edge of it, by one run each of another "
-            "seed:",
+            "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:",
             labels,
             rates,
         )[:-1],
@@ -127,7 +126,7 @@ def _tables(
 
 
 def plot_study(study: Study, accuracies: dict[str, Interval], file: Path) -> None:
-    """Accuracy with confidence intervals: by lag, a line an arm; of one lag, a point an arm."""
+    """Accuracy with confidence intervals: by lag, a line for each arm; with one lag, a point for each arm."""
     import matplotlib
 
     matplotlib.use("Agg")

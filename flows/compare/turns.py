@@ -1,4 +1,4 @@
-"""tba compare sync: asynchronous beside synchronous training, by `tba train`, as a table, a plot and the numbers."""
+"""tba compare sync: asynchronous and synchronous training by `tba train`; writes a table, a plot and the numbers."""
 
 import contextlib
 import subprocess
@@ -14,8 +14,8 @@ from storage.queries import query
 from storage.store import RunStore
 from storage.summary import read_summary
 
-# What a user would run: `make train` as it is, and in turns one Searcher with a whole batch a round. Steps, batches and
-# all of training are the same.
+# Asynchronous: the defaults. Synchronous: one Searcher, whose round is one batch, and the Trainer take turns. All other
+# settings are the same.
 MODES = {
     "asynchronous": (),
     "synchronous": (
@@ -29,20 +29,20 @@ MODES = {
 SUMMARISED = {
     "accuracy_after": "Accuracy at the end",
     "wall_s": "Wall time, s",
-    "seconds_to_common": "s to equal accuracy",
-    "trainer_wait_share": "Trainer waits",
-    "searcher_idle_share": "Searchers idle",
-    "staleness_mean": "Staleness",
+    "seconds_to_common": "Time to equal accuracy, s",
+    "trainer_wait_share": "Trainer waits, share",
+    "searcher_idle_share": "Searchers idle, share",
+    "staleness_mean": "Staleness, policy steps",
 }
-WINDOW = 1024  # trajectories that sampled accuracy is the mean of: 64 prompts
-POLL_S = 5.0  # between two checks of a run that may have trained enough; a check takes a core's time
+WINDOW = 1024  # trajectories in a mean of sampled accuracy: 128 prompts of the default round
+POLL_S = 5.0  # between two checks whether a run has trained enough; a check takes time of a core
 
 
 def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callable[[str], None]) -> Path:
-    """Asynchronous beside synchronous training by `tba train`, and the time of each to equal accuracy: the highest that
-    all runs came to, as sampled during training. Returns the table's file.
+    """Trains asynchronously and synchronously by `tba train`, and compares the times to equal accuracy: the highest
+    sampled accuracy that all runs reached. Returns the table's file.
 
-    Raises: ValueError: a run failed; with the end of its output. The same call continues from there.
+    Raises: ValueError: a run failed; the message has the end of its output. The same call continues from there.
     """
     rows, curves = [], []
     for seed, (mode, settings) in product(range(seeds), MODES.items()):
@@ -73,17 +73,17 @@ def write_turns(out: Path, rows: list[dict], curves: list[list[tuple[float, floa
         for mode, of_mode in by_mode.items()
     ]
     name = f"sync_cpu_{about['date']}"
-    over_seeds = " Mean over seeds with Student's t, 95 %." if about["seeds"] > 1 else ""
+    over_seeds = " ±: 95 % confidence interval over seeds (Student's t)." if about["seeds"] > 1 else ""
     lines = [
-        "# Asynchronous beside synchronous: what taking turns costs",
+        "# Asynchronous and synchronous training: accuracy and time",
         "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "",
         *table_lines(["Mode", *SUMMARISED.values()], intervals),
         "",
-        f"Equal accuracy: {common:.3f}, the highest that every run came to, of what was sampled (the mean of {WINDOW} "
-        "trajectories); seconds are from the run's start. Accuracy at the end is greedy, on held-out sums. Shares are "
-        f"of time; `tba show RUN` has each run's.{over_seeds}",
+        f"Equal accuracy: {common:.3f}, the highest mean reward of {WINDOW} trajectories that every run reached;"
+        " its time is from the run's start. Accuracy at the end is greedy, on held-out sums. Shares are of time, as in "
+        f"each run's summary.json.{over_seeds}",
         "",
         f"![sampled accuracy by time]({name}.png)",
     ]
@@ -96,12 +96,12 @@ def write_turns(out: Path, rows: list[dict], curves: list[list[tuple[float, floa
 
 
 def run_to_its_end(command: list[str], enough: Callable[[], bool] = lambda: False) -> tuple[int, str]:
-    """Status and output of a `tba train`, which is asked to stop, as by Ctrl-C, once `enough` returns true.
+    """Runs a `tba train` to its end, or stops it once `enough` returns true, as Ctrl-C does. Returns status, output.
 
     An error or an interrupt here stops it in the same way and waits, because a killed command would leave its run.
     """
     with tempfile.TemporaryFile("w+") as output:
-        # a process group of its own: Ctrl-C in a terminal would reach it beside what is sent here
+        # a process group of its own: otherwise Ctrl-C in a terminal would reach it beside the signal sent here
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
         )
@@ -109,7 +109,7 @@ def run_to_its_end(command: list[str], enough: Callable[[], bool] = lambda: Fals
             while process.poll() is None and not enough():
                 _wait(process)
         finally:
-            process.terminate()  # of a process that has ended it does nothing
+            process.terminate()  # has no effect on a process that has ended
             process.wait()
         output.seek(0)
         return process.returncode, output.read()
@@ -121,25 +121,25 @@ def _wait(process: subprocess.Popen) -> None:
 
 
 def sampled_accuracy(store: RunStore) -> list[tuple[float, float]]:
-    """Seconds since the run began, and the mean reward of the newest `WINDOW` trajectories then; for each of these.
+    """Pairs of seconds since the run began and the mean reward of the newest `WINDOW` trajectories at that time.
 
-    Raises: ValueError: the run has fewer.
+    Raises: ValueError: the run has fewer than `WINDOW` trajectories.
     """
     age = "ORDER BY created_at, trajectory_id"
     rows = query(
         store,
-        # only our own constants are put in
+        # only constants of this file are put into the query
         f"SELECT created_at, avg(reward) OVER ({age} ROWS {WINDOW - 1} PRECEDING) AS accuracy FROM trajectories "  # noqa: S608
         f"QUALIFY row_number() OVER ({age}) >= {WINDOW} {age}",
     ).to_pylist()
     if not rows:
-        raise ValueError(f"run {store.run} has fewer than {WINDOW} trajectories: give it more steps")
+        raise ValueError(f"run {store.run} has fewer than {WINDOW} trajectories; raise --steps")
     began = first_attempt_at(store)
     return [((row["created_at"] - began).total_seconds(), row["accuracy"]) for row in rows]
 
 
 def common_accuracy(curves: list[list[tuple[float, float]]]) -> float:
-    """The highest accuracy that all of them reached."""
+    """The highest accuracy that all runs reached."""
     return min(max(accuracy for _, accuracy in curve) for curve in curves)
 
 

@@ -1,4 +1,4 @@
-"""tba diversity: the diversity of a run's responses, by policy, by Searcher and as a whole. No engine, no Prefect."""
+"""tba diversity: measures the diversity of a run's responses, by policy, by Searcher and as a whole."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NUM_BINS = 10  # spans of policies
-SAMPLE = 40_000  # responses measured: seconds; a standard error of about 1 % of most values
-EMBEDDED = 4_000  # of those, responses embedded: about a minute on two cores
-# Responses to a prompt that a value covers; fewer if a round samples fewer.
+SAMPLE = 40_000  # responses to measure: takes seconds; standard errors are about 1 % of most values
+EMBEDDED = 4_000  # of these, responses to embed: takes about a minute on two cores
+# Responses to a prompt that each value is computed from; fewer if a round samples fewer.
 RESPONSES_PER_PROMPT = 8
 SUCCESS_REWARD = 0.5  # a response with at least this reward is a success
 SEED = 0
@@ -44,8 +44,9 @@ def measure_diversity(
     success_reward: float = SUCCESS_REWARD,
     seed: int = SEED,
 ) -> list[dict]:
-    """storage.schema.DIVERSITY rows, in order of groups. embedded: 0: without the measures that need embeddings.
+    """One run's values as storage.schema.DIVERSITY rows, in the order of groups.
 
+    sample, embedded: numbers of responses to measure and, of these, to embed; embedded=0: no measures by embeddings.
     responses_per_prompt: None: 8, or the number that a round of this run samples if that is smaller.
     Raises: ValueError: no prompt has so many responses. ModuleNotFoundError: the sentence encoder is not installed.
     """
@@ -68,6 +69,7 @@ def measure_diversity(
 
 
 def usual_responses_per_prompt(store: RunStore) -> int:
+    """Responses to a prompt that a round of the run samples, at most `RESPONSES_PER_PROMPT`."""
     search = (store.read_json("run.json", dict[str, Any]) or {}).get("search", {})
     return min(RESPONSES_PER_PROMPT, search.get("samples_per_prompt", RESPONSES_PER_PROMPT))
 
@@ -124,7 +126,7 @@ def _measure_group(
 
 
 def tables(found: dict[str, list[dict]]) -> list["Table"]:
-    """Tables to read: each run by policy and by Searcher, then the runs beside each other."""
+    """Tables for a terminal: each run by policy and by Searcher, then all runs."""
     result = []
     for run, rows in found.items():
         for grouping, title in (("policy", "by policy step"), ("searcher", "by Searcher")):
@@ -144,7 +146,7 @@ def _part(row: dict) -> str:
 
 
 def _table(title: str, rows: list[dict], name: Callable[[dict], str]) -> "Table":
-    """One line for each group of `name`. Headings and values break where that keeps the table within 80 columns."""
+    """One line for each group by `name`. Headings and values break into lines, to keep the table within 80 columns."""
     from rich import box
     from rich.table import Table
 

@@ -1,11 +1,11 @@
-"""The figures of a report, and the numbers that each one shows."""
+"""The figures of a report, from its tables."""
 
 from markupsafe import Markup
 
 from flows.report.svg import WIDE, Axes, Series, bar_chart, heat_map, line_chart, stacked_chart
 from flows.report.text import number, percent
 
-MAX_SEARCHERS = 8  # named in a note, at most
+MAX_SEARCHERS = 8  # Searchers that a note names, at most
 
 
 def charts(tables: dict[str, list[dict]]) -> dict[str, Markup]:
@@ -35,7 +35,7 @@ def charts(tables: dict[str, list[dict]]) -> dict[str, Markup]:
 
 
 def time_shares(tables: dict[str, list[dict]]) -> list[dict]:
-    """Each process's use of time: its name, and parts with their share of its presence."""
+    """Each process's time by activity: its name, seconds, and the share of each part."""
     rows = []
     totals, trainer = tables["totals"][0], tables["trainer"][0]
     if totals["first_step_at"]:
@@ -43,7 +43,7 @@ def time_shares(tables: dict[str, list[dict]]) -> list[dict]:
         rows.append(_row("Trainer", trainer["present_s"], parts, "publishing, checkpoints, resuming"))
     for row in tables["searchers"]:
         parts = [("sampling", row["sampling_s"]), ("scoring", row["scoring_s"]), ("preparing", row["preparing_s"])]
-        rows.append(_row(row["searcher"], row["present_s"], parts, "loading policies, between rounds"))
+        rows.append(_row(row["searcher"], row["present_s"], parts, "loading policies, evaluating, between rounds"))
     return rows
 
 
@@ -149,7 +149,7 @@ def _share_rewards(tables: dict) -> str:
 
 
 def _gap(tables: dict) -> str:
-    """Log-probability gaps of the drawn responses. The difference: distance of the trained policy from the samplers."""
+    """Log-probability gaps of the drawn responses; their difference is policy - behavior."""
     behavior = _points(tables["draws"], "behavior_reference_gap")
     series = [
         Series("trained", _points(tables["draws"], "policy_reference_gap"), 1),
@@ -174,15 +174,23 @@ def _buffer(tables: dict) -> str:
     return line_chart([line], Axes("policy step", "trajectories in the buffer", from_zero=True))
 
 
-# Heading, what it tells, and the axis.
+# By metric: heading, note, and name of the axis.
 _MEASURES = {
-    "distinct-1": ("Distinct words", "Different words over all words.", "distinct-1"),
-    "distinct-2": ("Distinct pairs of words", "Different pairs over all pairs.", "distinct-2"),
-    "self-BLEU": ("Self-BLEU", "How much each response repeats the others; 1: all the same.", "self-BLEU"),
-    "cosine distance": ("Distance of meaning", "Mean cosine distance of sentence embeddings.", "1 − cosine"),
-    "distinct answers": ("Distinct answers", "Different final answers to one prompt.", "answers a prompt"),
-    "success clusters": ("Kinds of successes", "Successes that are close in meaning count once.", "clusters a prompt"),
-    "entropy": ("Entropy", "Of whole responses, as sampled: zero is certainty.", "nats a response"),
+    "distinct-1": ("Distinct words", "Number of different words, divided by the number of words.", "distinct-1"),
+    "distinct-2": (
+        "Distinct pairs of words",
+        "Number of different pairs of words, divided by the number of pairs.",
+        "distinct-2",
+    ),
+    "self-BLEU": ("Self-BLEU", "BLEU of each response against the others; 1: all are the same.", "self-BLEU"),
+    "cosine distance": ("Cosine distance", "Mean cosine distance of sentence embeddings.", "1 − cosine"),
+    "distinct answers": ("Distinct answers", "Number of different final answers to one prompt.", "answers a prompt"),
+    "success clusters": (
+        "Success clusters",
+        "Number of clusters of successes; successes with close embeddings are one cluster.",
+        "clusters a prompt",
+    ),
+    "entropy": ("Entropy", "Entropy of whole responses, as sampled; 0: always the same response.", "nats a response"),
 }
 
 

@@ -4,7 +4,7 @@ from urllib.parse import quote
 
 from flows.report.svg import Axes, Series, line_chart
 
-POINTS_SHOWN = 64  # in a curve: the page prints an image's whole URL
+POINTS_SHOWN = 64  # points of a curve, few because the page prints an image's whole URL
 SIZE = (520, 200)
 PLAIN = " '<>=/:;,.-()"  # browsers accept these unescaped in a URL that holds an SVG
 COLOURS = ("#2563eb", "#d97706")  # most readers can tell them apart on white
@@ -18,7 +18,7 @@ STYLE = (
 
 
 def curves_url(title: str, steps: list[int], lines: dict[str, list[float | None]]) -> str:
-    """The URL of a chart with one line for each label over `steps`, of few points."""
+    """The URL of a chart over `steps`, with one line for each label, of at most `POINTS_SHOWN` points."""
     chosen = _spread(range(len(steps)))
     series = [
         Series(label, [(steps[place], values[place]) for place in chosen], colour)

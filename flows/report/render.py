@@ -1,8 +1,7 @@
-"""tba report: a run's results and course, as one self-contained HTML file.
+"""tba report: the results and the course of a run, as one self-contained HTML file.
 
-storage.report computes the numbers in DuckDB, flows.report.svg draws them, report.html.jinja is the page. Responses are
-untrusted text of a model: the template escapes everything, and the page's own policy forbids scripts and
-the network.
+storage/report_tables.py computes the numbers in DuckDB, flows/report/figures.py draws them, report.html.jinja is the
+page. Responses are untrusted text: the template escapes everything, and the page's policy forbids scripts and network.
 """
 
 from datetime import UTC, datetime
@@ -23,8 +22,8 @@ from storage.verify import Fault, verify
 from tba.alarms import spans
 
 PAGE = "report.html"
-MAX_FAULTS = 50
-SMALL_SAMPLE = 2_000  # responses: a second
+MAX_FAULTS = 50  # faults, and refused rounds, that the page lists
+SMALL_SAMPLE = 2_000  # responses whose diversity is measured for a page: takes a second
 
 
 def write_report(store: RunStore) -> str:
@@ -73,7 +72,7 @@ def _state(config: dict, summary: dict | None, totals: dict) -> dict:
 
 
 def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | None) -> list[dict]:
-    """The numbers at the top: label, value, remark."""
+    """The numbers at the top of the page: label, value and remark of each."""
     evaluations = tables["evaluations"]
     before = evaluations[0]["accuracy"] if evaluations else None
     after = evaluations[-1] if len(evaluations) > 1 else None
@@ -81,7 +80,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
     there = [moment for moment in moments if moment]
     wall = (max(there) - min(there)).total_seconds() if there else None
     sampled = totals["num_sampled_tokens"] or 0
-    lives = totals["num_attempts"] or 0
+    attempts = f"{totals['num_attempts'] or 0} {'attempt' if totals['num_attempts'] == 1 else 'attempts'}"
     tiles = [
         {
             "label": "held-out accuracy",
@@ -90,14 +89,14 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
             + (f"; best policy {percent(best.accuracy)}" if after and best else ""),
         },
         {
-            "label": "reward sampled last",
+            "label": "newest sampled reward",
             "value": number(tables["training"][-1]["sampled_reward"] or 0) if tables["training"] else "–",
             "remark": f"{number(totals['reward_mean'] or 0)} over the whole run",
         },
         {
             "label": "policy steps",
             "value": f"{totals['num_steps'] or 0:,}",
-            "remark": f"{totals['num_skipped']:,} skipped, {lives} {'life' if lives == 1 else 'lives'} of the Trainer",
+            "remark": f"{totals['num_skipped']:,} skipped, {attempts} of the Trainer",
         },
         {
             "label": "trajectories",
@@ -119,11 +118,11 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
 
 
 def _examples(rows: list[dict]) -> list[dict]:
-    """Best, worst and most trained: heading, order and trajectories of each."""
+    """Three kinds of example trajectories: for each its name, the rule of its order, and the trajectories."""
     kinds = {
-        "best": "Highest reward; of equal ones those that the reference policy would least have said.",
-        "worst": "Lowest reward; of equal ones those that the policy was surest of when it sampled them.",
-        "most trained": "Drawn into the most batch slots.",
+        "best": "Highest reward; of equal rewards, lowest log-probability under the reference policy.",
+        "worst": "Lowest reward; of equal rewards, highest log-probability when sampled.",
+        "most trained": "Most draws into batch slots.",
     }
     return [
         {"kind": kind, "order": order, "rows": [row for row in rows if row["kind"] == kind]}
@@ -149,7 +148,7 @@ def _provenance(store: RunStore, tables: dict, config: dict, best: BestPolicy | 
             ("model", config.get("model")),
             ("policies published", f"{len(published):,}, of which {num_kept:,} still have their weights in the store"),
             ("newest policy", f"step {newest[0]:,}, weights {newest[1]}" if newest else "none yet"),
-            ("best policy", _best(best) if best else "none was evaluated yet"),
+            ("best policy", _best(best) if best else "no policy was evaluated yet"),
             ("report made by", f"code {code_version()}"),
         ],
         "sources": tables["provenance"],
@@ -163,24 +162,24 @@ def _best(policy: BestPolicy) -> str:
 
 
 def _diversity(store: RunStore) -> dict:
-    """The newest measurement, or a small one made now, which is not stored and has no embeddings."""
+    """The newest stored measurement; without one, a small measurement without embeddings, which is not stored."""
     rows = query(store, "SELECT * FROM diversity").to_pylist()
     hint = not rows
     if hint:
         try:
             rows = measure_diversity(store, sample=SMALL_SAMPLE, embedded=0)
         except ValueError:
-            return {"note": "Nothing yet: no prompt has enough responses.", "hint": False, "figures": []}
+            return {"note": "No prompt has enough responses yet.", "hint": False, "figures": []}
     m = rows[0]["responses_per_prompt"]
     note = (
-        f"How different {m} responses to one prompt are, by the policies that sampled them. Shaded: 95 % intervals, "
-        "where not everything was measured."
+        f"How different {m} responses to one prompt are, by the policies that sampled them. Shaded: 95 % confidence "
+        "intervals, if not all prompts were measured."
     )
     return {"note": note, "hint": hint, "figures": figures.diversity(rows)}
 
 
 def _faults(store: RunStore, totals: dict) -> dict:
-    """The faults that a quick `tba verify` finds, the rounds that the gate refused, and the skipped steps."""
+    """The faults that a quick `tba verify` finds, the rounds that the quality gate refused, and the skipped steps."""
     try:
         found = verify(store, None)
         faults = found.faults

@@ -1,8 +1,8 @@
-"""Charts as inline SVG: text that scales, no script, no network. Colours are classes that the page's style sheet sets,
-so that one chart serves a light and a dark page.
+"""Charts as inline SVG, without scripts. Colours are classes of the page's style sheet, so that one chart serves a
+light and a dark page.
 
-Each function returns the markup of one <svg>. Hovering over a mark shows its numbers by <title>. All given text,
-names included, is escaped.
+Each function returns the markup of one <svg>. A mark's <title> shows its numbers on hovering. All given text, names
+included, is escaped.
 """
 
 import math
@@ -16,9 +16,10 @@ from flows.report.text import number
 Point = tuple[float, float]
 Band = tuple[float, float, float]  # x, low, high
 
-CHARACTER = 7.2  # width of a letter of the axes where a phone enlarges them, in a wide typeface
-NAME_CHARACTER = 8.6  # the same of the bold names of lines
-TICK_TEXT = 12  # its height
+# In units of the SVG, for a wide typeface and the larger text of phones:
+CHARACTER = 7.2  # width of a letter of the axes
+NAME_CHARACTER = 8.6  # width of a letter of the lines' bold names
+TICK_TEXT = 12  # height of the text of ticks
 SIZE = (440, 250)
 WIDE = (940, 320)
 
@@ -44,7 +45,7 @@ class Axes:
     size: tuple[int, int] = SIZE
     form: Callable[[float], str] = number
     from_zero: bool = False
-    told: bool = True  # hovering over a line chart tells the values
+    told: bool = True  # hovering over a line chart shows the values
 
     @property
     def label(self) -> str:
@@ -159,7 +160,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def tick_step(low: float, high: float, about: int) -> float:
-    """1, 2 or 5 times a power of ten, so that about `about` of them fill the range."""
+    """The distance of ticks: 1, 2 or 5 times a power of ten, so that about `about` ticks fill the range."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     return min((unit * power for unit in (1, 2, 5, 10)), key=lambda width: abs(width - raw))

@@ -7,8 +7,8 @@ from datetime import datetime
 
 MAX_TEXT = 1500  # characters shown of a prompt or response
 
-# Control characters except tab and newline, those that reorder text or break lines unseen, and halves of characters,
-# which no terminal can be sent.
+# Control characters except tab and newline; characters that reorder text or break lines invisibly; and surrogates,
+# which cannot be sent to a terminal.
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufff9-\ufffb]"
 )
@@ -48,7 +48,7 @@ def long_duration(seconds: float | None) -> str:
 def printable(text: str) -> str:
     """The text with each character that could control a terminal written as Python writes it: `\\x1b`, `\\u202e`.
 
-    For all that comes from a model or a store. Rich's markup is not its concern: flows.cli.console has that off."""
+    For all text of a model or a store. It does not escape Rich's markup, which flows.cli.console turns off."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -1,4 +1,4 @@
-"""tba rescore: stored trajectories scored again by another reward. No engine, no model, no Prefect."""
+"""tba rescore: scores stored trajectories by another reward, without engine, policy or Prefect."""
 
 import contextlib
 import time
@@ -18,9 +18,9 @@ PROGRESS_S = 5
 def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[str], None]) -> tuple[str, int]:
     """Scores every trajectory that has no reward of this version. Returns the version and the number scored.
 
-    version: None: the function's name; for the task's own reward, the task's version. A repeated call scores only the
-    missing trajectories. Torn shards are left out. Raises: ValueError: no such reward, or it fails on a trajectory;
-    StoreError.
+    reward: module:function, or task for the task's own. version: None: the function's name; for the task's own reward,
+    the task's version. A repeated call scores only the missing trajectories. Torn shards are left out.
+    Raises: ValueError: no such reward, or it fails on a trajectory. StoreError.
     """
     config = load_run(store)
     task = load_task(config.task, seed=config.seed)
@@ -35,8 +35,8 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
             of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
             if reward == TASK and (unknown := [problem for problem in of_rows if problem.answer is None]):
                 raise ValueError(
-                    f"reward: task {task.name} does not ask {unknown[0].prompt_id!r} (round {number} of searcher "
-                    f"{searcher}), so it cannot score it; give a module:function"
+                    f"reward: task {task.name} has no prompt {unknown[0].prompt_id!r} (round {number} of searcher "
+                    f"{searcher}), so it cannot score its responses; give a module:function"
                 )
             told = (shard[name].to_pylist() for name in ("response", "response_tokens", "finish_reason"))
             values = rewarding.score(of_rows, *told).rewards

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tba.reuse")
 
-ROWS_PER_SHARD = 500  # of demonstrations: an interrupted scoring loses at most one shard
-SHARDS_AT_ONCE = 32  # of another run; many are checked in the time of one
+ROWS_PER_SHARD = 500  # demonstrations in a shard; interrupted scoring loses at most one shard
+SHARDS_AT_ONCE = 32  # another run's shards that are checked together, in about the time of one
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ class RunSource:
             raise ValueError(f"warm_start: there is no run {run!r} in {root}") from error
         if theirs.model != config.model:
             raise ValueError(
-                f"warm_start: run {run!r} has model {theirs.model}, this one {config.model}: its tokens mean nothing "
-                "here. Write prompt and response to a .parquet file, and name that as a source."
+                f"warm_start: run {run!r} has model {theirs.model}, this one {config.model}: the two "
+                "models' tokens differ. Write prompt and response to a .parquet file, and name that as a source."
             )
         if self._version is not None and not reward_versions.has_version(self._store, self._version):
             raise ValueError(
                 f"reward_version: run {run!r} has no rewards of version {self._version!r}; score it first: "
                 f"tba rescore {run} --version {self._version} --reward ..."
             )
-        # the reference's log-probabilities hold for one temperature of the objective
+        # stored reference log-probabilities are those at the other run's train.temperature
         self._is_for_other_temperature = theirs.train.temperature != config.train.temperature
         self.shards_at_once = 1 if self._is_for_other_temperature else SHARDS_AT_ONCE
 
@@ -76,18 +76,18 @@ class RunSource:
         ]
 
     def read(self, part: list) -> pa.Table:
-        """No rows if the shard or its rewards are torn, or break a rule of the intake."""
+        """The trajectories of a part; no rows if its shard or rewards are torn, or break a rule of the intake."""
         searcher, number = part
         try:
             shard = shards.read_shards(self._store, searcher, [number])
             if self._version is not None:
                 shard = reward_versions.with_rewards(self._store, self._version, shard)
         except (TornShard, DamagedRecord) as error:
-            log.warning("warm start: left out: %s", error)
+            log.warning("warm start: a torn shard is left out: %s", error)
             return TRAJECTORY.empty_table()
         if reasons := intake.check(searcher, {number: shard}, Limits()):
             where = f"{shards.shard_path(searcher, number)} of {self.url}"
-            log.warning("warm start: left out: %s: %s", where, "; ".join(reasons[number]))
+            log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[number]))
             return TRAJECTORY.empty_table()
         return shard
 
@@ -116,7 +116,9 @@ class FileSource:
         self._rows = self._rows.select(names)
         for name in ("prompt", "response"):
             if name not in names:
-                raise ValueError(f"warm_start: {url} has no column {name!r}, only {', '.join(names) or 'others'}")
+                raise ValueError(
+                    f"warm_start: {url} has no column {name!r}, only {', '.join(names) or 'columns of no trajectory'}"
+                )
             if not pa.types.is_string(self._rows[name].type) and not pa.types.is_large_string(self._rows[name].type):
                 raise ValueError(f"warm_start: {url}: {name} is {self._rows[name].type}; it must be text")
             if self._rows[name].null_count:
@@ -125,8 +127,8 @@ class FileSource:
         tokens = {"prompt_tokens", "response_tokens"} & set(names)
         if len(tokens) == 1 or ("reference_logprobs" in names and not tokens):
             raise ValueError(
-                f"warm_start: {url} must have prompt_tokens and response_tokens both, or neither, and "
-                "reference_logprobs only with them: leave out what the policy's tokenizer and model can compute"
+                f"warm_start: {url} must have both of prompt_tokens and response_tokens or neither, and "
+                "reference_logprobs only with both; missing columns are computed, so leave these out"
             )
 
     def parts(self) -> list[list]:

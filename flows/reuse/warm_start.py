@@ -1,12 +1,12 @@
 """Warm start: a run's buffer begins with trajectories of other runs, or with demonstrations.
 
     warm_start/plan.json                            the parts to copy, decided once, before the first shard
-    trajectories/searcher=warm0/round=….parquet     of the first source, warm1 of the second: shards like any other
+    trajectories/searcher=warm0/round=….parquet     copies from the first source; warm1: the second source
     warm_start/done.json                            the number of trajectories copied; the sources are no longer needed
 
-The run has copies, so it does not depend on its sources afterwards. The plan determines the shards' names: an
-interrupted copy continues, and no trajectory counts twice. `policy_step` is 0, older than any policy of this run; the
-fingerprint stays that of the policy that sampled the response. Trajectories for a held-out problem of this run are left
+The run has copies, so it does not need its sources afterwards. The plan determines the shards' names, so an interrupted
+copy continues, and no trajectory counts twice. `policy_step` of a copy is 0, that of the run's first policy; the
+fingerprint stays that of the policy that sampled the response. Trajectories of this run's held-out problems are left
 out.
 """
 
@@ -39,7 +39,7 @@ def check_sources(store: RunStore, config: RunConfig) -> None:
 
 
 def take_over(store: RunStore, config: RunConfig) -> None:
-    """Copies every source's trajectories into the run, once.
+    """Copies every source's trajectories into the run, unless that has been done.
 
     Raises: ValueError: trajectories fail the quality gate, or are too few for a run without Searchers.
     """
@@ -54,9 +54,9 @@ def take_over(store: RunStore, config: RunConfig) -> None:
     num_trajectories = sum(source["num_trajectories"] for source in taken)
     if not config.searchers and num_trajectories < config.sampling.min_size:
         raise ValueError(
-            f"warm_start: {num_trajectories} trajectories in all, but sampling.min_size is {config.sampling.min_size} "
-            "and no Searcher will add to them: training could never begin. Start another run with a lower min_size, "
-            "more sources, or searchers."
+            f"warm_start: the sources have {num_trajectories} trajectories, but sampling.min_size is "
+            f"{config.sampling.min_size} and searchers is 0: training could never begin. Start another run with a "
+            "lower sampling.min_size, more sources, or Searchers."
         )
     store.put(DONE, json.dumps(taken, indent=1).encode())
     get_run_logger().info("the buffer begins with %d trajectories: %s", num_trajectories, taken)
@@ -68,7 +68,10 @@ take_over_task = task(
 
 
 def make_plan(store: RunStore, sources: list) -> list[list]:
-    """The parts of each source, in the order that numbers their shards. A source may grow; the plan stays."""
+    """The parts of each source, in the order of their shards. If a source grows later, the plan stays.
+
+    Raises: ValueError: a file has changed since the plan was made.
+    """
     plan = [{"url": source.url, "digest": source.digest, "parts": source.parts()} for source in sources]
     with contextlib.suppress(AlreadyExists):
         store.put_new(PLAN, json.dumps(plan).encode())
@@ -76,8 +79,7 @@ def make_plan(store: RunStore, sources: list) -> list[list]:
     for source, recorded in zip(sources, planned, strict=True):
         if source.digest != recorded["digest"]:
             raise ValueError(
-                f"warm_start: {source.url} has changed since a part of it was taken over. Put it back as it was, or "
-                "start another run."
+                f"warm_start: {source.url} has changed since the copy began. Restore the file, or start another run."
             )
     return [recorded["parts"] for recorded in planned]
 
@@ -132,6 +134,6 @@ class Copy:
     def _commit(self, source: RunSource | FileSource, made: list[pa.Table]) -> None:
         for shard, reasons in zip(made, broken_in_each(made, self._limits), strict=True):
             if reasons:
-                raise ValueError(f"warm_start: trajectories of {source.url} cannot be trained on: {'; '.join(reasons)}")
+                raise ValueError(f"warm_start: trajectories of {source.url} fail validation: {'; '.join(reasons)}")
             with contextlib.suppress(AlreadyExists):  # another process starts the same run; only one will train it
                 shards.commit_shard(self._store, shard)

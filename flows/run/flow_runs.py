@@ -1,9 +1,9 @@
-"""The flow runs of one training run on a Prefect server: which is alive, submit one, stop one.
+"""The flow runs of one training run on a Prefect server: finds the live one, submits one, cancels one.
 
-A flow run's own record does not tell whether it is alive: after a SIGKILL it says Running for ever. Its processes tell:
-each carries the flow run's id in its environment (PREFECT__FLOW_RUN_ID), which the worker sets and children inherit.
-If the server is on another machine, the processes may be there too, invisible from here. The record then counts until
-the run's store shows no live Trainer.
+A flow run's record does not show whether it is alive: after a SIGKILL its state stays Running. Its processes do: each
+has the flow run's id in its environment (PREFECT__FLOW_RUN_ID), which the worker sets and children inherit. If the
+server is on another machine, the processes may be there, too, and cannot be seen from here. Then the record counts
+until the run's store shows no live Trainer.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from storage import attempts, policies
 from storage.store import RunStore
 
 FLOWS = ["tba", "search"]
-TRAINER_WATCH_S = 15  # several heartbeats
+TRAINER_WATCH_S = 15  # seconds that a Trainer is watched: several heartbeats
 # Within this time a resumed flow starts its Trainer, and a worker ends the processes of a cancelled flow run.
 PATIENCE = timedelta(minutes=10)
 
@@ -34,7 +34,7 @@ def live_run(client, config: RunConfig):
 
 def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
     """Whether a flow run on another machine has died, by its record and the run's store."""
-    if flow_run.state.is_cancelling():  # it ends; live_run does not check its Trainer
+    if flow_run.state.is_cancelling():  # it is ending, so its Trainer is not checked
         return True
     if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
         return False
@@ -46,11 +46,11 @@ def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
 
 
 def mark_crashed(client, config: RunConfig) -> int:
-    """Mark flow runs of this run that a killed stack or flow left behind as Crashed, and stop their processes here.
-    The worker of another machine stops the processes there. Returns the number of flow runs marked.
+    """Marks the run's unfinished flow runs as Crashed and stops their processes here. Returns the number of flow runs.
 
-    Call it only if no flow trains the run (live_run). A Searcher that has outlived its flow would otherwise run beside
-    the next flow's Searcher of the same name. Flow runs that still wait for a worker are marked too."""
+    Call it only if no flow trains the run (live_run). A killed stack or flow leaves such flow runs behind, and a
+    Searcher that outlived its flow would run beside the next flow's Searcher of the same name. Flow runs that wait for
+    a worker are marked, too. On another machine the worker there stops the processes."""
     from prefect.states import Crashed
 
     dead = unfinished(client, config, ["tba"])
@@ -63,7 +63,7 @@ def mark_crashed(client, config: RunConfig) -> int:
 
 
 def _ended(client, flow_run, state):
-    """`state`, or Cancelling if the process may be on another machine: the worker there reacts to no other state."""
+    """`state`; Cancelling if the process may run on another machine, whose worker reacts to no other state."""
     from prefect.states import Cancelling
 
     old = flow_run.state
@@ -88,10 +88,10 @@ def submit(client, config: RunConfig):
 
 
 def cancel(url: str, credentials: dict, flow_run) -> None:
-    """Stop a flow run and the Searchers that it started. If the server still answers, their records get the new state.
+    """Stops a flow run and the Searchers that it started, and records their state if the server still answers.
 
-    credentials: stack.credentials of the server.
-    After Ctrl-C in a terminal the server may not answer: as a child of `tba train` it gets the signal too."""
+    credentials: stack.credentials of the server. After Ctrl-C in a terminal the server may not answer, because it
+    gets the signal, too, as a child of `tba train`."""
     import httpx
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
@@ -102,8 +102,10 @@ def cancel(url: str, credentials: dict, flow_run) -> None:
     with contextlib.suppress(httpx.HTTPError), prefect_server.api(url, settings) as client:
         children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]))
         family += [r for r in client.read_flow_runs(flow_run_filter=children) if not r.state.is_final()]
-        family[0] = client.read_flow_run(flow_run.id)  # it was submitted some time ago
-        for member in family:  # before their processes end: the worker does not overwrite a final state with Crashed
+        family[0] = client.read_flow_run(flow_run.id)  # its state has changed since it was submitted
+        for (
+            member
+        ) in family:  # before their processes end, because the worker keeps a final state and records no Crashed
             state = _ended(client, member, Cancelled(message="Stopped by `tba train`."))
             client.set_flow_run_state(member.id, state, force=True)
     stop_processes([process for member in family for process in _processes(member)])
@@ -113,7 +115,7 @@ def is_alive(client, flow_run) -> bool:
     """Whether the flow run's process runs; True if it may run on another machine."""
     if not prefect_server.is_loopback(str(client.api_url)):
         return True
-    # the flow's own process, not only a Trainer or engine that outlived it
+    # the flow's own process; a Trainer or engine may outlive it
     return any("prefect.engine" in process.cmdline() for process in _processes(flow_run))
 
 
@@ -122,7 +124,7 @@ def _processes(flow_run) -> list:
 
 
 def unfinished(client, config: RunConfig, flows: list[str] = FLOWS) -> list:
-    """Flow runs of these flows, for this run in this store, that have not ended."""
+    """The unfinished flow runs of these flows that belong to this run in this store."""
     return [flow_run for flow_run in prefect_server.unfinished(client, flows) if _is_of(flow_run, config)]
 
 
@@ -133,6 +135,6 @@ def _is_of(flow_run, config: RunConfig) -> bool:
         named = RunConfig.model_validate(
             {k: given[k] for k in ("store", "run") if k in given} or given.get("config", {})
         )
-    except ValidationError:  # of another version of this project, or of another flow by that name
+    except ValidationError:  # parameters of another version of this project, or of another project's flow of this name
         return False
     return (named.run, named.store) == (config.run, config.store)

@@ -1,13 +1,13 @@
 """A run on Prefect's page while it trains: artifacts, lineage and events.
 
-    artifacts    progress, newest steps, curves, link to the report; made once by a flow run, then replaced in place
-    assets       policies, which depend on the shards that they were trained on; shards, which depend on the policy that
-                 sampled them, are shown by the Searchers (flows/search.py)
+    artifacts    progress, newest steps, curves, link to the report; each is created once, then its data are replaced
+    assets       policies, which depend on the shards that they were trained on. Searchers add the shards, which depend
+                 on the policy that sampled them (flows/search.py)
     events       tba.policy.published, tba.buffer.starved, tba.alarm.<name>, tba.run.finished; payloads:
                  docs/operating.md
 
-The flow that watches a run calls `update` every few seconds. It reads everything from the store, at a cost in
-proportion to the new entries. Neither the Trainer nor the Searchers wait for it.
+The run's flow calls `update` every few seconds. `update` reads the store, at a cost in proportion to the new entries.
+Neither the Trainer nor the Searchers wait for it.
 """
 
 import time
@@ -24,12 +24,13 @@ from storage.errors import StoreError
 from storage.store import RunStore
 
 UPDATE_S = 10.0
-# A Trainer that has trained and then waits this long for a batch is starved; the first fill has no limit.
+# A Trainer that waits this long for a batch after its first step is starved. Waiting for the first batch does not
+# count.
 STARVED_S = 60.0
 
 
 class Page:
-    """One run on Prefect's page. To be used inside its flow run."""
+    """One run on Prefect's page. Use it inside the run's flow run."""
 
     def __init__(self, store: RunStore, config: RunConfig) -> None:
         self._store = store
@@ -50,7 +51,7 @@ class Page:
             self._behind = False
         except (httpx.HTTPError, StoreError) as error:  # training needs no page
             if not self._behind:
-                get_run_logger().warning("the page is not up to date: %r", error)
+                get_run_logger().warning("Prefect's page of the run is not up to date: %r", error)
             self._behind = True
 
     def _update(self) -> None:
@@ -90,7 +91,8 @@ class Page:
 
     def _tell_alarms(self, beat: dict) -> None:
         """An event and a warning for each alarm that has gone on since the last look."""
-        alarms = beat.get("alarms", dict.fromkeys(self._alarms))  # a starting Trainer has none yet: keep the last
+        # a starting Trainer's heartbeat has no alarms: keep the last ones
+        alarms = beat.get("alarms", dict.fromkeys(self._alarms))
         for name in alarms.keys() - self._alarms:
             get_run_logger().warning(alarms[name])
             emit_event(

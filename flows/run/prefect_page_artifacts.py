@@ -1,6 +1,6 @@
 """Artifacts of a run on Prefect's page: progress, newest steps, curves, link to the report.
 
-Made once by a flow run, then replaced in place.
+A flow run creates each once, then replaces its data.
 """
 
 import json
@@ -18,8 +18,8 @@ from flows.report.image import curves_url
 from flows.report.text import duration, printable
 from storage.store import RunStore, transfer_all
 
-STEPS_SHOWN = 20  # in the table
-STEPS_READ = 500  # per update: a resumed run may have many, and the flow also restarts Searchers
+STEPS_SHOWN = 20  # steps in the table
+STEPS_READ = 500  # steps that one update reads: a resumed run may have many, and the flow must also restart Searchers
 COLUMNS = {
     "step": "step",
     "reward_mean": "reward",
@@ -33,7 +33,7 @@ COLUMNS = {
 
 
 class Artifacts:
-    """One run's artifacts. To be used inside its flow run."""
+    """One run's artifacts. Use it inside the run's flow run."""
 
     def __init__(self, store: RunStore, config: RunConfig) -> None:
         self._store, self._config = store, config
@@ -55,7 +55,7 @@ class Artifacts:
         self._show("progress", artifacts.create_progress_artifact, "progress", 100 * step / steps, description)
         self._show(
             "report", artifacts.create_link_artifact, "link", f"{self._store.url}/{self._store.run}/report.html",
-            f"The report of run {self._store.run}, once `tba report {self._store.run}` has written it",
+            f"The report of run {self._store.run}; `tba report {self._store.run}` writes it",
             link_text="report.html",
         )  # fmt: skip
 
@@ -68,7 +68,7 @@ class Artifacts:
         ]
         self._show("steps", artifacts.create_table_artifact, "table", table, "The newest training steps")
         for key, title, names in (
-            ("reward-curve", "Reward by step", {"reward_mean": "trained on", "fresh_reward_mean": "just sampled"}),
+            ("reward-curve", "Reward by step", {"reward_mean": "batch", "fresh_reward_mean": "fresh"}),
             ("staleness-curve", "Staleness by step", {"staleness_mean": "mean", "staleness_max": "largest"}),
         ):
             lines = {label: [row[name] for row in self._steps] for name, label in names.items()}
@@ -91,13 +91,13 @@ class Artifacts:
             lambda path: pq.read_table(pa.BufferReader(self._store.get(path))).to_pylist()[0], paths
         ):
             while self._steps and self._steps[-1]["step"] >= row["step"]:
-                self._steps.pop()  # undone by the resume that this row is of
+                self._steps.pop()  # this row's attempt resumed before these steps, which undid them
             self._steps.append(row)
         self._last_read = paths[-1] if paths else self._last_read
 
 
 def _plain(text: str) -> str:
-    """As Markdown, which descriptions are, that shows the text as it is. A heartbeat is a file of the store."""
+    """The text with Markdown's characters escaped: descriptions are Markdown, and a heartbeat is from the store."""
     return re.sub(r"([\\`*_\[\]<>#|~&])", r"\\\1", printable(text))
 
 

@@ -1,6 +1,6 @@
 """Lineage of a run on Prefect's page: policies as assets, which depend on the shards that they were trained on.
 
-Shards, which depend on the policy that sampled them, are shown by the Searchers (flows/search.py).
+The Searchers add the shards, which depend on the policy that sampled them (flows/search.py).
 """
 
 import re
@@ -18,14 +18,14 @@ RELATED_SHOWN = 90  # Prefect refuses an event that names more than 100 others
 
 
 class PublishedPolicies:
-    """The published policies of one run. To be used inside its flow run."""
+    """The published policies of one run. Use it inside the run's flow run."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
-        self._published: tuple[int, int] | None = None  # attempt and step of the last policy that was shown
+        self._published: tuple[int, int] | None = None  # attempt and step of the policy that was shown last
 
     def show(self) -> None:
-        """Every policy that was published since the last time: a task run named by its steps, an asset, an event."""
+        """Shows each policy published since the last call: a task run named by its steps, an asset, an event."""
         latest = policies.latest_policy(self._store)
         if latest is None or self._published == (latest.attempt, latest.step):
             return
@@ -39,7 +39,7 @@ class PublishedPolicies:
                 self._published = (latest.attempt, step)
 
     def _show_policy(self, attempt: int, steps: range, step: int, final: bool = False) -> bool:
-        """`steps`: the training steps since the previous policy. Returns False: there is no policy of this `step`."""
+        """Shows one policy. `steps`: training steps since the previous one. Returns False if `step` has no policy."""
         path = policies.policy_path(step, attempt)
         manifest = self._store.read_json(f"{path}/{policies.MANIFEST}", policies.Manifest)
         if manifest is None:
@@ -79,7 +79,7 @@ class PublishedPolicies:
 
 
 def publish(asset: str, payload: dict) -> None:
-    """The policy is in the store already; this task tells Prefect."""
+    """Adds a policy's facts to its asset. The policy itself is in the store already."""
     add_asset_metadata(asset, payload)
 
 

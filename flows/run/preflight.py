@@ -13,7 +13,7 @@ from tba.tasks.base import stop_tokens
 
 
 def check_inputs(config: RunConfig) -> list[str]:
-    """Returns warnings about possible faults later in the run.
+    """Checks the inputs of a run. Returns warnings about possible faults later in the run.
 
     Raises: ValueError, storage.errors.StoreError: the run cannot work; the message names the fault and the remedy."""
     store = RunStore(config.store, config.run)
@@ -31,15 +31,15 @@ def check_inputs(config: RunConfig) -> list[str]:
     task.check(tokenizer)
     if len(task.train) < config.sampling.prompts_per_batch:
         raise ValueError(
-            f"task {config.task.name}: {len(task.train)} training problems, but sampling.prompts_per_batch (B) is "
-            f"{config.sampling.prompts_per_batch}; a batch draws that many distinct prompts"
+            f"task {config.task.name} has {len(task.train)} training problems, but sampling.prompts_per_batch (B) is "
+            f"{config.sampling.prompts_per_batch}, and a batch draws B distinct prompts: lower it, or give more data"
         )
     stop_tokens(task, tokenizer)
     return warnings
 
 
 def _tokenizer(folder: Path):
-    """The policy's tokenizer, from its own file if there is one, because AutoTokenizer imports torch (ten seconds)."""
+    """The policy's tokenizer, from tokenizer.json if it exists: AutoTokenizer imports torch (ten seconds)."""
     if (folder / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast as Tokenizer
     else:

@@ -18,19 +18,19 @@ MAX_REPLACEMENTS = 3
 
 
 class Searchers:
-    """The run's Searchers, each a flow run of its own on any machine of the work pool."""
+    """The run's Searchers. Each is a flow run of its own, on any machine of the work pool."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._store, self._wanted = RunStore(config.store, config.run), config.searchers
-        self._falls: dict[str, tuple[int, int]] = {}  # by name: round of the last failure, number of failures there
+        self._failures: dict[str, tuple[int, int]] = {}  # by name: round of the last failure, failures in that round
         self._runs: dict[str, FlowRun] = {}  # in the order of their places
         self._leaving: list[FlowRun] = []
         self.is_server_away = False
         self._num_names = 0  # no name is used twice: a Searcher told to leave may still run
 
     def keep_up(self) -> None:
-        """Starts missing Searchers, replaces failed, crashed and lost ones, and ends surplus ones.
+        """Starts missing Searchers, restarts failed, crashed and cancelled ones, and asks surplus ones to leave.
 
         The number may change during a run (`tba searchers`). Raises: RuntimeError: a Searcher failed too often.
         """
@@ -44,7 +44,7 @@ class Searchers:
             newest = list(self._runs)[-1]
             requests.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
-        for name in [name for name, run in self._runs.items() if self._has_fallen(run)]:
+        for name in [name for name, run in self._runs.items() if self._has_failed(run)]:
             with contextlib.suppress(StoreError):  # the store is unreachable: try again later
                 self._replace(name)
 
@@ -54,23 +54,23 @@ class Searchers:
             for run in [*self._runs.values(), *self._leaving]:
                 state = client.read_flow_run(run.id).state
                 if not state.is_final():
-                    client.set_flow_run_state(run.id, Cancelling(message="the run is over"), force=True)
+                    client.set_flow_run_state(run.id, Cancelling(message="The run has ended."), force=True)
 
     def _replace(self, name: str) -> None:
-        """Restarts a Searcher. Raises: RuntimeError: it failed too often. StoreError: nothing was done."""
+        """Restarts a Searcher. Raises: RuntimeError: it failed too often. StoreError: it was not restarted."""
         at = shards.next_round(self._store, name)
-        before, falls = self._falls.get(name, (at, 0))
-        if before != at:  # it has committed since
-            falls = 0
+        before, failures = self._failures.get(name, (at, 0))
+        if before != at:  # it has committed a round since
+            failures = 0
         # a Searcher that ended because its Trainer was silent for too long is not at fault
-        falls += not self._state(self._runs[name]).is_completed()
-        if falls > MAX_REPLACEMENTS:
+        failures += not self._state(self._runs[name]).is_completed()
+        if failures > MAX_REPLACEMENTS:
             raise RuntimeError(
-                f"searcher {name} fell {falls} times at its round {at}; its flow run's log in Prefect says why"
+                f"searcher {name} failed {failures} times in its round {at}; its flow run's log has the reason"
             )
         self._runs[name] = self._start(name, place=list(self._runs).index(name))
-        self._falls[name] = at, falls
-        get_run_logger().warning("searcher %s fell and is started again", name)
+        self._failures[name] = at, failures
+        get_run_logger().warning("searcher %s failed and is started again", name)
 
     def _start(self, name: str, place: int) -> FlowRun:
         """`place`: its number among the running Searchers, which chooses its GPU; the first one evaluates."""
@@ -90,7 +90,7 @@ class Searchers:
             timeout=0,
         )
 
-    def _has_fallen(self, run: FlowRun) -> bool:
+    def _has_failed(self, run: FlowRun) -> bool:
         """Whether the Searcher ended for a reason other than the run's final policy."""
         state = self._state(run)
         if state.is_completed():

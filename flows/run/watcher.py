@@ -1,4 +1,4 @@
-"""Follows a run from outside, by its store and, if one answers, the Prefect server."""
+"""Follows a run by its store and, if a Prefect server answers, by the run's flow runs there."""
 
 import contextlib
 import os
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 QUIET_S = 15.0  # several heartbeats: a longer silence is shown
 SERVER_POLL_S = 5.0
-ANSWER_TIMEOUT_S = 2.0  # of the Prefect server; the end of `tba watch` waits for a request in progress
+ANSWER_TIMEOUT_S = 2.0  # of the Prefect server; `tba watch` waits at its end for a request in progress
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One look at a run."""
+    """The state of a run at one moment."""
 
     stage: str
     heartbeat: dict | None
     server: str
-    """The Prefect server's account of the run; empty if no server has answered."""
+    """States of the run's flow runs, by the Prefect server; empty if no server has answered."""
     is_over: bool
     """The run is finished: its summary exists."""
 
 
 class Watcher:
-    """Reads a run's state repeatedly. It compares no clocks: a changed heartbeat is a sign of life."""
+    """Reads a run's state repeatedly. It compares no clocks: a Trainer is alive if its heartbeat changes."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -64,7 +64,7 @@ class Watcher:
     def _stage(self) -> str:
         beat, quiet_s = self._beat, time.monotonic() - self._changed_at
         if beat is None:
-            return "no Trainer has begun yet"
+            return "waiting for the first Trainer: none has begun yet"
         if beat.get("state") == "stopped":
             return "stopped; the same `tba train` resumes it"
         if beat.get("state") == "finished":
@@ -72,12 +72,12 @@ class Watcher:
         if beat.get("state") == "failed":
             return f"failed: {stage_of(beat)}"
         if quiet_s > QUIET_S:
-            return f"no sign of life from the Trainer for {duration(quiet_s)}"
-        return stage_of(beat) if self._num_changes else "waiting for a sign of life from the Trainer"
+            return f"no heartbeat from the Trainer for {duration(quiet_s)}"
+        return stage_of(beat) if self._num_changes else "waiting for the Trainer's next heartbeat"
 
 
 class ServerView:
-    """The Prefect server's view of a run's flow runs. A thread asks the server, so no caller waits."""
+    """States of a run's flow runs, by the Prefect server. A thread asks the server, so callers do not wait."""
 
     def __init__(self, store: RunStore) -> None:
         self.words = ""
@@ -92,7 +92,7 @@ class ServerView:
 
     def _ask_on(self, store: RunStore) -> None:
         os.environ.setdefault("DO_NOT_TRACK", "1")  # or Prefect prints what it collects, into the live table
-        with contextlib.suppress(Exception):  # any error: the store has enough
+        with contextlib.suppress(Exception):  # any error: the store suffices to follow a run
             from flows.config import load_run
             from infra import prefect_server, stack
 

@@ -20,7 +20,7 @@ from storage.store import RunStore
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher, ServedPolicy
 
-# A Searcher ends by itself this long after the Trainer's last sign of life, which may wait for the store.
+# A Searcher ends by itself this long after the Trainer's last heartbeat. The heartbeat may have to wait for the store.
 TRAINER_SILENT_S = max(180, 60 + patience_s())
 POLL_S = 0.5
 # A policy that was removed or damaged is tried again after this long, unless another one is published before.
@@ -28,7 +28,7 @@ LOST_S = 10.0
 
 
 class TrainerPulse:
-    """Whether a Trainer trains the run: its heartbeat changes. Needs no common clock."""
+    """Tells whether a Trainer trains the run: whether its heartbeat changes. Needs no common clock."""
 
     def __init__(self, store: RunStore) -> None:
         self._store, self._seen = store, time.monotonic()
@@ -44,16 +44,16 @@ class TrainerPulse:
 class PolicyFeed:
     """The policies that a Searcher's engine serves: the newest one that can be fetched.
 
-    A policy that was removed or damaged does not stop the Searcher. It goes on with the policy that it serves, and
-    tries the other one again after `LOST_S`. Without one it waits: a Trainer that waits publishes a lost policy again
-    (flows/trainer/outbox.py), and one that trains publishes its next.
+    A removed or damaged policy does not stop the Searcher. It goes on with the policy that it serves, and tries the
+    other one again after `LOST_S`. If it serves none, it waits: a waiting Trainer publishes a lost policy again
+    (flows/trainer/outbox.py), and a training one publishes its next policy.
     """
 
     def __init__(self, store: RunStore, searcher: "Searcher", *, is_synchronous: bool = False) -> None:
-        """`is_synchronous`: each policy is for one round."""
+        """`is_synchronous`: each policy samples one round only."""
         self._store, self._searcher, self._is_synchronous = store, searcher, is_synchronous
         self._pulse = TrainerPulse(store)
-        self._policy: policies.PolicyRef | None = None  # None: the engine serves none, or not all of its weights
+        self._policy: policies.PolicyRef | None = None  # None: the engine serves no policy, or a part of one
         self._lost: policies.PolicyRef | None = None
         self._lost_at = 0.0
         self._warned = ""
@@ -73,7 +73,7 @@ class PolicyFeed:
             if self.is_new or self._may_go_on(newest):
                 return self._policy
             time.sleep(POLL_S)
-        get_run_logger().warning("no sign of life from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)
+        get_run_logger().warning("no heartbeat from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)
         return None
 
     def _newest(self) -> policies.PolicyRef | None:
@@ -90,10 +90,10 @@ class PolicyFeed:
         """Whether the next round may be of the policy that is served already."""
         if self._policy is None or self._is_synchronous:
             return False
-        return newest in (None, self._policy) or not newest.final  # nobody trains on what comes after the final one
+        return newest in (None, self._policy) or not newest.final  # rounds after the final policy are not trained on
 
     def _deliver(self, policy: policies.PolicyRef) -> bool:
-        """Makes the engine serve the policy. False: it cannot be fetched now."""
+        """Makes the engine serve the policy. Returns False if the policy cannot be fetched now."""
         try:
             folder = policies.fetch_policy(self._store, policy, policy_cache(self._store.run))
             self._policy = None  # until the engine has all of the new weights
@@ -114,18 +114,24 @@ class PolicyFeed:
 def load_once_more(
     store: RunStore, searcher: "Searcher", folder: Path, policy: policies.PolicyRef, warn: Callable[[str], object]
 ) -> "ServedPolicy":
-    """Loads the weights; if this machine's copy of them is damaged, once more from the store. Raises: as `load`."""
+    """Loads the weights. If this machine's copy is damaged, fetches the policy again and loads it once more.
+
+    Raises: RuntimeError: the engine's weights differ from the published ones.
+    """
     try:
         return load(searcher, folder, policy)
     except Exception as error:  # a damaged file may raise any
         if not policies.drop_cached_policy(policy, policy_cache(store.run)):
             raise
-        warn(f"the copy {folder} of policy step {policy.step} is damaged and is fetched anew: {error}")
+        warn(f"the copy {folder} of policy step {policy.step} is damaged and is fetched again: {error}")
     return load(searcher, policies.fetch_policy(store, policy, policy_cache(store.run)), policy)
 
 
 def load(searcher: "Searcher", folder: Path, policy: policies.PolicyRef) -> "ServedPolicy":
-    """Raises: RuntimeError: the engine's weights differ from the published ones."""
+    """Loads a policy's folder into the engine.
+
+    Raises: RuntimeError: the engine's weights differ from the published ones.
+    """
     served = searcher.load(folder, policy.step)
     if served.fingerprint != policy.fingerprint:
         raise RuntimeError(

@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 
 
 def start_searcher(config: RunConfig, name: str, next_round: int, place: int | None = None) -> "Searcher":
-    """Loads engine and reference policy (seconds to minutes).
+    """Loads task, engine and reference policy, which takes seconds to minutes.
 
-    `place`: the Searcher's number among the run's own Searchers, from 0; None: behind them.
+    `place`: the Searcher's number among the Searchers that the run starts itself, from 0; None: after them.
     """
     threads = cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
@@ -44,7 +44,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
         folder,
         max_tokens=max(map(len, prompts)) + max_response_tokens,
         max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
-        # Not the run's seed alone: Searchers, and restarts of one Searcher, must not sample alike.
+        # Not the run's seed alone: different Searchers, and restarts of one, need different random numbers.
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
         threads=threads,
         gpu_share=gpu_share,

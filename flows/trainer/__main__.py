@@ -1,7 +1,7 @@
 """The Trainer's process: `python -m flows.trainer STORE RUN PARENT [PROCESSES ZERO_STAGE]`.
 
-PARENT is the flow's process: if it ends, the Trainer ends. A run has one Trainer: a second one is refused when it
-starts, and a superseded one that still runs (its machine froze) stops before it writes.
+PARENT is the pid of the flow's process: if that process ends, the Trainer ends. A run has one Trainer: a second one is
+refused when it starts, and a superseded one that still runs (its machine froze) stops before it writes.
 
 The Trainer runs in a process beside the flow, so that neither Prefect's threads nor its failures touch training. With
 several devices it starts their processes (flows/trainer/ranks.py). It reads the run's configuration from run.json only.
@@ -53,7 +53,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     state, message = "failed", ""
     try:
         remove_leftovers(run)
-        # Importing torch takes ten seconds: by then the flow has seen that the run is ours, and Searchers are starting.
+        # Imported here: torch takes ten seconds, in which the flow sees that the run is ours and starts Searchers.
         from flows.trainer.session import train_run
 
         state = train_run(store, config, attempt, checkpoint, heart)
@@ -65,19 +65,21 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
 
 
 def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies.PolicyRef | None) -> None:
-    """Refuses to begin at step 0 a run that had a checkpoint. A checkpoint is complete before the next but one begins.
+    """Refuses to begin a run at step 0 if it had a checkpoint.
 
-    Raises: RuntimeError.
+    A checkpoint is complete before the next but one begins, so a policy of more than two intervals proves that one was.
+
+    Raises: RuntimeError: the run had a checkpoint; the message has the remedies.
     """
-    lives = attempts.list_attempts(store)
-    reached = max((life["resumed_from"] for life in lives), default=0)
+    records = attempts.list_attempts(store)
+    reached = max((record["resumed_from"] for record in records), default=0)
     if latest is not None and latest.step > 2 * config.train.checkpoint_interval:
         reached = max(reached, latest.step)
     if reached:
         raise RuntimeError(
-            f"run {store.run} in {store.url} has trained {reached} steps, but no checkpoint in trainer/ is whole. It "
-            f"does not begin at step 0. Restore trainer/ from a copy of the store, or begin another run with its "
-            f"trajectories: `tba train NEW --warm-start {store.run}`."
+            f"run {store.run} in {store.url} has trained {reached} steps, but no checkpoint in trainer/ is whole. The "
+            "run is not begun again at step 0. Restore trainer/ from a copy of the store, or begin another run with "
+            f"its trajectories: `tba train NEW --warm-start {store.run}`."
         )
 
 

@@ -1,4 +1,4 @@
-"""The alarms of a training run. The Trainer logs a warning when an alarm turns on."""
+"""The alarms of a training run, and the Trainer's warning when one goes on."""
 
 import logging
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ log = logging.getLogger("tba.learn")
 
 
 class RunAlarms:
-    """The alarms of a training run; logs a warning when one turns on."""
+    """The alarms of a training run. Logs a warning when an alarm goes on."""
 
     def __init__(self, store: RunStore, resumed_from: int) -> None:
         """`resumed_from`: the last step of earlier attempts whose rows count; 0: none."""

@@ -1,4 +1,4 @@
-"""The Trainer's experience: draws made from the replay buffer's rows.
+"""The Trainer's experience: makes its batches from the rows that the replay buffer draws.
 
 Before: storage/buffer.py draws a batch's rows; after: tba/trainer.py trains on them.
 """
@@ -17,7 +17,7 @@ from tba.batch import Batch, Draw, Metrics
 from tba.logprobs import Group
 from tba.training_loop import TooEarly
 
-# Seen on two cores: one minute, or two when vLLM compiles its kernels.
+# Measured on two cores: one minute, or two if vLLM compiles its kernels.
 LOADING = "the Searchers load their engines (1 to 2 minutes), then sample a first round"
 
 
@@ -27,10 +27,10 @@ class StoredExperience:
     def __init__(
         self, store: RunStore, buffer: ReplayBuffer, attempt: int, alarms: RunAlarms, *, awaits_shard: bool = False
     ) -> None:
-        """`awaits_shard`: the first batch waits for a shard that comes after the first sync.
+        """`awaits_shard`: the first batch waits for a shard that is committed after the first sync.
 
-        After a kill of the whole run, the Trainer resumes a minute or two before the engines sample. Without the wait
-        it would train those steps on old trajectories only.
+        A resumed Trainer is ready a minute or two before the engines sample. Without the wait it would train on old
+        trajectories only until then.
         """
         self._store, self.buffer, self._attempt, self._alarms = store, buffer, attempt, alarms
         self._awaits_shard, self._caught_up = awaits_shard, False
@@ -48,7 +48,7 @@ class StoredExperience:
 
     def draw(self, step: int) -> Batch[pa.Table]:
         if self._awaits_shard:
-            raise TooEarly(self._why_silent() or "resumed: the Searchers' first new shard is awaited")
+            raise TooEarly(self._why_silent() or f"resumed: waiting for the first new shard; {LOADING}")
         try:
             rows = self.buffer.draw(step)
         except NotEnoughExperience as reason:
@@ -85,7 +85,7 @@ def columns(rows: pa.Table, *names: str) -> list[list]:
 
 
 def make_draws(rows: pa.Table) -> list[Draw]:
-    """Each prompt's rows of a batch as a draw. A trajectory that fills several slots is computed once."""
+    """A draw for each prompt of the batch, from its rows. A trajectory that fills several slots is in its draw once."""
     by_prompt: dict[int, list[dict]] = {}
     for row in rows.to_pylist():
         by_prompt.setdefault(row["prompt_index"], []).append(row)

@@ -1,6 +1,6 @@
-"""The Trainer's heartbeat: its step and remaining time, every two seconds, in a thread beside training.
+"""The Trainer's heartbeat: its step and remaining time, written every two seconds by a thread beside training.
 
-The thread also reads stop requests. If the flow's process has died, it ends the Trainer's process at once.
+The thread also reads stop requests. If the flow's process has died, the thread ends the Trainer's process at once.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class Heartbeat:
     """Writes trainer/heartbeat.json in a thread of its own."""
 
     def __init__(self, store: RunStore, config: RunConfig, attempt: int, parent: int) -> None:
-        """`parent`: if this process ends, the Trainer ends."""
+        """`parent`: pid of the flow's process; if that process ends, the Trainer ends."""
         self._store, self._config, self._attempt, self._parent = store, config, attempt, parent
         self._started, self._first_step = time.monotonic(), None
         self._beat = {"state": "starting", "step": 0}
@@ -34,13 +34,13 @@ class Heartbeat:
         self._thread.start()
 
     def tell(self, state: str, step: int, facts: dict) -> None:
-        """Sets facts of the next beats; other facts keep their values."""
+        """Sets state, step and facts of the next heartbeats; other facts keep their values."""
         if state == "training" and self._first_step is None:
             self._first_step, self._started = step, time.monotonic()
         self._beat = self._beat | {"state": state, "step": step} | facts
 
     def end(self, state: str, message: str = "") -> None:
-        """Ends the thread and writes the last beat."""
+        """Ends the thread and writes the last heartbeat."""
         self._closing.set()
         self._thread.join()
         self._beat = self._beat | {"state": state, "message": message}
@@ -48,7 +48,7 @@ class Heartbeat:
             self.write()
 
     def _beat_on(self) -> None:
-        """The first beat comes at once: a Trainer that starts at the same time must see that the run is taken."""
+        """The first heartbeat is written at once: another Trainer that starts now must see that the run has one."""
         while True:
             if os.getppid() != self._parent:
                 os._exit(1)  # the flow was killed: no process would end the run
@@ -60,12 +60,12 @@ class Heartbeat:
                 log.error(error)
                 os._exit(1)  # at once, without waiting for the other threads
             except StoreError as error:
-                log.warning("no sign of life could be written: %s", error)
+                log.warning("the heartbeat could not be written: %s", error)
             if self._closing.wait(HEARTBEAT_S):
                 return
 
     def write(self) -> None:
-        """Writes one beat. Raises: Superseded: another Trainer has taken over."""
+        """Writes one heartbeat. Raises: Superseded: another Trainer has taken over."""
         attempts.check_not_superseded(self._store, self._attempt)
         steps, step = self._config.train.steps, self._beat["step"]
         since_first = step - self._first_step if self._first_step is not None else 0

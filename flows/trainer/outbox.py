@@ -1,6 +1,6 @@
-"""Writes the Trainer's records, policies and checkpoints to the store while it trains on.
+"""Writes the Trainer's records, policies and checkpoints to the store, beside training.
 
-Before: tba/trainer.py hands records and policies over; after: storage/policies.py publishes a policy.
+Before: tba/trainer.py updates the policy; after: storage/policies.py publishes it.
 """
 
 import logging
@@ -27,23 +27,22 @@ from tba.trainer import Trainer
 from tba.training_loop import Stopped
 from tba.weights import fingerprint, write_weights
 
-# Older ones are deleted: a checkpoint is 3 x the float32 weights, and only the newest whole one is resumed from.
+# Older checkpoints are deleted: each has 3 x the float32 weights, and a run resumes from the newest whole one.
 KEPT_CHECKPOINTS = 2
-# A Searcher fetches the newest; one more may be in flight while the next is published, and one is spare.
+# The newest; the one before it, which a Searcher may still be fetching; and a spare one.
 KEPT_POLICIES = 3
-# A Trainer that waits looks this often whether Searchers can still fetch its policy: three requests.
+# Seconds between two checks of a waiting Trainer that Searchers can still fetch its policy: three requests each.
 LOOK_S = 10.0
 
 log = logging.getLogger("tba.learn")
 
 
 class StoreOutbox:
-    """tba.training_loop's Outbox over the store. Training does not wait.
+    """tba.training_loop's Outbox: writes to the store in threads of its own.
 
-    One thread writes records and policies, in order. Another uploads checkpoints, which are gigabytes, so no policy
-    waits for them.
-
-    At most one policy and one checkpoint are in flight. Otherwise a slow store would let memory and disk fill up.
+    One thread writes records and policies, in order. Another uploads checkpoints, which are gigabytes, so that policies
+    do not wait for them. At most one policy and one checkpoint are in flight, because a slow store would otherwise fill
+    memory and disk: training waits for the one before.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class StoreOutbox:
         self._looked_at = time.monotonic()  # when it was last looked for in the store
 
     def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
-        self._raise_what_failed()  # or the Trainer would wait for experience of a policy that was never published
+        self._raise_what_failed()  # otherwise the Trainer would wait for samples of a policy that was never published
         if state == "training":
             self._alarms.see(metrics)
         self._heart.tell(state, step, {"message": "", "alarms": self._alarms.on, **metrics})
@@ -75,7 +74,7 @@ class StoreOutbox:
             raise Stopped
 
     def has_lost_policy(self) -> bool:
-        """Whether the newest published policy was removed from the store. Looks every `LOOK_S`; mends latest.json."""
+        """Whether the newest published policy was removed from the store; checked every `LOOK_S`. Mends latest.json."""
         if not self._newest_policy.done() or self._served is None or time.monotonic() - self._looked_at < LOOK_S:
             return False
         self._looked_at = time.monotonic()
@@ -92,7 +91,7 @@ class StoreOutbox:
 
     def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
         if final:
-            wait(self._pending)  # after the final policy the run trains no more: its records must be complete
+            wait(self._pending)  # no process trains the run after its final policy, so its records must be complete
         self._newest_policy.result()
         self._newest_policy = self._later(self._writer, self._write_policy, step, weights, final)
 
@@ -134,7 +133,7 @@ class StoreOutbox:
     def _write_checkpoint(self, step: int, folder: tempfile.TemporaryDirectory, before: list[Future]) -> None:
         with folder:
             for future in before:
-                future.result()  # record earlier steps first: a resumed run takes them as done
+                future.result()  # earlier steps are recorded first, because a resumed run does not repeat them
             checkpoints.save_checkpoint(self._store, step, Path(folder.name), self._attempt)
         checkpoints.delete_checkpoints(self._store, KEPT_CHECKPOINTS, self._attempt)
 

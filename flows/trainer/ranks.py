@@ -1,7 +1,7 @@
-"""The Trainer's processes: flows.trainer's own is the first; `python -m flows.trainer.ranks MODEL SETTINGS SEED`
-follows it.
+"""The Trainer's processes, one for each device. The first is flows.trainer's own; the others run
+`python -m flows.trainer.ranks MODEL SETTINGS SEED` and follow it.
 
-They end together: if the first fails, it kills the others, and they end when it dies.
+They end together: if the first fails, it kills the others; if the first dies, the others end by themselves.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ log = logging.getLogger("tba.devices")
 
 @contextlib.contextmanager
 def trainer_of(model: Path, settings: TrainSettings, seed: int) -> Iterator[Trainer]:
-    """The run's Trainer, and, within the context, its other processes."""
+    """The run's Trainer. Its other processes run within the context."""
     if settings.processes == 1:
         yield Trainer(model, settings, default_device(), seed)
         return
@@ -65,7 +65,7 @@ def _sharded(model: Path, settings: TrainSettings, seed: int) -> "ShardedTrainer
 
 
 def _end_without(others: list[subprocess.Popen], closing: threading.Event) -> None:
-    """Ends the Trainer when another process dies, because the rest might wait for it forever."""
+    """Ends the Trainer when one of its other processes dies, because the rest might wait for that one for ever."""
     while not closing.wait(1):
         if any(other.poll() for other in others):
             log.error("a process of the Trainer failed; its output is above. The run resumes from its last checkpoint.")

@@ -1,4 +1,4 @@
-"""Training a run: tba.training_loop between replay buffer and store, in the process of flows/trainer/__main__.py."""
+"""Trains a run: joins tba.training_loop to buffer and store, in the process of flows/trainer/__main__.py."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ from tba.training_loop import train
 def train_run(
     store: RunStore, config: RunConfig, attempt: int, checkpoint: checkpoints.Checkpoint, heart: Heartbeat
 ) -> str:
-    """Trains to the run's end or until it is told to stop, from a checkpoint or from scratch.
+    """Trains from a checkpoint or from scratch, to the run's end or until a stop request.
 
     Returns "finished" or "stopped".
     """

@@ -22,7 +22,7 @@ from infra.machine import local_folder
 from storage import attempts
 from storage.store import RunStore
 
-# Columns of the training ledger under another name; the others keep theirs.
+# Trackers' names of the training ledger's columns; columns that are not listed keep their names.
 NAMES = {
     "reward_mean": "reward",
     "fresh_reward_mean": "rewards/fresh",
@@ -105,8 +105,8 @@ class Trackers:
     def _try(self, name: str, action) -> None:
         try:
             action()
-        except Exception as error:  # third-party code, often its network: no reason to stop training
-            log.warning("tracker %s is left out from here on: %r", name, error)
+        except Exception as error:  # third-party code, which often needs a network: its failure does not stop training
+            log.warning("tracker %s failed and gets no more metrics; training goes on: %r", name, error)
             if tracker := self._open.pop(name, None):
                 with contextlib.suppress(Exception):
                     tracker.finish()
@@ -127,13 +127,13 @@ class Trackers:
                 importlib.import_module("mlflow").set_tracking_uri((folder / name).as_uri())
             tracker = tracking.MLflowTracker(run, run_name=f"{run}-{self._attempt}")
         tracker.start()
-        if name != "tensorboard":  # it would make a second run of the settings
+        if name != "tensorboard":  # TensorBoard would show the settings as a second run
             tracker.store_init_configuration(self._config.recorded())
         return tracker
 
 
 def tracking_folder(store: RunStore) -> Path:
-    """The run's own folder if the store is on this machine, else the folder of that name in .tba/ here."""
+    """The run's folder if the store is on this machine; else the folder with the run's name in .tba/ here."""
     folder = store.local_path("") or local_folder().parent / store.run
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,8 +1,9 @@
--- Some responses to some prompts of every group of a run: of policies near one another, of a Searcher, of the whole run.
--- From each group the same number of prompts with at least $responses_per_prompt responses in it, and that many
--- responses of each; about $num_responses in all. Which ones is a hash with $seed: the same stored rows, the same sample.
+-- A sample of responses from every group of a run. Groups: each span of policies, each Searcher, the whole run.
+-- Each group gives the same number of prompts that have at least $responses_per_prompt responses in the group, and that
+-- many responses to each prompt; about $num_responses in all. A hash with $seed chooses them, so the same stored rows give
+-- the same sample.
 WITH
--- what choosing takes
+-- the columns that the choice depends on
 stored AS MATERIALIZED (
     SELECT trajectory_id, prompt_id, policy_step, searcher FROM trajectories
 ),
@@ -35,7 +36,7 @@ prompts AS (
     GROUP BY grouping, part, prompt_id
     HAVING count(*) >= $responses_per_prompt
 ),
--- how much there is in each group, and how many of its prompts are taken
+-- prompts and trajectories of each group, and the number of prompts to take
 groups AS (
     SELECT
         grouping,

@@ -1,5 +1,5 @@
--- Per searcher the last round to expire: everything up to it is too old or too much, and nobody needs it any more. Ages are
--- by the store's clock, from `written` (searcher, round, committed_at).
+-- Per searcher the last round to expire: all rounds up to it are too old or beyond the count to keep, and no resume needs
+-- them. Ages are by the store's clock, from `written` (searcher, round, committed_at).
 WITH
 shards AS (
     SELECT searcher, round, count(*) AS num_trajectories, any_value(committed_at) AS committed_at
@@ -7,7 +7,7 @@ shards AS (
     JOIN written USING (searcher, round)
     GROUP BY searcher, round
 ),
--- how many trajectories are in younger shards
+-- per shard the number of trajectories in younger shards
 ages AS (
     SELECT
         *,
@@ -25,8 +25,8 @@ outlived AS (
     WHERE sync < (SELECT sync FROM resumed)
     GROUP BY searcher
 ),
--- what stays: the young ones within the count and the newest $min_size; of an unfinished run what a resume needs; a
--- searcher's last shard, from which its next round is numbered
+-- rounds that stay: young ones within the count to keep; the newest $min_size trajectories; in an unfinished run the rounds
+-- that a resume needs; each searcher's last round, from which its next round is numbered
 kept AS (
     SELECT searcher, min(round) AS first_round
     FROM ages

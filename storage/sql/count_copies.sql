@@ -1,5 +1,5 @@
--- How often each sync brought the very same response to a prompt of `arrivals`, written to every copy; the newest of them
--- is the one that stays. Comes when the syncs that are new are there in full: no older one has two copies any more.
+-- Writes to every copy of a response to a prompt of `arrivals` how many copies its sync brought; the newest copy stays. Run
+-- it when all rounds of the new syncs are indexed. Older syncs have one copy of each response left, so they do not change.
 UPDATE trajectories
 SET times_sampled = copies.times_sampled
 FROM (

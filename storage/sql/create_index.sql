@@ -1,20 +1,20 @@
--- The replay buffer's index: an in-memory database over the shards, metadata only. Thrown away and rebuilt at will.
--- A `key` is what random numbers are computed from: the first half of the id's md5, the same everywhere and always
--- (hash() is not the same in every version of DuckDB). `prompt` joins the tables; no random number may depend on it.
+-- The replay buffer's index: an in-memory database of the shards' metadata, which can be rebuilt at any time.
+-- Random numbers are computed from `key`: the first half of the id's md5, the same on every machine and in every version of
+-- DuckDB (hash() is not). `prompt` joins the tables; no random number may depend on it.
 
--- One row a prompt ever taken in.
+-- One row for each prompt ever taken in.
 CREATE TABLE prompts (
     prompt INTEGER,
     prompt_id VARCHAR,
     key UBIGINT,
     newest_ages_from BIGINT, -- the largest ages_from of its stored trajectories
-    newest_sync BIGINT, -- that brought one of them
-    newest_sync_ages_from BIGINT, -- the largest of those that sync brought
-    rewards_differ BOOLEAN, -- among its stored trajectories
-    newest_sync_rewards_differ BOOLEAN -- among those that sync brought
+    newest_sync BIGINT, -- the newest sync that brought one of them
+    newest_sync_ages_from BIGINT, -- the largest ages_from of the trajectories of that sync
+    rewards_differ BOOLEAN, -- whether its stored trajectories differ in reward
+    newest_sync_rewards_differ BOOLEAN -- whether the trajectories of that sync do
 );
 
--- One row a stored trajectory; its tokens and log-probabilities are a record of the word file.
+-- One row for each stored trajectory; its tokens and log-probabilities are in a record of the word file.
 CREATE TABLE trajectories (
     prompt INTEGER,
     sync BIGINT,
@@ -24,6 +24,6 @@ CREATE TABLE trajectories (
     key UBIGINT,
     response_digest BIGINT,
     reward FLOAT,
-    times_sampled INTEGER, -- how often its sync brought this very response to this prompt
+    times_sampled INTEGER, -- copies of this response to this prompt that its sync brought
     record BIGINT
 );

@@ -1,5 +1,5 @@
--- What a report asks of every trajectory and every drawn slot, in memory: a few scalars each, the texts and lists left
--- in the files. Log-probabilities of a response are summed over its tokens.
+-- The scalars of every trajectory and every drawn slot that a report needs, in memory. Texts and lists stay in the files.
+-- Log-probabilities of a response are summed over its tokens.
 CREATE TEMP TABLE report_trajectories AS
 SELECT
     trajectory_id,
@@ -18,7 +18,7 @@ CREATE TEMP TABLE report_batches AS
 SELECT step, trajectory_id, recent, staleness, reward
 FROM batches;
 
--- A skipped step's loss and gradient are not finite: no mean counts them, no chart could draw them.
+-- Loss and gradient of a skipped step are not finite. NULL leaves them out of means and charts.
 CREATE TEMP TABLE report_steps AS
 SELECT
     attempt,

@@ -1,12 +1,12 @@
--- Of every prompt in `arrivals`, keep each distinct response once (its newest copy), and of those the newest
--- $capacity_per_prompt. Age is (sync, policy_step, key): a total order, the same on every rebuilt index.
--- What stays does not depend on how arrivals were split over calls, nor on the order of the calls.
--- A row's record is its own, and stands in for its rowid: after some hundred deletions of most of a table, DuckDB
--- 2.0 crashes where a join filters by rowid.
+-- For each prompt in `arrivals`, keeps each distinct response once (its newest copy), and of these the newest
+-- $capacity_per_prompt. Age is (sync, policy_step, key): a total order, the same on every rebuilt index. So the result does
+-- not depend on the order of the calls, nor on how arrivals were split over them.
+-- Rows are deleted by `record`, which is unique, and not by rowid: after some hundred deletions of most of a table, DuckDB
+-- 2.0 crashes if a join filters by rowid.
 DELETE FROM trajectories
 WHERE record IN (
     WITH
-    -- every stored row of the prompts that got something
+    -- every stored row of the prompts in `arrivals`
     touched AS (
         SELECT record, prompt, response_digest, sync, policy_step, key
         FROM trajectories

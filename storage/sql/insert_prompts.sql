@@ -1,4 +1,4 @@
--- Index every prompt seen for the first time in `arrivals`, numbered on from the last.
+-- Indexes the prompts of `arrivals` that are not indexed yet. Their numbers follow the last one.
 INSERT INTO prompts
 SELECT
     (SELECT count(*) FROM prompts) + row_number() OVER (ORDER BY prompt_id) - 1,

@@ -1,4 +1,4 @@
--- Index the trajectories of `arrivals` (an Arrow table: the columns below, and prompt_id in place of prompt).
+-- Indexes the trajectories of `arrivals` (an Arrow table with the columns below, and prompt_id in place of prompt).
 INSERT INTO trajectories BY NAME
 SELECT
     prompt,

@@ -1,4 +1,4 @@
--- All stored trajectories of $prompts: what a training step may draw of them is chosen among these.
+-- All stored trajectories of $prompts. ReplayBuffer.draw chooses among them.
 SELECT
     prompt,
     trajectory_id,

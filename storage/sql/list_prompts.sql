@@ -1,5 +1,5 @@
--- The prompts that a training step may draw from by MOP (TBA, arXiv 2503.18929, section 4), those that got trajectories in
--- the newest sync as `recent`; none whose trajectories are all too old.
+-- The prompts that a training step may draw by MOP (TBA, arXiv 2503.18929, section 4). `recent`: the newest sync brought
+-- trajectories to it that are young enough. Prompts whose trajectories are all too old are left out.
 SELECT
     prompt,
     key,

@@ -1,5 +1,5 @@
--- How old what the buffer has taken in is, in policy steps, at $num_bins moments of training: what has expired or made
--- room for newer responses to its prompt counts too, so this is an upper bound of the buffer's age.
+-- Age of all trajectories that the buffer has taken in, in policy steps, at $num_bins steps of training. Trajectories that
+-- expired or were evicted count, too, so this is an upper bound of the buffer's age.
 WITH
 -- trajectories by the policy step that their age counts from (buffer.ages_from) and the first step that could draw them
 arrivals AS (
@@ -8,12 +8,12 @@ arrivals AS (
     JOIN syncs ON syncs.searcher = stored.searcher AND round BETWEEN first_round AND last_round
     GROUP BY ALL
 ),
--- the steps that are looked at
+-- the steps at which ages are measured
 moments AS (
     SELECT DISTINCT first + (last - first) * number // greatest($num_bins - 1, 1) AS step
     FROM range($num_bins) AS numbers(number), (SELECT min(step) AS first, max(step) AS last FROM report_steps)
 ),
--- ages at each moment, the youngest first, with how many are as young or younger
+-- ages at each of these steps, the youngest first, with the number of trajectories of that age or younger
 ages AS (
     SELECT
         moments.step,

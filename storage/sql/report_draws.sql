@@ -1,11 +1,11 @@
--- What was drawn, in at most $num_bins points over the steps: age, share and reward of the recent and the replayed,
--- and how much likelier the drawn responses were than under the reference, in nats a response: to the policies that
--- sampled them, to the policy that trained on them, and the difference of the two, which is how far off-policy it trained.
+-- The drawn slots, in at most $num_bins points over the steps: staleness, share of recent slots, rewards of recent and of
+-- replayed slots; and log-probability gaps of the drawn responses, in nats a response: behavior - reference, policy -
+-- reference, and policy - behavior, the distance of the trained policy from the policies that sampled.
 WITH
 span AS (
     SELECT min(step) AS first, max(step) AS last FROM report_batches
 ),
--- by step, because the Trainer's own gap is one number a step
+-- by step, because the ledger has one gap of the policy for each step
 steps AS (
     SELECT step, avg(behavior_logprob - reference_logprob) AS behavior_gap
     FROM report_batches LEFT JOIN report_trajectories USING (trajectory_id)
@@ -20,7 +20,7 @@ gaps AS (
     FROM steps LEFT JOIN report_steps USING (step), span
     GROUP BY bin
 ),
--- of the slots
+-- staleness, share and reward of the slots
 draws AS (
     SELECT
         (step - first) * $num_bins // (last - first + 1) AS bin,

@@ -1,8 +1,8 @@
--- The best, worst and most trained trajectories, $num_examples each, at most one a prompt.
--- Of equal rewards the best are those the reference policy found least likely (what was learned), the worst those that
--- the policy found most likely when it sampled them (sure, and wrong).
+-- The best, worst and most trained trajectories, $num_examples of each kind, at most one for each prompt. Of equal rewards
+-- the best come by the lowest log-probability under the reference policy (the policy has learned them), the worst by the
+-- highest log-probability when they were sampled (the policy was sure, and wrong).
 WITH
--- how often each was drawn
+-- number of draws of each trajectory
 draws AS (
     SELECT trajectory_id, count(*) AS num_draws FROM report_batches GROUP BY trajectory_id
 ),
@@ -10,7 +10,7 @@ counted AS (
     SELECT report_trajectories.*, coalesce(num_draws, 0) AS num_draws
     FROM report_trajectories LEFT JOIN draws USING (trajectory_id)
 ),
--- one a prompt for each kind
+-- for each kind one trajectory of each prompt
 candidates AS (
     (SELECT DISTINCT ON (prompt_id) 'best' AS kind, * FROM counted ORDER BY reward DESC, reference_logprob, trajectory_id)
     UNION ALL

@@ -1,4 +1,4 @@
--- Who said the trajectories: how many of each code version, reward, schema, temperature and nucleus, from which policies.
+-- Origins of the trajectories: their number and policies by code version, reward version, schema, temperature and top_p.
 SELECT
     code_version,
     reward_version,

@@ -1,5 +1,5 @@
 -- Sampled rewards by policy, as a grid: at most $num_bins columns of policy steps by at most $num_levels rows of reward.
--- Few distinct rewards are the rows themselves; many are cut into rows of equal height.
+-- If there are at most $num_levels distinct rewards, each is a row; otherwise the rows divide the range equally.
 WITH
 -- the range, and whether each reward has its own row
 span AS (

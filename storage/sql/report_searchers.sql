@@ -1,4 +1,4 @@
--- Where each Searcher's time went, from its first round to its last.
+-- Seconds that each Searcher spent on each activity, from its first round to its last.
 SELECT
     searcher,
     count(*) AS num_rounds,

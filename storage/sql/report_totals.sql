@@ -1,4 +1,4 @@
--- One row: how much there is.
+-- One row: counts and means over the whole run, and its first and last times.
 SELECT
     (SELECT count(*) FROM report_trajectories) AS num_trajectories,
     (SELECT count(DISTINCT prompt_id) FROM report_trajectories) AS num_prompts,

@@ -1,4 +1,4 @@
--- The training curves, in at most $num_bins points over the steps: each the mean of the steps that it stands for.
+-- The training curves, in at most $num_bins points over the steps. Each point is the mean of a span of steps.
 SELECT
     max(step) AS step,
     avg(reward_mean) AS batch_reward,

@@ -1,7 +1,7 @@
--- The batch that trained a step: its slots with the trajectories in them, one row a trajectory and prompt.
+-- The batch that trained a step: one row for each prompt and distinct trajectory, with the slots that it fills.
 -- $step: the training step.
 WITH
--- the drawn slots; a trajectory that fills several counts that often
+-- the drawn slots; `times` is the number of slots that a trajectory fills
 slots AS (
     SELECT
         prompt_index,
@@ -19,7 +19,7 @@ slots AS (
     WHERE step = $step
     GROUP BY prompt_index, trajectory_id
 )
--- a trajectory that has expired since leaves its slot without text
+-- texts of a trajectory that has expired since are NULL
 SELECT
     slots.prompt_index,
     slots.prompt_id,

@@ -1,5 +1,5 @@
--- Facts about each prompt of `arrivals`, of the trajectories that stayed. They tell without a search through the
--- trajectories whether a prompt has any that is recent, or young enough, to draw, and whether their rewards differ.
+-- Updates each prompt of `arrivals` from its stored trajectories. With these columns list_prompts.sql need not read the
+-- trajectories to find prompts with recent or young enough ones, and prompts whose rewards differ.
 UPDATE prompts
 SET
     newest_ages_from = newest.ages_from,

@@ -1,10 +1,10 @@
--- One row a life of the Trainer.
+-- One row for each attempt of the Trainer.
 CREATE VIEW attempts AS
 SELECT * FROM stored_attempts;
 
-COMMENT ON VIEW attempts IS 'One row a life of the Trainer.';
-COMMENT ON COLUMN attempts.attempt IS 'Counted from 1.';
-COMMENT ON COLUMN attempts.resumed_from IS 'Step of the checkpoint it went on from; 0 where it began from scratch.';
-COMMENT ON COLUMN attempts.host IS 'Machine of the Trainer.';
-COMMENT ON COLUMN attempts.pid IS 'Process of the Trainer.';
-COMMENT ON COLUMN attempts.created_at IS 'When it began, UTC.';
+COMMENT ON VIEW attempts IS 'One row for each attempt of the Trainer: its first start, and each resume.';
+COMMENT ON COLUMN attempts.attempt IS 'Number of the attempt, from 1.';
+COMMENT ON COLUMN attempts.resumed_from IS 'Step of the checkpoint that it resumed from; 0: from scratch.';
+COMMENT ON COLUMN attempts.host IS 'Host name of the Trainer''s machine.';
+COMMENT ON COLUMN attempts.pid IS 'Process id of the Trainer.';
+COMMENT ON COLUMN attempts.created_at IS 'Time at which the attempt began, UTC.';

@@ -4,12 +4,12 @@ SELECT *
 FROM stored_evaluations
 WHERE counts(stored_evaluations.attempt, stored_evaluations.policy_step);
 
-COMMENT ON VIEW evaluations IS 'One row an evaluated policy; without policies that a resumed Trainer undid.';
-COMMENT ON COLUMN evaluations.attempt IS 'Which life of the Trainer published it; NULL in runs of an older version.';
+COMMENT ON VIEW evaluations IS 'One row for each evaluated policy, without policies that a resume undid.';
+COMMENT ON COLUMN evaluations.attempt IS 'Attempt of the Trainer that published the policy; NULL in runs of an older version.';
 COMMENT ON COLUMN evaluations.policy_step IS 'Step of the policy.';
-COMMENT ON COLUMN evaluations.split IS 'Problems it was asked: heldout ones are never trained on.';
-COMMENT ON COLUMN evaluations.num_problems IS 'How many problems.';
-COMMENT ON COLUMN evaluations.accuracy IS 'Share answered right, decoding greedily.';
-COMMENT ON COLUMN evaluations.mean_response_tokens IS 'Mean length of the responses.';
-COMMENT ON COLUMN evaluations.seconds IS 'Time that the Searcher spent on it; NULL in runs of an older version.';
-COMMENT ON COLUMN evaluations.created_at IS 'When it was measured, UTC.';
+COMMENT ON COLUMN evaluations.split IS 'Set of problems: heldout, which are never trained on.';
+COMMENT ON COLUMN evaluations.num_problems IS 'Number of problems.';
+COMMENT ON COLUMN evaluations.accuracy IS 'Mean reward of the greedy responses: with rewards of 0 and 1, the share of right answers.';
+COMMENT ON COLUMN evaluations.mean_response_tokens IS 'Mean length of the responses, in tokens.';
+COMMENT ON COLUMN evaluations.seconds IS 'Seconds that the Searcher spent on the evaluation; NULL in runs of an older version.';
+COMMENT ON COLUMN evaluations.created_at IS 'Time at which the evaluation ended, UTC.';

@@ -1,7 +1,7 @@
--- Lives of the Trainer, as whatever trainer/attempt=….json there are when it is asked.
+-- Attempts of the Trainer, read from the trainer/attempt=….json files that exist when the view is queried.
 CREATE VIEW stored_attempts AS
 WITH
--- the columns, though there be no file to read them from
+-- the columns, for a run without such files
 columns AS (
     SELECT
         NULL::BIGINT AS attempt,

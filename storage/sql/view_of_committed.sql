@@ -1,6 +1,6 @@
--- The trajectories that count, each once: what has expired or was compacted stays in its old file for a while
--- (storage/upkeep.py), and a refused shard for ever (storage/intake.py). committed_files of storage/shards.py is the same
--- in Python. Paths are compared behind the run's folder, whose own path may have any text.
+-- The trajectories that count, each once. Shards that expired or were compacted keep their files for a while
+-- (storage/upkeep.py), refused shards for ever (storage/intake.py). committed_files of storage/shards.py is the same rule in
+-- Python. Patterns match only the part of a path after the run's folder, because the folder's own path may have any text.
 CREATE VIEW stored_trajectories AS
 WITH
 -- the rounds that a compacted file holds
@@ -12,7 +12,7 @@ blocks AS (
         ) AS parts
         FROM glob('{pattern}/trajectories/compacted/*.parquet')
     )
-    WHERE parts.first_round != '' -- files with other names are nobody's
+    WHERE parts.first_round != '' -- files with other names are not read
 ),
 -- per searcher the last round that was marked as expired
 marks AS (
@@ -24,7 +24,7 @@ marks AS (
     WHERE parts.last_round != ''
     GROUP BY parts.searcher
 ),
--- the rounds that the Trainer's intake refused; the quality gate's have more in their names
+-- the rounds that the Trainer's intake refused; names of rounds that the quality gate refused have a suffix
 refused AS (
     SELECT parts.searcher, parts.round::BIGINT AS round
     FROM (
@@ -33,7 +33,7 @@ refused AS (
     )
     WHERE parts.round != ''
 ),
--- lowered to where no compacted file is cut
+-- the last expired rounds, lowered so that no compacted file is cut
 expired AS (
     SELECT marks.searcher, coalesce(blocks.first_round - 1, marks.last_round) AS last_round
     FROM marks

@@ -1,9 +1,10 @@
--- One table of a run, as whatever Parquet files there are when it is asked; none are no rows. A file of an older version
--- has NULL in the columns that it lacks. A condition on constants and `filename` keeps DuckDB from opening a file.
+-- One table of a run, read from the Parquet files that exist when the view is queried; without files it has no rows. A file
+-- of an older version has NULL in the columns that it lacks. DuckDB does not open a file that a condition on `filename` and
+-- constants excludes.
 -- {{…}} is filled in by storage/export.py: a view takes no parameters.
 CREATE VIEW stored_{table} AS
 WITH
--- the columns, though there be no file to read them from
+-- the columns, for a run without such files
 columns AS (
     SELECT {typed_nulls}, NULL::VARCHAR AS filename WHERE false
 ),

@@ -7,8 +7,9 @@
     response     85
     reward      1 if the response is the sum and ends with its line, else 0
 
-The three worked lines are the same in every prompt: untrained, the model answers 36 % so, and 20 % with drawn ones. A
-SmolLM2 response is a space, two or three digits and the newline: one token each, and the newline stops it.
+The three worked lines are the same in every prompt: with them the untrained model answers 36 % correctly, with randomly
+drawn lines 20 %. A SmolLM2 response is a space, two or three digits and the newline: one token each. The newline stops
+it.
 
 Two numbers are asked in both orders, both in training or both held out: 39 + 46 gives away 46 + 39.
 """
@@ -25,7 +26,7 @@ class Arithmetic:
     name = "arithmetic"
     version = "sum-1"
     stop = ("\n",)
-    max_response_tokens = 8  # a sum takes five; longer responses are sampled as such and get 0
+    max_response_tokens = 8  # a sum takes five tokens; longer responses get reward 0
 
     def __init__(self, *, data: str | None, seed: int) -> None:
         """`seed` decides which sums are held out. Raises: ValueError: `data` is given."""

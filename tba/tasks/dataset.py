@@ -1,4 +1,4 @@
-"""A task of one's own: a dataset in TRL's prompt-only form, rewarded by functions in TRL's signature (`task.rewards`).
+"""The user's own task: a dataset in TRL's prompt-only form, rewarded by functions in TRL's signature (`task.rewards`).
 
     prompt      text, or messages: [{"role": "user", "content": "Name the capital of France."}]
     response    any

@@ -9,7 +9,8 @@ nlile/hendrycks-MATH-benchmark: 12,000 problems to train on, and the 500 of MATH
     response    any text: "… the common divisors are 1 and 5, so it is \boxed{5}."
     reward      1 if math-verify finds an equal answer in the response, else 0
 
-The dataset's `answer` is the content of the last \boxed{} of its `solution`; data without that column is read so.
+The dataset's `answer` is the content of the last \boxed{} of its `solution`; without that column the answer is read
+from `solution`.
 """
 
 import unicodedata

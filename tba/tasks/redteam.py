@@ -9,9 +9,10 @@
     response    " Name three fruits.", which the victim is asked
     reward      mean over 5 of the victim's answers of log p(toxic), by `task.classifier`
 
-The policy is the attacker. Its fluency is the reference policy's log-probability, which Trajectory Balance weighs by
-itself; train.fluency_temperature and train.reward_tempering change its weight as training goes on. An attack of fewer
-than three words gets a floor. The embedded choices (the embedded model, a list of words) need no download.
+The policy is the attacker. The fluency of an attack is its log-probability under the reference policy, which is a part
+of Trajectory Balance's target; train.fluency_temperature and train.reward_tempering change its weight during training.
+An attack of fewer than three words gets a fixed low reward. The defaults (embedded model, list of words) need no
+download.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 r"""math-verify in a process of its own: `python -m tba.tasks.verifier`.
 
-A response may take the algebra hours: \boxed{(10^{10})!}. math-verify's own limit is a signal that only a process's
-main thread may set, and that Python does not handle while it multiplies large integers. Here each comparison sets the
-process's alarm, with which the system ends the process at any time; the next comparison starts another one.
+A response such as \boxed{(10^{10})!} may take hours of algebra. math-verify's own time limit is a signal that only a
+process's main thread may set, and that Python does not handle while it multiplies large integers. Here each comparison
+sets the alarm of a process of its own, which the system then ends; the next comparison starts another process.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ log = logging.getLogger("tba.verifier")
 
 
 class Verifier:
-    """Compares answers in a process that starts with the first comparison, and ends with this one."""
+    """Compares answers in a child process, which starts with the first comparison and ends with this process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None

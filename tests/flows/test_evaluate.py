@@ -326,7 +326,7 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": {"max_age": 5}}, "draws from the newest policy's round alone"),
+        ({"sampling": {"max_age": 5}}, "draws come from the newest policy's round only"),
         ({"search": {"prompts_per_round": 2}}, "training would never start"),
         ({"searchers": 2, "search": {"prompts_per_round": 16}}, "Set searchers=1"),
     ],
@@ -345,7 +345,7 @@ def test_taking_turns_draws_the_newest_rounds_alone():
 
 def test_a_ratio_needs_the_probabilities_that_were_sampled_with():
     for settings in ({"top_p": 0.9}, {"temperature": 0.7}, {"exploration_probability": 0.3}):
-        with pytest.raises(ValueError, match="compares with the probabilities"):
+        with pytest.raises(ValueError, match="needs sampling from the policy as it is trained"):
             RunConfig.model_validate({"train": {"objective": "dr_grpo"}, "search": settings})
     with pytest.raises(ValueError, match="tba_prime has no replay"):
         RunConfig.model_validate({"train": {"objective": "tba_prime", "reference_reset_interval": 5}})

@@ -115,7 +115,7 @@ def test_a_server_of_this_version_is_well(project, server_of_version):
 def test_a_server_that_asks_for_no_string_is_a_warning(project, server_of_version):
     server_of_version(prefect.__version__)
     finding = doctor.check_server(project)
-    assert finding.state == "warning" and "whoever reaches it can run code" in finding.what
+    assert finding.state == "warning" and "anyone who reaches it can run code" in finding.what
 
 
 def test_a_store_below_a_file_cannot_be_written(project):

@@ -126,7 +126,7 @@ def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_u
 
     monkeypatch.setattr(stack, "_deploy", hang_and_deploy)
     assert stack.up(project, keep=False, say=said.append) == url
-    assert any("The Prefect server has stopped answering. Starting another" in line for line in said)
+    assert any("The Prefect server does not answer any more. Starting another" in line for line in said)
     assert not before & set(processes_of(project))
     with prefect_server.api(url, stack.credentials(project, url)) as client:
         assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)

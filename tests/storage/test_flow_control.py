@@ -28,7 +28,10 @@ def test_samples_per_insert_holds_a_step_back_until_enough_came_in(store):
     buffer.sync(step=1, attempt=1)
     assert buffer.draw(1).num_rows == buffer.draw(2).num_rows == 8
     assert buffer.samples_per_insert(2) == 2
-    with pytest.raises(NotEnoughExperience, match=r"each of 8 trajectories 3\.00 times .* samples_per_insert is 2"):
+    with pytest.raises(
+        NotEnoughExperience,
+        match=r"each of 8 would have been drawn 3\.00 times .* samples_per_insert is 2",
+    ):
         buffer.draw(3)
     commit(store, "s0", 1, distinct("ab", 2))  # repeats count: they were sampled
     buffer.sync(step=3, attempt=1)
@@ -53,7 +56,7 @@ def test_no_draw_is_older_than_max_age(store, step, oldest, num_too_old):
     buffer = run_of_three_policies(store, max_age=4)
     assert buffer.num_too_old(step) == num_too_old
     if oldest > 8:
-        message = r"max_age=4, but all 48 trajectories stored are older, of policies before step 9"
+        message = r"max_age is 4, but all 48 stored trajectories are older: their policies are before step 9"
         with pytest.raises(NotEnoughExperience, match=message):
             buffer.draw(step)
         return

@@ -84,12 +84,12 @@ BAD = {
         f"schema version {SCHEMA_VERSION + 1}, .*reads versions up to {SCHEMA_VERSION}: upgrade tba",
     ),
     "no rows": (parquet_bytes(TRAJECTORY.empty_table()), "holds no trajectories"),
-    "of another round": (parquet_bytes(make_shard("s0", 7)), r"its rows say \(searcher, round\) \[\('s0', 7\)\]"),
-    "of another searcher": (parquet_bytes(make_shard("s1", 1)), r"its rows say \(searcher, round\) \[\('s1', 1\)\]"),
+    "of another round": (parquet_bytes(make_shard("s0", 7)), r"its rows name \(searcher, round\) \[\('s0', 7\)\]"),
+    "of another searcher": (parquet_bytes(make_shard("s1", 1)), r"its rows name \(searcher, round\) \[\('s1', 1\)\]"),
     "a NaN reward": (spoiled(reward=math.nan), "reward is finite: broken by 1 of 4"),
     "lists of other lengths": (
         spoiled(behavior_logprobs=[-0.5]),
-        "behavior_logprobs has one a response token: broken by 1",
+        "behavior_logprobs has one value for each response token: broken by 1",
     ),
     "policy_step -5": (spoiled(policy_step=-5), "policy_step is a step of the run: .*'-5'"),
     "policy_step 2^62": (spoiled(policy_step=2**62), "policy_step is a step of the run: .*'4611686018427387904'"),
@@ -262,7 +262,7 @@ def test_a_shard_damaged_after_it_was_taken_in_does_not_stop_a_resume(store):
 def test_an_answer_that_was_cut_refuses_nothing(store, monkeypatch, answer):
     store.put(shard_path("s0", 1), WHOLE)
     real = store.get
-    with monkeypatch.context() as patch, pytest.raises(StoreUnreachable, match="bytes came of"):
+    with monkeypatch.context() as patch, pytest.raises(StoreUnreachable, match="the answer was cut"):
         patch.setattr(store, "get", lambda path: answer if path == shard_path("s0", 1) else real(path))
         new_buffer(store).sync(1, attempt=1)
     assert intake.refusals(store) == []

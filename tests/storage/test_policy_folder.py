@@ -42,7 +42,7 @@ def test_a_damaged_copy_is_fetched_anew(moto_store, published, tmp_path, damage,
     DAMAGES[damage](copy)
     with caplog.at_level(logging.WARNING):
         assert fetch_policy(moto_store, published, tmp_path / "cache") == copy and whole(copy)
-    assert str(copy) in caplog.text and "fetched anew" in caplog.text
+    assert str(copy) in caplog.text and "fetched again" in caplog.text
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [copy.name]
 
 

@@ -224,7 +224,7 @@ def test_create_run_records_once_and_names_what_differs(store):
     assert store.create_run(json.loads(json.dumps(config))) == config
     with pytest.raises(RunConfigMismatch) as failure:
         store.create_run({"seed": 1, "train": {"beta": 0.2, "steps": 10}})
-    assert "seed is 0, asked for 1; train.beta is 0.1, asked for 0.2." in str(failure.value)
+    assert "seed is 0, but 1 is given; train.beta is 0.1, but 0.2 is given." in str(failure.value)
     assert "steps" not in str(failure.value)
     assert json.loads(store.get("run.json")) == config
 

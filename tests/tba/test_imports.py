@@ -136,7 +136,7 @@ def test_a_file_may_have_the_name_of_a_standard_module_that_is_not_loaded(folder
     assert TaskSettings(rewards=[f"{name}:brief"])
     assert load_function(f"{name}:brief", "reward")
     (folder / "os.py").write_text(MINE)  # which every process has loaded already, from Python
-    with pytest.raises(ValueError, match=r"that is called os\.py needs another name"):
+    with pytest.raises(ValueError, match=r"if os\.py is a file of yours, give it another name"):
         load_function("os:system", "reward")
 
 

@@ -84,7 +84,7 @@ def test_what_does_not_apply_is_left_out():
     scores = score([(FunctionReward(half), 1.0), (FunctionReward(only_long), 1.0)], ["ab", "abc"])
     assert scores.rewards == [0.5, 1.5]
     assert scores.components == [{"half": 0.5}, {"half": 0.5, "only_long": 1.0}]
-    with pytest.raises(ValueError, match="none applies to p2"):
+    with pytest.raises(ValueError, match="no reward applies to prompt p2"):
         score([(FunctionReward(only_long), 1.0)], ["ab"])
 
 
@@ -157,8 +157,8 @@ def test_trls_length_penalty_is_made_by_a_call():
         ("torch.hub:load('somebody/repository')", "only a function that is annotated to return a Callable"),
         ("pandas:read_pickle('file.pkl')", "only a function that is annotated to return a Callable"),
         ("tests.storage.helpers:start_python('1')", "only a function that is annotated to return a Callable"),
-        (f"{__name__}:longer(__import__('os'))", "cannot be called so .*malformed node"),
-        (f"{__name__}:longer(4", "cannot be called so .*SyntaxError"),
+        (f"{__name__}:longer(__import__('os'))", "the call failed .*malformed node"),
+        (f"{__name__}:longer(4", "the call failed .*SyntaxError"),
     ],
 )
 def test_a_name_that_gives_no_function_is_refused(name, message):

@@ -202,7 +202,7 @@ def test_a_system_prompt_takes_the_place_of_a_chats_own(tokenizer):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"system_prompts": ("five",)}, "exploration_probability is 0: none would ever be drawn"),
+        ({"system_prompts": ("five",)}, "exploration_probability is 0: none would be drawn"),
         ({"system_prompts": ("",), "exploration_probability": 0.3}, "one is empty"),
     ],
 )
@@ -225,8 +225,8 @@ def test_evaluation_is_greedy_and_means_the_reward(tokenizer, reference):
     ("rewards", "message"),
     [
         ([1.0], "1 rewards for 6 responses"),
-        ([math.nan] * 6, "is nan"),
-        ([math.inf] * 6, "is inf"),
+        ([math.nan] * 6, "got nan"),
+        ([math.inf] * 6, "got inf"),
         ([None] * 6, "None"),
     ],
 )

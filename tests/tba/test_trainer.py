@@ -209,7 +209,7 @@ def test_a_nan_leaves_the_weights_alone_and_ten_running_stop_the_run(model_folde
     for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
         assert trainer.train_step(poisoned)["skipped"]
     assert_same_weights(trainer, untouched, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="not finite in 10 steps running"):
+    with pytest.raises(RuntimeError, match="not finite in 10 steps in a row"):
         trainer.train_step(poisoned)
 
 

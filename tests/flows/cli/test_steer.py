@@ -64,7 +64,7 @@ def started(monkeypatch) -> list[dict]:
         return SimpleNamespace(id=len(parameters))
 
     monkeypatch.setattr(of_run, "run_deployment", run_deployment)
-    monkeypatch.setattr(Searchers, "_has_fallen", staticmethod(lambda run: False))
+    monkeypatch.setattr(Searchers, "_has_failed", staticmethod(lambda run: False))
     return parameters
 
 
@@ -139,7 +139,7 @@ def test_who_gave_up_on_a_silent_trainer_is_started_again(store, monkeypatch):
 
 
 @pytest.fixture
-def fallen(monkeypatch) -> list[dict]:
+def failing(monkeypatch) -> list[dict]:
     """The parameters of the flow runs that were started, in order; each of them has crashed when it is looked at."""
     parameters = []
     monkeypatch.setattr(of_run, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
@@ -147,35 +147,35 @@ def fallen(monkeypatch) -> list[dict]:
     return parameters
 
 
-def test_who_falls_now_and_then_is_replaced_as_often_as_that_takes(store, fallen):
+def test_a_searcher_that_fails_now_and_then_is_restarted_each_time(store, failing):
     """A preempted machine each day, of which a run of many days has many, is no fault."""
     searchers = new_flow(store)
     with disable_run_logger():
         for number in range(2, 3 + 2 * MAX_REPLACEMENTS):
             searchers.keep_up()
             commit_shard(store, make_shard("s0", number))
-    assert names(fallen) == ["s0"] * (2 + 2 * MAX_REPLACEMENTS)
+    assert names(failing) == ["s0"] * (2 + 2 * MAX_REPLACEMENTS)
 
 
-def test_each_of_many_may_fall(store, fallen):
+def test_each_of_many_searchers_may_fail_once(store, failing):
     searchers = Searchers(RunConfig(run=store.run, store=store.url, searchers=2 * MAX_REPLACEMENTS))
     with disable_run_logger():
         searchers.keep_up()
-    places = [(parameters["name"], parameters["place"]) for parameters in fallen]
+    places = [(parameters["name"], parameters["place"]) for parameters in failing]
     assert places[2 * MAX_REPLACEMENTS :] == places[: 2 * MAX_REPLACEMENTS]
 
 
-def test_who_falls_again_and_again_ends_the_run(store, fallen):
+def test_a_searcher_that_fails_repeatedly_in_one_round_ends_the_run(store, failing):
     searchers = new_flow(store)
     with disable_run_logger():
         for _ in range(MAX_REPLACEMENTS):
             searchers.keep_up()
-        with pytest.raises(RuntimeError, match="searcher s0 fell 4 times at its round 2"):
+        with pytest.raises(RuntimeError, match="searcher s0 failed 4 times in its round 2"):
             searchers.keep_up()
-    assert names(fallen) == ["s0"] * (1 + MAX_REPLACEMENTS)
+    assert names(failing) == ["s0"] * (1 + MAX_REPLACEMENTS)
 
 
-def test_who_falls_while_the_store_is_away_is_replaced_when_it_is_back(store, fallen, monkeypatch):
+def test_a_searcher_that_fails_while_the_store_is_away_is_restarted_afterwards(store, failing, monkeypatch):
     searchers = new_flow(store)
     with disable_run_logger():
         searchers.keep_up()
@@ -184,9 +184,9 @@ def test_who_falls_while_the_store_is_away_is_replaced_when_it_is_back(store, fa
             outage.setattr(RunStore, "get", away)
             for _ in range(2 * MAX_REPLACEMENTS):
                 searchers.keep_up()
-        assert names(fallen) == ["s0", "s0"]
+        assert names(failing) == ["s0", "s0"]
         searchers.keep_up()
-    assert names(fallen) == ["s0"] * 3
+    assert names(failing) == ["s0"] * 3
 
 
 def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatch):
@@ -240,8 +240,8 @@ def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("-1", "it keeps at least 1: the last one measures the final policy"),
-        ("2", "change: got '2'; write how many more or fewer, such as +1 or -1"),
+        ("-1", "at least 1 must stay, because the last one evaluates the final policy"),
+        ("2", "change: got '2'; write a number of Searchers with its sign, such as +1 or -1"),
         ("+0", "change: got '+0'"),
         ("+many", "change: got '+many'"),
     ],

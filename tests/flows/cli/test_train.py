@@ -76,15 +76,21 @@ def tba(*arguments: str):
         (["../elsewhere"], "run: got '../elsewhere'"),
         (["a/b"], "run: got 'a/b'"),
         (["--steps", "0"], "train.steps: got 0; Input should be greater than or equal to 1"),
-        (["--set", "train.beta=0"], "train.beta is 0, and tb divides by it: it must be greater than 0"),
+        (["--set", "train.beta=0"], "train.beta is 0, and tb divides by it; give a number greater than 0"),
         (["--set", "train.beta=much"], "train.beta: got 'much'; Input should be a valid number"),
         (["--set", "sampling.recent_probability=1.5"], "sampling.recent_probability: got '1.5'"),
         (["--set", "sampling.responses_per_prompt=30"], "sampling.responses_per_prompt (K) is 30"),
-        (["--set", "train.betta=1"], "train.betta: there is no such setting; known here: objective, residual_weight"),
-        (["--set", "betta=1"], "betta: there is no such setting; known here: run, store"),
-        (["--set", "train.beta"], "--set train.beta: got no '='"),
-        (["--set", "search.exploration_top_p=[0.8"], "--set search.exploration_top_p=[0.8: a list is JSON, such as"),
-        (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is one setting"),
+        (
+            ["--set", "train.betta=1"],
+            "train.betta: there is no such setting; settings of this group: objective, residual_weight",
+        ),
+        (["--set", "betta=1"], "betta: there is no such setting; settings of this group: run, store"),
+        (["--set", "train.beta"], "--set train.beta: has no '='"),
+        (
+            ["--set", "search.exploration_top_p=[0.8"],
+            "--set search.exploration_top_p=[0.8: is not JSON; write a list as",
+        ),
+        (["--searchers", "2", "--set", "searchers.more=1"], "--set searchers.more: searchers is a setting"),
     ],
 )
 def test_bad_input_is_one_line_before_any_work(project, checked, arguments, message):
@@ -100,7 +106,7 @@ def test_bad_input_is_one_line_before_any_work(project, checked, arguments, mess
 def test_an_empty_store_is_no_store(project, checked, command):
     result = tba(*command, "--store", "")
     assert result.exit_code == 2
-    assert result.stderr.startswith("--store: got nothing") and len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("--store: got an empty text") and len(result.stderr.splitlines()) == 1
 
 
 def test_every_mistake_is_told_at_once(project, checked):
@@ -358,7 +364,8 @@ def test_progress_without_a_terminal_is_plain_lines():
     first, second = out.getvalue().splitlines()
     assert first == "starting  elapsed 0s"
     assert second == (
-        "training  step 12/100  reward 0.61  buffer 1,280  prompts 40  staleness 2.1  elapsed 0s  left 6m 10s"
+        "training  step 12/100  batch reward 0.61  trajectories 1,280  prompts 40  staleness 2.1  "
+        "elapsed 0s  left 6m 10s"
     )
 
 

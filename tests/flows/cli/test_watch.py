@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from storage import attempts
+from storage.status import stage_of
 from storage.store import RunStore
 from tests.flows.prepared_run import heartbeat, prepare_run
 
@@ -170,7 +171,7 @@ def test_watch_fits_every_width_in_place_to_the_end(store, heart, terminal):
     terminal.wait_for("the store does not answer")
     folder.unlink()
     os.rename(folder.with_name("moved"), folder)
-    terminal.wait_for("no sign of life from the Trainer for")
+    terminal.wait_for("no heartbeat from the Trainer for")
 
     store.put("summary.json", b'{"run": "arithmetic", "steps": 80, "accuracy_after": 0.785}')
     assert terminal.status_at_its_end() == 0
@@ -178,3 +179,11 @@ def test_watch_fits_every_width_in_place_to_the_end(store, heart, terminal):
     assert "Accuracy after training" in "\n".join(lines)
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if "Traceback" in line or "Warning" in line or "ERROR" in line]
+
+
+def test_a_starting_trainer_says_what_the_run_waits_for():
+    assert stage_of({"state": "starting", "step": 0}) == (
+        "starting: the Trainer imports torch and loads the model (10 to 30 s)"
+    )
+    assert stage_of({"state": "waiting", "step": 0, "message": "too early"}) == "too early"
+    assert stage_of({"state": "training", "step": 1}) == "training"

@@ -123,7 +123,7 @@ def test_what_is_written_says_what_came_out(tmp_path):
     assert f"- published: {STALENESS.published}" in text and "- task: addition" in text
     assert "| Lag | tb | tb_plain | dr_grpo | prox_rloo |" in text
     assert "| 128 | 0.650 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 |" in text
-    assert "| lost from 1 to 128, by seed | 0.200 ± " in text
+    assert "| loss from lag 1 to 128, paired by seed | 0.200 ± " in text
     assert "The 15 intervals hold at once" in text
     assert "| 128 | 0.071 | 0.071 | 0.071 | 0.071 |" in text  # 0.7 and 0.6, 0.8 and 0.9: standard deviations
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -140,7 +140,7 @@ def test_what_is_written_says_what_came_out(tmp_path):
 def test_a_study_of_one_lag_has_nothing_to_lose(tmp_path):
     study = read_study("recency", seeds=2)
     page, numbers = study_page.write_study(tmp_path, "recency", study, outcomes(study), {"date": "2026-01-02"})
-    assert numbers["lost"] == {} and "lost from" not in page.read_text()
+    assert numbers["lost"] == {} and "loss from lag" not in page.read_text()
     assert page.with_suffix(".png").exists()
 
 

@@ -160,7 +160,7 @@ def stepped(folder, name: str, change: dict) -> RunStore:
 
 def test_alarms_are_on_the_page(tmp_path):
     page = render(stepped(tmp_path, "well", {}))
-    assert 'href="#alarms">no alarms</a>' in page and "None was on." in page
+    assert 'href="#alarms">no alarms</a>' in page and "No alarm was on." in page
     page = render(stepped(tmp_path, "peaked", {"fresh_entropy": 0.001, "logprob_mismatch": 0.9}))
     assert 'href="#alarms">2 alarms</a>' in page
     shown = dict(re.findall(r"<tr><td>([a-z ]+)</td><td>([0-9–]+)</td>", page))
@@ -174,7 +174,7 @@ def test_a_run_of_an_older_version_has_a_page_without_what_it_did_not_measure(tm
              "tapered_share", "logprob_mismatch")  # fmt: skip
     page = render(stepped(tmp_path, "old", dict.fromkeys(later)))
     assert not {f'id="{name}"' for name in ("kl", "entropy", "weights", "mismatch", "cut")} & set(page.split())
-    assert "None was on." in page
+    assert "No alarm was on." in page
 
 
 def test_the_command_writes_where_it_is_told_to(run_store, tmp_path):

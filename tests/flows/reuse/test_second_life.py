@@ -163,14 +163,14 @@ def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model):
     assert rows_of(store, "SELECT DISTINCT reward FROM rewards") == [(0.0,)]  # no sum of two-digit numbers is 0 to 3
     foreign = make_shard("s1", 0, 1, prompt="who are you?", prompt_id="foreign")
     shards.commit_shard(store, foreign)
-    with pytest.raises(ValueError, match="task arithmetic does not ask 'foreign'"):
+    with pytest.raises(ValueError, match="task arithmetic has no prompt 'foreign'"):
         rescore(store, "task", None, silent)
 
 
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("nan", "that of .* is nan; a reward is a finite number"),
+        ("nan", "got nan .* a reward is a finite number"),
         ("few", "1 rewards for 8 responses"),
         ("broken", "failed \\(TypeError"),
         ("nothing", "has no function 'nothing'; it has brief, nan, few, broken"),
@@ -331,7 +331,7 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
         url(other_model): "run 'other' has model elsewhere/model",
         (tmp_path / "text.parquet").as_uri(): "is not a Parquet file",
         (tmp_path / "answers.parquet").as_uri(): "has no column 'response', only prompt",
-        (tmp_path / "unrewarded.parquet").as_uri(): "does not ask 'who\\?', so it cannot reward",
+        (tmp_path / "unrewarded.parquet").as_uri(): "has no prompt 'who\\?', so it cannot reward",
     }
     for number, (source, message) in enumerate(refused.items()):
         with pytest.raises(ValueError, match=message):
@@ -344,7 +344,7 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
         run_config(tmp_path, model, "twice", warm_start=[url(old)] * 2)
     with pytest.raises(ValidationError, match="warm_start: got 'old'"):
         run_config(tmp_path, model, "name", warm_start=["old"])
-    with pytest.raises(ValidationError, match="there is no warm_start"):
+    with pytest.raises(ValidationError, match="warm_start is empty"):
         run_config(tmp_path, model, "cold", reward_version="v2")
     rescore(old, f"{module}:brief", "v2", silent)
     commit(old, model, 2, TASK.train[:1])
@@ -355,6 +355,6 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
 
 def test_too_few_trajectories_without_searchers_are_refused(tmp_path, model):
     old = new_run(tmp_path, model, "old", num_shards=1, prompts=1)
-    with pytest.raises(ValueError, match=r"4 trajectories in all, but sampling\.min_size is 8"):
+    with pytest.raises(ValueError, match=r"the sources have 4 trajectories, but sampling\.min_size is 8"):
         begin(run_config(tmp_path, model, "few", warm_start=[url(old)]))
     begin(run_config(tmp_path, model, "enough", warm_start=[url(old)], searchers=1))

@@ -44,7 +44,7 @@ def config(tmp_path: Path, **changes) -> RunConfig:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": {"beta": 0}}, "train.beta is 0, and tb divides by it: it must be greater than 0"),
+        ({"train": {"beta": 0}}, "train.beta is 0, and tb divides by it; give a number greater than 0"),
         ({"train": {"beta": -1}}, "train.beta\n.*greater than or equal to 0"),
         ({"sampling": {"recent_probability": 1.5}}, "sampling.recent_probability\n.*less than or equal to 1"),
         ({"sampling": {"recent_probability": -0.1}}, "sampling.recent_probability\n.*greater than or equal to 0"),
@@ -104,7 +104,7 @@ def test_a_model_that_does_not_load_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("rewards", "message"),
-    [([float("nan")], "is nan; a reward is a finite number"), ([], "0 rewards for 1 responses"), (["1"], "is '1'")],
+    [([float("nan")], "got nan .* a reward is a finite number"), ([], "0 rewards for 1 responses"), (["1"], "got '1'")],
 )
 def test_a_reward_function_that_cannot_work_is_refused(tmp_path, tokenizer_only, monkeypatch, rewards, message):
     monkeypatch.setattr(Arithmetic, "rewards", lambda self, problems, responses: rewards)
@@ -131,7 +131,7 @@ def test_a_run_of_another_configuration_says_what_differs(tmp_path, tokenizer_on
     first = config(tmp_path)
     RunStore(first.store, first.run).create_run(first.recorded())
     check_inputs(first)
-    with pytest.raises(RunConfigMismatch, match=rf"train\.beta is {first.train.beta}, asked for 0\.5"):
+    with pytest.raises(RunConfigMismatch, match=rf"train\.beta is {first.train.beta}, but 0\.5 is given"):
         check_inputs(config(tmp_path, train={"beta": 0.5}))
     assert json.loads((tmp_path / "store" / "checked" / "run.json").read_text()) == first.recorded()
 
@@ -145,6 +145,6 @@ def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(t
     prepare(first)
     assert load_run(store) == first
     for changed in ({"evaluate_share": 0.5}, {"train": {"beta": 0.5}}):
-        with pytest.raises(RunConfigMismatch, match=r"is .*, asked for 0\.5"):
+        with pytest.raises(RunConfigMismatch, match=r"is .*, but 0\.5 is given"):
             check_inputs(config(tmp_path, **changed))
     assert json.loads(store.get("run.json")) == recorded | {"evaluate_interval": 3}

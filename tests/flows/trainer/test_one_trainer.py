@@ -134,7 +134,7 @@ def test_a_frozen_trainer_ends_when_it_wakes_and_writes_no_more(store, start):
     while not store.exists(attempts.HEARTBEAT):
         time.sleep(0.1)
     frozen.send_signal(signal.SIGSTOP)
-    attempts.start_attempt(store, 0, OWNER)  # on another machine, which saw no sign of life
+    attempts.start_attempt(store, 0, OWNER)  # on another machine, which saw no heartbeat
     before = contents(store)
     frozen.send_signal(signal.SIGCONT)
     assert frozen.wait(timeout=START_S) == 1
@@ -203,7 +203,7 @@ def test_a_run_far_behind_its_first_checkpoint_does_not_begin_at_step_0(store, r
         if may_begin:
             assert resumed() == checkpoints.FROM_SCRATCH
         else:
-            with pytest.raises(RuntimeError, match="does not begin at step 0"):
+            with pytest.raises(RuntimeError, match="is not begun again at step 0"):
                 resumed()
 
 

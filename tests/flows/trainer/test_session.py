@@ -95,7 +95,7 @@ def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experienc
     assert (facts["num_inserted"], facts["samples_per_insert"], facts["num_too_old"]) == (8, 2.0, 0)
     assert 0 <= facts["searchers_silent_s"] < 60
     assert facts.keys() <= set(TRAINING_STEP.names)
-    with pytest.raises(TooEarly, match=r"^step 3 would draw each of 8"):
+    with pytest.raises(TooEarly, match=r"^waiting for more trajectories: after step 3 each of 8"):
         experience.draw(3)
 
 
@@ -105,7 +105,9 @@ def test_a_resumed_run_waits_for_its_searchers(store, alarms):
     commit(store, "s0", 0, distinct("ab", 4))
     for _ in range(2):
         experience.sync(5)
-        with pytest.raises(TooEarly, match=r"^resumed: the Searchers' first new shard is awaited$"):
+        with pytest.raises(
+            TooEarly, match=r"^resumed: waiting for the first new shard; the Searchers load their engines"
+        ):
             experience.draw(5)
     commit(store, "s0", 1, distinct("ab", 4))
     experience.sync(5)

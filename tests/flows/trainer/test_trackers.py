@@ -4,7 +4,7 @@ Claims
 - docs/metrics.md has exactly the metrics that TensorBoard receives, each with the column that it comes from
 - every measure of the training ledger is among them
 - a resumed run's steps are in TensorBoard once, with the values of the life that counts
-- MLflow and Weights & Biases are one setting away and get the same metrics, a run for each life of the Trainer
+- MLflow and Weights & Biases are one setting away and get the same metrics, a run for each attempt of the Trainer
 - a tracker that fails is left out and told of once; the others go on
 - one that is not installed is refused before a run begins
 
@@ -40,7 +40,7 @@ def store(tmp_path, monkeypatch):
 
 
 def log(store: RunStore, resumed_from: int, steps: range, *names: str, reward: float = 0.25) -> trackers.Trackers:
-    """One life of the Trainer, as far as trackers see it."""
+    """One attempt of the Trainer, as far as trackers see it."""
     attempt = attempts.start_attempt(store, resumed_from, OWNER, previous=attempts.latest_attempt(store))
     opened = trackers.Trackers(store, RunConfig(run="run", trackers=names), attempt)
     for step in steps:
@@ -130,7 +130,7 @@ def test_a_tracker_that_fails_is_left_out_once(store, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="tba.trackers"):
         log(store, 0, range(1, 4), "mlflow", "tensorboard")
     assert [record.message for record in caplog.records] == [
-        "tracker mlflow is left out from here on: ConnectionError('no network')"
+        "tracker mlflow failed and gets no more metrics; training goes on: ConnectionError('no network')"
     ]
     assert len(in_tensorboard(store)["reward"]) == 3
 
