@@ -7,8 +7,8 @@ from pydantic_core import from_json
 
 from infra.machine import default_store
 from storage.buffer import Sampling
-from storage.errors import DamagedRecord
-from storage.store import RESTORE, check_run_name
+from storage.errors import DamagedRecord, StoreError
+from storage.store import RESTORE, RunStore, check_run_name
 from storage.store_url import CREDENTIALS, parse_store_url
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
 
@@ -153,6 +153,12 @@ class RunConfig(Settings):
         return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage"}})
 
 
+# Of a run.json of an older version: settings that are no more, and what was done before there was the setting, where
+# the default is something else.
+REPLACED = ("evaluate_interval", "store")
+UNRECORDED = {"sampling": {"differing_rewards_first": False}, "train": {"adam_beta1": 0.9}}
+
+
 def load_run(store) -> RunConfig:
     """The configuration that a run was created with.
 
@@ -167,16 +173,55 @@ def load_run(store) -> RunConfig:
 
 
 def read_recorded(run_json: bytes) -> dict:
-    """A run.json's content as `recorded` returns it; missing settings have their defaults. Raises: ValueError."""
+    """A run.json's content as `recorded` would write it now. Raises: ValueError."""
     return RunConfig(**_settings(run_json)).recorded()
 
 
+def with_recorded(values: dict) -> dict:
+    """A configuration's values as given, and all others as the run of that name and store recorded them.
+
+    So the same command resumes a run after a default has changed. Without such a run, or where it cannot be read, the
+    values as they are: the checks of the configuration and the store give the reason.
+    """
+    defaults = RunConfig.model_fields
+    run = values.get("run", defaults["run"].default)
+    store = values.get("store", defaults["store"].get_default(call_default_factory=True))
+    if not isinstance(run, str) or not isinstance(store, str):
+        return values
+    try:
+        recorded = read_recorded(RunStore(store, run).recorded_config())
+    except (StoreError, ValueError):
+        return values
+    return _overlaid(recorded, values)
+
+
+def continued(config: RunConfig) -> RunConfig:
+    """The configuration with the settings that were not given as the run of that name and store recorded them."""
+    return RunConfig.model_validate(with_recorded(config.model_dump(exclude_unset=True)))
+
+
+def _overlaid(below: dict, above: dict) -> dict:
+    """`below` with the values of `above`, group by group."""
+    both = {
+        name: _overlaid(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
+        for name, value in above.items()
+    }
+    return below | both
+
+
 def _settings(run_json: bytes) -> dict:
-    """The settings in a run.json, without evaluate_interval, which older versions had. Raises: ValueError."""
+    """The settings in a run.json; settings that came later have the values that match it. Raises: ValueError."""
     recorded = from_json(run_json)
     if not isinstance(recorded, dict):
         raise ValueError(f"got {recorded!r:.80}, expected a JSON object")
-    return {name: value for name, value in recorded.items() if name not in ("evaluate_interval", "store")}
+    recorded = {name: value for name, value in recorded.items() if name not in REPLACED}
+    for group, before in UNRECORDED.items():
+        if isinstance(recorded.get(group), dict):
+            recorded[group] = before | recorded[group]
+    train = recorded.get("train")
+    if isinstance(train, dict) and train.get("objective", "tb") in ("tb", "tba_prime"):
+        train.setdefault("residual_weight", "plain")
+    return recorded
 
 
 def explanation(error: ValidationError, model: type[BaseModel]) -> str:

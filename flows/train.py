@@ -15,7 +15,7 @@ from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from flows.config import RunConfig, read_recorded
+from flows.config import RunConfig, continued, read_recorded
 from flows.reuse.warm_start import take_over_task
 from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
@@ -39,6 +39,7 @@ def name_after_run() -> str:
 @flow(name="tba", flow_run_name=name_after_run)
 def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes. Returns the run's summary."""
+    config = continued(config)
     store = prepare_task(config)
     if summary := read_summary(store):
         get_run_logger().info("run %s is finished; to train again, choose another name", config.run)

@@ -13,11 +13,23 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from infra.machine import CHECKOUT
+
 OK, WARNING, FAULT = "ok", "warning", "fault"
 PYTHONS = ((3, 11), (3, 13))  # supported versions: from the first, below the second
 DEFAULT_PORT = 4200
 SERVER_TIMEOUT_S = 10.0
-REINSTALL = "rm -f .venv/installed && make .venv/installed"
+IN_CHECKOUT = (CHECKOUT / "Makefile").exists()
+REINSTALL = (
+    "rm -f .venv/installed && make .venv/installed"
+    if IN_CHECKOUT
+    else "install tba's wheel again, with its extra cpu or cuda (docs/operating.md)"
+)
+OTHER_PYTHON = (
+    "make clean && make PYTHON=python3.11 .venv/installed"
+    if IN_CHECKOUT
+    else "install tba's wheel in an environment of Python 3.11 or 3.12"
+)
 GB = 1e9
 # A checkpoint of the embedded model is 1.6 GB (3 x its float32 weights). With less free space, the first one fails.
 LEAST_FREE_BYTES = 2 * GB
@@ -52,7 +64,7 @@ def check_python() -> Finding:
     version = platform.python_version()
     if PYTHONS[0] <= sys.version_info[:2] < PYTHONS[1]:
         return Finding("python", OK, version)
-    return Finding("python", FAULT, f"this is Python {version}", "make clean && make PYTHON=python3.11 .venv/installed")
+    return Finding("python", FAULT, f"this is Python {version}", OTHER_PYTHON)
 
 
 def check_packages() -> Finding:
@@ -185,7 +197,8 @@ def check_server(project: Path) -> Finding:
     except ImportError as error:
         return Finding("server", FAULT, f"Prefect cannot be imported: {error}", REINSTALL)
     url = os.environ.get("PREFECT_API_URL") or stack.running_url(project) or prefect_server.configured_url()
-    url = url or f"http://127.0.0.1:{DEFAULT_PORT}/api"
+    if url is None:
+        return _unnamed_server(prefect_server.free_port(DEFAULT_PORT))
     try:
         found = prefect_server.version(url, SERVER_TIMEOUT_S, stack.credentials(project, url))
     except prefect_server.AccessRefused as error:
@@ -224,6 +237,20 @@ def check_server(project: Path) -> Finding:
             f"stop it, or: export PREFECT_API_URL=http://127.0.0.1:{prefect_server.free_port(0)}/api",
         )
     return Finding("server", OK, f"no server runs; port {port} is free for the server that tba train or tba up starts")
+
+
+def _unnamed_server(free_port: int) -> Finding:
+    """Where no server is named and none of ours runs, one is started: at the usual port, or at a free one."""
+    if free_port == DEFAULT_PORT:
+        return Finding(
+            "server", OK, f"none runs; port {DEFAULT_PORT} is free for the one that tba train or tba up starts"
+        )
+    return Finding(
+        "server",
+        OK,
+        f"none runs here; port {DEFAULT_PORT} is taken by {_holder(DEFAULT_PORT)}, so the one that tba train or tba up "
+        "starts takes another port",
+    )
 
 
 def _holder(port: int) -> str:

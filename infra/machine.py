@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from storage.patience import with_room
+
+CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed wheel: site-packages
 
 
 def default_store() -> str:
@@ -52,15 +55,26 @@ def take_gpu(index: int, num_processes: int) -> float:
 
 
 def code_version() -> str:
-    """The project's git commit, or "unknown" outside a checkout; "+" marks uncommitted changes."""
+    """The checkout's git commit, where "+" marks uncommitted changes; of an installed wheel its version, "tba 0.1.0".
+
+    A wheel may lie inside another project's checkout, whose commit says nothing about this code."""
+    if not (CHECKOUT / ".git").exists():
+        return _installed_version()
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],  # noqa: S607 - the PATH is trusted
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10,
+            cwd=CHECKOUT, capture_output=True, text=True, timeout=10,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
+        return _installed_version()
+    return described.stdout.strip() or _installed_version()
+
+
+def _installed_version() -> str:
+    try:
+        return f"tba {metadata.version('tba')}"
+    except metadata.PackageNotFoundError:
         return "unknown"
-    return described.stdout.strip() or "unknown"
 
 
 def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:

@@ -1,4 +1,4 @@
-"""Prefect servers: chooses one, and makes clients for it."""
+"""Prefect servers: chooses one, makes clients for it, and gives it the work pool and the deployments."""
 
 import contextlib
 import os
@@ -126,6 +126,24 @@ def free_port(preferred: int) -> int:
                 probe.bind(("127.0.0.1", port))
                 return probe.getsockname()[1]
     raise StackError("No free port on 127.0.0.1.")
+
+
+def deployments_file(project: Path) -> Path:
+    """The project's prefect.yaml if it deploys tba/train, else this package's own: the former may be of other flows.
+
+    Raises: StackError: the project's is no YAML."""
+    import yaml
+
+    own = project / "prefect.yaml"
+    try:
+        content = yaml.safe_load(own.read_text()) if own.is_file() else None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StackError(f"{own} is no YAML ({error}). Mend it, or move it away: tba has one of its own.") from error
+    listed = content.get("deployments") if isinstance(content, dict) else None
+    for deployment in listed if isinstance(listed, list) else []:
+        if isinstance(deployment, dict) and str(deployment.get("entrypoint")).endswith(":tba"):
+            return own
+    return Path(__file__).with_name("prefect.yaml")
 
 
 def create_work_pool(url: str, credentials: dict) -> str:

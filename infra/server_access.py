@@ -3,9 +3,10 @@
     .tba/.local/prefect_auth_string    the string: made at the first start and kept, since browsers remember it
     .tba/.local/prefect.toml           URL and, while the server runs, string: Prefect's settings in the project's
                                        folder, where prefect.toml is a link to this file
+    .tba/.gitignore                    so that `git add` in a user's repository takes neither these nor runs
 
-Both have mode 600 in a folder of mode 700. Processes get the string in their environment, which other accounts cannot
-read; it is on no command line and in no database.
+The first two have mode 600 in a folder of mode 700. Processes get the string in their environment, which other
+accounts cannot read; it is on no command line and in no database.
 """
 
 import json
@@ -22,6 +23,9 @@ def make_private(folder: Path) -> None:
     """Creates the folder if it is missing; denies other accounts access. Raises: OSError: it is another account's."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
+    ignored = folder.parent / ".gitignore"
+    if not ignored.exists():
+        ignored.write_text("*\n")
 
 
 def known_string(folder: Path) -> str | None:
@@ -45,6 +49,13 @@ def write_settings(folder: Path, url: str, string: str | None) -> None:
     """Writes Prefect's settings for this server. string: None after the server has stopped."""
     secret = [f"auth_string = {json.dumps(string)}"] if string else []
     _write_private(folder / SETTINGS_FILE, "\n".join(["[api]", f'url = "{url}"', *secret, ""]))
+
+
+def link_settings(folder: Path, project: Path) -> None:
+    """Makes the project's prefect.toml a link to these settings, unless it has one: for `prefect` in its folder."""
+    link = project / SETTINGS_FILE
+    if not os.path.lexists(link):
+        link.symlink_to((folder / SETTINGS_FILE).relative_to(project))
 
 
 def server_environment(url: str, string: str) -> dict[str, str]:

@@ -34,6 +34,7 @@ from infra.processes import find_processes, listens, stop_processes
 from storage.process_identity import Process
 
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
+SERVER_TRIES = 3  # at a port that is free, until another process takes it
 DEPLOY_TRIES = 3
 ANSWER_TIMEOUT_S = 30  # of a deploying request, which is made three times; an idle server answers in milliseconds
 WORKER_QUERY_S = 2  # a run of minutes should not wait for Prefect's default, 10 s
@@ -62,7 +63,7 @@ def local_folder(project: Path) -> Path:
 
 
 def work_queue(project: Path) -> str:
-    """This checkout's own work queue: its worker does not run the flows of another checkout on the same server."""
+    """This folder's own work queue: its worker does not run the flows of another folder on the same server."""
     return f"{project.name}-{zlib.crc32(bytes(project)):08x}"
 
 
@@ -106,6 +107,8 @@ def leave(project: Path, say: Callable[[str], None] = print) -> None:
 
 def down(project: Path) -> list[str]:
     """Stops this project's stack, even if it is in use. Returns the names of its processes that ran."""
+    if not local_folder(project).exists():
+        return []
     with _locked_state(project) as state:
         names = sorted(state.processes)
         _stop(project, state)
@@ -196,22 +199,34 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
     folder = local_folder(project)
     configured = prefect_server.configured_url()
     preferred = (configured and prefect_server.is_loopback(configured) and urlsplit(configured).port) or 4200
-    port = prefect_server.free_port(preferred)
     _stop_workers(project, None)  # their server no longer runs
     state.processes.clear()
-    state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
-    say(f"Starting a Prefect server at {state.url} (about ten seconds).")
-    command = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--analytics-off"]
-    string = server_access.auth_string(folder)
-    process = _start(project, state, "server", command, keep, server_access.server_environment(state.url, string))
-    deadline = time.monotonic() + SERVER_START_TIMEOUT_S
-    while not is_ours(project, state.url) or _version(project, state.url) is None:
-        if process.find() is None or time.monotonic() > deadline:
+    string, port = server_access.auth_string(folder), prefect_server.free_port(preferred)
+    for tries_left in reversed(range(SERVER_TRIES)):
+        state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
+        say(f"Starting a Prefect server at {state.url} (about ten seconds).")
+        command = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--analytics-off"]
+        process = _start(project, state, "server", command, keep, server_access.server_environment(state.url, string))
+        if _answers(project, state, process):
+            break
+        taken, port = port, prefect_server.free_port(port)
+        if process.find() or port == taken or not tries_left:
             raise StackError(f"The Prefect server did not start.\n{log_tail(project, 'server')}")
-        time.sleep(0.2)
+        # another folder's server, started at the same time, was faster
     server_access.write_settings(folder, state.url, string)
+    server_access.link_settings(folder, project)
     if port != preferred:
         say(f"Port {preferred} is taken by another process; the server has port {port}.")
+
+
+def _answers(project: Path, state: State, server: Process) -> bool:
+    """Whether our server came up; false once it has died, or after SERVER_START_TIMEOUT_S."""
+    deadline = time.monotonic() + SERVER_START_TIMEOUT_S
+    while not is_ours(project, state.url) or _version(project, state.url) is None:
+        if server.find() is None or time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _refuse_open_server(state: State, say: Callable[[str], None]) -> None:
@@ -241,6 +256,7 @@ def _deploy(project: Path, state: State) -> str | None:
     client retries. So the deployment, which may be repeated, is tried `DEPLOY_TRIES` times.
     """
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    command += ["--prefect-file", str(prefect_server.deployments_file(project))]
     environment = _environment(project, state)
     environment |= {"PREFECT_API_REQUEST_TIMEOUT": str(ANSWER_TIMEOUT_S), "PREFECT_CLIENT_MAX_RETRIES": "2"}
     for _ in range(DEPLOY_TRIES):

@@ -222,6 +222,11 @@ class RunStore:
             "Ceph's radosgw, MinIO and a local folder honour it."
         )
 
+    def recorded_config(self) -> bytes:
+        """run.json, before a run begins. NotFound: there is no such run; another StoreError after seconds."""
+        with self._errors("read", "run.json"):
+            return self._backend(f"{self._store_root}/{self.run}", _PROBE_PATIENCE_S).get("run.json")
+
     def create_run(self, config: dict, read: Callable[[bytes], dict] = json.loads) -> dict:
         """Records the configuration (JSON values) of a new run, or checks that an existing run has the same one.
 

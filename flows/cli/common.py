@@ -71,8 +71,18 @@ def fail(message: str, status: int = 1):
 
 
 def project_folder() -> Path:
-    """The working folder, which must be the project's: its prefect.yaml lists the deployments."""
-    folder = Path.cwd()
-    if not (folder / "prefect.yaml").exists():
-        fail(f"There is no prefect.yaml in {folder}: run tba in the project's folder.", status=2)
+    """The working folder: `.tba/` in it keeps the local stack and, by default, runs.
+
+    Flows import from the working folder first. Exits where it has a package that takes the place of one of tba's."""
+    import flows
+
+    folder, home = Path.cwd(), Path(flows.__file__).parents[1]
+    for package in ("flows", "infra", "storage", "tba"):
+        for own in (folder / package / "__init__.py", folder / f"{package}.py"):
+            if own.exists() and not own.samefile(home / package / "__init__.py"):
+                fail(
+                    f"{own} would be imported in place of tba's own package {package!r}, which is in {home}. Rename "
+                    "it, or run tba in another folder.",
+                    status=2,
+                )
     return folder

@@ -34,6 +34,8 @@ def compare(
 
     Example: tba compare staleness --seeds 3
     """
+    from importlib.util import find_spec
+
     from flows.compare import study_page, turns
     from flows.compare.study import read_study
     from storage.errors import StoreError
@@ -42,6 +44,8 @@ def compare(
         read = read_study(study, seeds, steps) if study != "sync" else None
     except ValueError as error:
         fail(f"compare: {error}", status=2)
+    if find_spec("matplotlib") is None:
+        fail("compare draws its plot with matplotlib, which is not installed: pip install matplotlib", status=2)
     root, numbers = store_url(store or ".tba/compare"), None
     try:
         if read is None:

@@ -10,10 +10,13 @@ if TYPE_CHECKING:
 
 
 def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
-    """The run's configuration. Exits with status 2, and a line for each mistake, if it is not valid."""
+    """The run's configuration: settings as given, the others as a stored run recorded them, else their defaults.
+
+    Exits with status 2, and a line for each mistake, if it is not valid.
+    """
     from pydantic import ValidationError
 
-    from flows.config import RunConfig, explanation
+    from flows.config import RunConfig, explanation, with_recorded
 
     values: dict = {}
     for setting in settings:
@@ -38,6 +41,6 @@ def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
     if "run" not in given and "task.name" in given:
         values["run"] = given["task.name"]
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(with_recorded(values))
     except ValidationError as error:
         fail(explanation(error, RunConfig), status=2)

@@ -81,7 +81,10 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
     from flows.run.preflight import check_inputs
     from storage.errors import StoreError
     from storage.store import RunStore
+    from tba.models import EMBEDDED_MODEL, MODELS_FOLDER
 
+    if config.model == EMBEDDED_MODEL and not (MODELS_FOLDER / EMBEDDED_MODEL).exists():
+        say("Unpacking the embedded model, once in this folder (20 to 80 s).")
     try:
         for warning in check_inputs(config):
             say(f"WARNING: {warning}", err=True)

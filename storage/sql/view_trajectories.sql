@@ -23,6 +23,6 @@ COMMENT ON COLUMN trajectories.temperature IS 'Sampling temperature.';
 COMMENT ON COLUMN trajectories.top_p IS 'Probability mass of the nucleus that tokens were sampled from; 1: all tokens.';
 COMMENT ON COLUMN trajectories.system_prompt IS 'System prompt before the prompt in sampling, not in training; empty: none.';
 COMMENT ON COLUMN trajectories.reward_version IS 'Version of the reward function.';
-COMMENT ON COLUMN trajectories.code_version IS 'Git commit of the Searcher''s code.';
+COMMENT ON COLUMN trajectories.code_version IS 'Git commit of the Searcher''s code; version of an installed wheel.';
 COMMENT ON COLUMN trajectories.schema_version IS 'Version of the columns of the row''s shard.';
 COMMENT ON COLUMN trajectories.created_at IS 'When the response had been scored, before the commit, UTC.';

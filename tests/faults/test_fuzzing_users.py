@@ -21,6 +21,7 @@ from flows.cli.app import app
 from flows.cli.common import store_url
 from flows.cli.settings import config_of
 from flows.config import RunConfig
+from infra.stack import StackError
 from storage import attempts, shards
 from storage.store import RunStore
 from storage.store_url import parse_store_url
@@ -113,6 +114,14 @@ def _no_engine(*_):
     raise ValueError("no engine is started for this")
 
 
+def _no_stack(*_, **__):
+    raise StackError("no server is started here")
+
+
+def _no_model(*_):
+    raise ValueError("no model is loaded here")
+
+
 # The work of minutes, or without an end, behind arguments that were understood.
 STUBS = {
     "flows.run.watcher.Watcher.look": _interrupted,
@@ -120,12 +129,15 @@ STUBS = {
     "flows.compare.staleness.staleness": lambda *_: ("table.md", {}),
     "flows.compare.turns.turns": lambda *_: "table.md",
     "infra.doctor.examine": lambda *_: [],
+    "infra.stack.up": _no_stack,
+    "infra.stack.down": lambda *_: [],
+    "flows.run.preflight.check_inputs": _no_model,
 }
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A working folder with a store of one small run. It has no prefect.yaml, so no command starts a server."""
+    """A working folder with a store of one small run."""
     folder = tmp_path_factory.mktemp("project")
     store = RunStore((folder / ".tba").as_uri(), "run")
     store.create_run(RunConfig(run="run").recorded())

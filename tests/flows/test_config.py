@@ -1,8 +1,9 @@
-"""Claims about URLs in a run's configuration. Run: pytest tests/flows/test_config.py
+"""Claims about a run's configuration, mostly URLs in it. Run: pytest tests/flows/test_config.py
 
 - credentials in a store's or source's URL are refused, and neither repeated nor shown by pydantic
 - Prefect refuses them by each flow's schema, before it stores the parameters, and does not repeat them
 - every flow that takes a store checks it
+- --set understands the text of every setting's value
 """
 
 import pytest
@@ -11,6 +12,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from flows.analyze import analyze
+from flows.cli.settings import config_of
 from flows.config import RunConfig
 from flows.evaluate import evaluate_policy
 from flows.maintain import maintain
@@ -62,3 +64,14 @@ def test_a_source_is_a_url_as_a_store_is():
         with pytest.raises(ValueError, match="warm_start: got"):
             RunConfig(warm_start=[bad])
     assert RunConfig(warm_start=["s3://b/run", "file:///a/rows.parquet"]).warm_start
+
+
+def test_set_understands_the_value_of_every_setting(tmp_path):
+    config = RunConfig(store=tmp_path.as_uri())
+    values = config.model_dump(mode="json")
+    groups = {name: group for name, group in values.items() if isinstance(group, dict)}
+    grouped = {f"{name}.{setting}": value for name, group in groups.items() for setting, value in group.items()}
+    single = {name: value for name, value in values.items() if name not in groups}
+    texts = [f"{name}={value}" for name, value in (single | grouped).items() if isinstance(value, str | int | float)]
+    assert len(texts) > 40 and "train.zero_stage=2" in texts
+    assert config_of({}, texts) == config

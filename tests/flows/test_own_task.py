@@ -49,7 +49,6 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     engine = tba.engine.TransformersEngine
     monkeypatch.setattr(tba.engine, "make_engine", lambda folder, gpu_share, **limits: engine(folder, **limits))
-    (tmp_path / "prefect.yaml").touch()
     configs = []
     monkeypatch.setattr(train, "_train", lambda project, config, store: configs.append(config))
     small = "--set search.samples_per_prompt=4 --set search.prompts_per_round=18 --set sampling.responses_per_prompt=4"

@@ -57,9 +57,12 @@ def make_project(folder: Path) -> Path:
     (folder / "flows").mkdir(parents=True)
     settings = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
     settings["deployments"] = [each for each in settings["deployments"] if "parameters" not in each]  # no presets
-    (folder / "prefect.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    deployments = re.sub(
+        r"entrypoint: flows\.(\w+):", r"entrypoint: flows/\1.py:", yaml.safe_dump(settings, sort_keys=False)
+    )
+    (folder / "prefect.yaml").write_text(deployments)
     shutil.copy(REPOSITORY / "prefect.toml", folder, follow_symlinks=False)
-    entrypoints = set(re.findall(r"entrypoint: (\S+):(\w+)", (folder / "prefect.yaml").read_text()))
+    entrypoints = set(re.findall(r"entrypoint: (\S+):(\w+)", deployments))
     for file, function in entrypoints:
         (folder / file).write_text(STAND_IN.format(name=Path(file).stem, function=function))
     (folder / "flows" / "train.py").write_text(STAND_IN_TRAIN)

@@ -89,6 +89,16 @@ def test_a_free_port_is_no_fault(project, monkeypatch):
     assert (finding.state, f"port {port} is free" in finding.what) == ("ok", True)
 
 
+def test_a_server_that_nobody_named_is_no_fault(project, monkeypatch, server_of_version):
+    """Another folder's, at the usual port: a run here starts one of its own at another port."""
+    port = server_of_version(prefect.__version__, wants_string=True)
+    monkeypatch.delenv("PREFECT_API_URL")
+    monkeypatch.setattr(doctor, "DEFAULT_PORT", port)
+    finding = doctor.check_server(project)
+    assert (finding.state, f"port {port} is taken by" in finding.what) == ("ok", True)
+    assert "takes another port" in finding.what
+
+
 def test_a_server_of_another_version_is_named_with_both(project, server_of_version):
     server_of_version("2.20.9")
     finding = doctor.check_server(project)

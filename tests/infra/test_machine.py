@@ -2,12 +2,15 @@
 
 - a temporary folder on a full disk is waited for, whichever library found it full; nothing half-written stays
 - the wait ends with an error that names folder, cause and remedy; another error is raised at once
+- the code's version is the checkout's commit, and of an installed wheel the wheel's version, also if the wheel lies
+  in another project's checkout
 """
 
 import errno
 import subprocess
 import tempfile
 import threading
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,17 @@ def test_another_error_is_raised_at_once(error):
     with pytest.raises(type(error)):
         machine.filled_folder("policy", "run", fill)
     assert len(tries) == 1 and not tries[0].exists()
+
+
+def test_the_code_version_is_the_commit_of_this_checkout_and_no_others(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    commit = ["git", "-C", tmp_path, *author, "commit", "-q", "--allow-empty", "-m", "theirs"]
+    subprocess.run(commit, check=True)
+    site_packages = tmp_path / "venv" / "site-packages"
+    site_packages.mkdir(parents=True)
+    monkeypatch.setattr(machine, "CHECKOUT", site_packages)
+    assert machine.code_version() == f"tba {metadata.version('tba')}"
+    monkeypatch.setattr(machine, "CHECKOUT", tmp_path)
+    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert head.stdout.startswith(machine.code_version())

@@ -241,6 +241,28 @@ def test_a_string_is_made_once_and_the_files_are_private(tmp_path):
         os.umask(mask)
 
 
+def test_git_takes_nothing_of_the_folder(tmp_path):
+    server_access.make_private(tmp_path / ".tba" / ".local")
+    server_access.auth_string(tmp_path / ".tba" / ".local")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    status = subprocess.run(["git", "status", "--short"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert status.stdout == ""
+
+
+def test_a_working_folder_gets_prefects_settings_unless_it_has_its_own(tmp_path):
+    folder = tmp_path / ".tba" / ".local"
+    server_access.make_private(folder)
+    server_access.write_settings(folder, "http://127.0.0.1:1/api", "tba:x")
+    server_access.link_settings(folder, tmp_path)
+    server_access.link_settings(folder, tmp_path)
+    assert "tba:x" in (tmp_path / "prefect.toml").read_text()
+    assert not Path(os.readlink(tmp_path / "prefect.toml")).is_absolute()
+    (tmp_path / "prefect.toml").unlink()
+    (tmp_path / "prefect.toml").write_text("theirs")
+    server_access.link_settings(folder, tmp_path)
+    assert (tmp_path / "prefect.toml").read_text() == "theirs"
+
+
 def pretend(project: Path, url: str, server: Process) -> None:
     """As if this process were the server that the project's stack started."""
     server_access.make_private(stack.local_folder(project))

@@ -49,7 +49,6 @@ from tests.storage.helpers import OWNER
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A project's folder as working folder, with a stack that must not be started."""
-    (tmp_path / "prefect.yaml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TBA_STORE", raising=False)
     monkeypatch.setattr(stack, "up", lambda *_, **__: pytest.fail("the stack was started"))
@@ -99,7 +98,7 @@ def test_bad_input_is_one_line_before_any_work(project, checked, arguments, mess
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1
     assert not checked
-    assert [path.name for path in project.iterdir()] == ["prefect.yaml"]
+    assert list(project.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", [["train"], ["verify", "run"], ["sql", "run", "SELECT 1"], ["runs"], ["compare"]])
@@ -283,11 +282,15 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
     assert flow_runs.live_run(client, config) is None
 
 
-def test_outside_the_project_it_says_where_to_go(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = tba("train")
-    assert result.exit_code == 2
-    assert "run tba in the project's folder" in result.stderr
+@pytest.mark.parametrize("own", ["storage/__init__.py", "flows.py"])
+def test_a_package_of_the_users_that_would_hide_ours_is_named(project, own):
+    (project / own).parent.mkdir(exist_ok=True)
+    (project / own).touch()
+    (project / "infra").mkdir()  # without Python in it, a folder of that name hides nothing
+    for command in ("train", "up", "down"):
+        result = tba(command)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"{project / own} would be imported in place of tba's own package")
 
 
 @pytest.fixture

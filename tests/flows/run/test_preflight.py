@@ -3,7 +3,8 @@
 - Settings that cannot be: beta, m, K > S, names of runs, settings that do not exist.
 - Task, data, model and reward that cannot work; a store that cannot be reached or written.
 - A run that exists with another configuration: the message says what differs. One of an older version, without a
-  setting that there is today, resumes with that setting's default.
+  setting that there is today, resumes with what was done then: mostly that setting's default.
+- A run resumes although a default has changed since; only a setting that is given can be refused.
 
 python -m pytest tests/flows/run/test_preflight.py
 """
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from flows.config import RunConfig, load_run
+from flows.cli.settings import config_of
+from flows.config import RunConfig, continued, load_run
 from flows.run.preflight import check_inputs
 from flows.train import prepare
-from storage.errors import RunConfigMismatch, StoreError
+from storage.errors import DamagedRecord, RunConfigMismatch, StoreError
 from storage.store import RunStore
 from tba.tasks.arithmetic import Arithmetic
 from tests.storage.helpers import start_python
@@ -148,3 +150,42 @@ def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(t
         with pytest.raises(RunConfigMismatch, match=r"is .*, but 0\.5 is given"):
             check_inputs(config(tmp_path, **changed))
     assert json.loads(store.get("run.json")) == recorded | {"evaluate_interval": 3}
+
+
+@pytest.mark.parametrize("objective", ["tb", "tba_prime", "dr_grpo"])
+def test_a_run_of_an_older_version_goes_on_as_it_was_trained(tmp_path, objective):
+    """By the loss, the momentum and the draws of then."""
+    fitting = {"reference_reset_interval": 50} if objective == "tba_prime" else {}
+    recent = {"recent_probability": 1.0} if objective == "tba_prime" else {}
+    recorded = config(tmp_path, train={"objective": objective, **fitting}, sampling=recent).recorded()
+    del recorded["sampling"]["differing_rewards_first"]
+    del recorded["train"]["adam_beta1"], recorded["train"]["residual_weight"]
+    RunStore((tmp_path / "store").as_uri(), "checked").create_run(recorded)
+    given = {"run": "checked", "store": (tmp_path / "store").as_uri()}
+    for resumed in (config_of(dict(given), []), continued(RunConfig.model_validate(given))):
+        assert not resumed.sampling.differing_rewards_first
+        assert resumed.train.adam_beta1 == 0.9
+        assert (resumed.train.residual_weight == "plain") == (objective != "dr_grpo")
+
+
+def test_the_same_command_resumes_after_a_default_has_changed(tmp_path, tokenizer_only):
+    """The defaults of then are in run.json. That of samples_per_prompt is less now than what was given then."""
+    then = {"search": {"samples_per_prompt": 20, "prompts_per_round": 20}, "train": {"steps": 75, "beta": 0.1}}
+    first = config(tmp_path, sampling={"responses_per_prompt": 20}, **then)
+    RunStore(first.store, first.run).create_run(first.recorded())
+    given = {"run": first.run, "store": first.store}
+    resumed = config_of(dict(given), ["sampling.responses_per_prompt=20", "train.steps=75"])
+    assert resumed == first
+    check_inputs(resumed)
+    with pytest.raises(RunConfigMismatch) as refused:
+        check_inputs(config_of(dict(given), ["train.steps=80"]))
+    assert "configuration: train.steps is 75, asked for 80. Use" in str(refused.value)
+    assert config_of(given | {"run": "another"}, []).train.steps == RunConfig().train.steps
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"betta": 1}', b'{"train": 3}'])
+def test_a_damaged_run_is_refused_by_the_check_and_not_as_a_mistake_of_the_user(tmp_path, tokenizer_only, content):
+    store = RunStore((tmp_path / "store").as_uri(), "checked")
+    store.put_new("run.json", content)
+    with pytest.raises(DamagedRecord, match=r"cannot read run\.json"):
+        check_inputs(config_of({"run": "checked", "store": store.url}, []))
