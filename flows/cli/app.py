@@ -4,7 +4,10 @@ Exit status: 0: done; 1: failed, with the reason and the end of the log; 2: bad 
 Imports are inside the commands: `tba --help` and commands that only read a store import neither Prefect nor torch.
 """
 
+import os
 import signal
+import sys
+import threading
 
 import typer
 
@@ -58,7 +61,22 @@ def main() -> None:
     ):  # `timeout` and a closing terminal end a run in order, as Ctrl-C does
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _interrupt)
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        _end_beside_threads(end)
+        raise
+
+
+def _end_beside_threads(end: SystemExit) -> None:
+    """Ends the process at once if a thread is still at work that nothing waits for.
+
+    If it outlived the interpreter, DuckDB would print a page about leaked objects.
+    """
+    if any(thread.name == "unawaited" for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 def _interrupt(number: int, _frame: object) -> None:

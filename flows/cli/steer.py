@@ -100,4 +100,5 @@ def searchers(
         typer.echo(json.dumps({"run": run, "before": before, "wanted": wanted, "alive": alive}))
         return
     when = "within seconds" if alive else "when the next `tba train` resumes the run, which has no live Trainer now"
-    say(f"Run {run!r} will have {wanted} Searchers (before: {before}). This takes effect {when}.")
+    searchers = "1 Searcher" if wanted == 1 else f"{wanted} Searchers"
+    say(f"Run {run!r} will have {searchers} (before: {before}). This takes effect {when}.")

@@ -22,6 +22,8 @@ QUIET_S = 15.0  # several heartbeats: a longer silence is shown
 SERVER_POLL_S = 5.0
 ANSWER_TIMEOUT_S = 2.0  # of the Prefect server; `tba watch` waits at its end for a request in progress
 
+UNAWAITED = "unawaited"  # name of a thread that a command's end does not wait for (flows/cli/app.py)
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -82,11 +84,11 @@ class ServerView:
     def __init__(self, store: RunStore) -> None:
         self.words = ""
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._ask_on, args=(store,), daemon=True)
+        self._thread = threading.Thread(target=self._ask_on, args=(store,), name=UNAWAITED, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. If it outlives the interpreter, DuckDB prints a page about leaked objects."""
+        """Ends the thread, unless it is still importing: that takes seconds, and many on a busy machine."""
         self._closing.set()
         self._thread.join(2 * ANSWER_TIMEOUT_S)
 

@@ -4,6 +4,7 @@ Claims
 - at 80, 100 and 60 columns it shows the run's newest numbers, once, no line wider than the terminal
 - it redraws in place: nothing scrolls away while it runs, and after a change of size nothing of the old size is left
 - it reports and survives a silent Trainer and a store that is unreachable for a time; no library prints anything
+- Ctrl-C ends it at once and without a word, also while it is still importing the Prefect client
 - when the run is finished it prints the summary and ends
 
 Run: pytest tests/flows/cli/test_watch.py -m slow
@@ -12,6 +13,7 @@ Run: pytest tests/flows/cli/test_watch.py -m slow
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -187,3 +189,34 @@ def test_a_starting_trainer_says_what_the_run_waits_for():
     )
     assert stage_of({"state": "waiting", "step": 0, "message": "too early"}) == "too early"
     assert stage_of({"state": "training", "step": 1}) == "training"
+
+
+SLOW_PREFECT = """
+import sys, time
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "prefect":
+            open("importing", "w").close()
+            time.sleep(120)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def test_an_interrupt_during_imports_prints_nothing(tmp_path):
+    prepare_run((tmp_path / ".tba").as_uri(), "run", steps=3)
+    (tmp_path / "sitecustomize.py").write_text(SLOW_PREFECT)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    environment.pop("TBA_STORE", None)
+    with open(tmp_path / "output", "w") as output:
+        watch = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "watch", "run"],
+            cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    deadline = time.monotonic() + PATIENCE_S
+    while not ((tmp_path / "importing").exists() and (tmp_path / "output").read_text()):
+        assert time.monotonic() < deadline and watch.poll() is None
+        time.sleep(0.1)
+    watch.send_signal(signal.SIGINT)
+    assert watch.wait(PATIENCE_S) == 130
+    shown = (tmp_path / "output").read_text()
+    assert "step 3/80" in shown and "leaked" not in shown and "Traceback" not in shown
