@@ -1,7 +1,8 @@
 """A proxy on loopback in front of a real S3, which it knows well enough to fail as S3, a network or a clock can.
 
 It forwards each request as it came, so signatures hold, over a connection of its own. `arm` makes it fail: the next
-requests that match the event's target are hit, `event.times` of them. All other requests go through.
+requests that match the event's target are hit, `event.times` of them, for LONGEST_ARMED_S at most. All other requests
+go through.
 """
 
 import http.client
@@ -20,6 +21,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from tests.faults.schedule import TARGETS, Event
 
 LONGEST_DELAY_S = 6.0
+# Otherwise faults pile up for a part that is down or slow, and meet it for minutes on end when it comes back.
+LONGEST_ARMED_S = 30.0
 CLOSE_POLL_S = 0.02  # the standard library's half a second passes at each end of a test
 HELD_BACK_BEHIND = 4  # later requests
 HOLD_S = 3.0  # at most, where nothing follows
@@ -67,7 +70,7 @@ class S3Proxy:
         self._address = urlsplit(endpoint).netloc
         self._prefix = prefix.strip("/") + "/"
         self._lock = threading.Condition()
-        self._armed: list[Event] = []
+        self._armed: list[tuple[float, Event]] = []  # when each lapses
         self._left: Counter[int] = Counter()  # hits to come, by event
         self.hits: Counter[int] = Counter()  # by event
         self.stored: list[tuple[float, str]] = []  # when and under which key the store took each put
@@ -84,7 +87,7 @@ class S3Proxy:
 
     def arm(self, event: Event) -> None:
         with self._lock:
-            self._armed.append(event)
+            self._armed.append((time.monotonic() + LONGEST_ARMED_S, event))
             self._left[event.number] = event.times
 
     def disarm(self) -> None:
@@ -140,11 +143,13 @@ class S3Proxy:
             return None
         said = f"{request.method} {request.key}"
         with self._lock:
-            for event in self._armed:
+            self._armed = [armed for armed in self._armed if armed[0] > time.monotonic()]
+            for armed in self._armed:
+                event = armed[1]
                 if TARGETS[event.target].fullmatch(said) and _applies(event, request):
                     self._left[event.number] -= 1
                     if not self._left[event.number]:
-                        self._armed.remove(event)
+                        self._armed.remove(armed)
                     self.hits[event.number] += 1
                     return event
         return None

@@ -1,7 +1,7 @@
 """What a soak injects, and when: a schedule that one number seeds. tests/faults/soak.py carries it out.
 
-A fault of the store hits the next requests of its target, `times` of them. tests/faults/s3_proxy.py does that.
-A fault of the machine or of another writer happens at its time.
+A fault of the store hits the next requests of its target, `times` of them; what it has not hit half a minute later, it
+spares. tests/faults/s3_proxy.py does that. A fault of the machine or of another writer happens at its time.
 """
 
 import random

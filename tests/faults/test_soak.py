@@ -2,6 +2,7 @@
 
 - one seed gives one schedule, another seed another; each kind comes about equally often, from the first minutes on
 - the proxy passes requests on unchanged; of an armed fault exactly the next matching requests are hit, as the kind says
+- a fault that nothing meets lapses
 - a listing leaves an entry out only while that entry's put has not been answered
 - a whole store has no fault in the account; a lost, changed, doubled or invalid shard is reported, so are a corrupted
   draw, the draw of a file that another writer put in spoiled, and a resume before the newest checkpoint
@@ -27,7 +28,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from storage import ledger
 from storage.schema import TRAJECTORY
 from storage.shards import commit_shard, parquet_bytes, shard_path
-from tests.faults import accounting
+from tests.faults import accounting, s3_proxy
 from tests.faults.faulted_run import spoiled_file
 from tests.faults.s3_proxy import S3Proxy
 from tests.faults.schedule import KINDS, SPOILED_FILES, STORE_FAULTS, Event, schedule
@@ -118,6 +119,18 @@ REFUSALS = {
     "skewed clock": "RequestTimeTooSkewed",
     "403 ExpiredToken": "ExpiredToken",
 }
+
+
+@pytest.mark.s3
+def test_a_fault_that_nothing_meets_lapses(proxy, through, bucket, monkeypatch):
+    arm(proxy, "500", "shard put", times=2)
+    with pytest.raises(ClientError):
+        put(through, bucket)
+    monkeypatch.setattr(s3_proxy, "LONGEST_ARMED_S", 0.0)
+    proxy.disarm()
+    arm(proxy, "500", "shard put")
+    put(through, bucket)
+    assert proxy.hits == {0: 1}
 
 
 @pytest.mark.s3
