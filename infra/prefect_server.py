@@ -65,7 +65,7 @@ def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[st
         except AccessRefused:
             found, refused = None, True
         if refused:
-            problem = "it asks for another authentication string than PREFECT_API_AUTH_STRING"
+            problem = "it asks for an authentication string, and PREFECT_API_AUTH_STRING does not hold it"
         elif found is None:
             problem = "nothing answers there"
         elif not is_compatible(found):
