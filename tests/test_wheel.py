@@ -5,7 +5,7 @@ Claims
 - the code version of what it stores is the wheel's; `prefect` in that folder gets its settings; git ignores runs
 
 The dependencies are this environment's. A wheel in an environment of its own is tried by hand (docs/operating.md).
-Run: pytest tests/test_wheel.py -m slow
+Run: pytest tests/test_wheel.py -m apart
 """
 
 import os
@@ -44,7 +44,7 @@ def installed(tmp_path_factory) -> Path:
     return unpacked
 
 
-@pytest.mark.slow
+@pytest.mark.apart
 def test_it_trains_in_a_folder_that_is_no_checkout(installed, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
