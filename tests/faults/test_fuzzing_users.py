@@ -126,7 +126,7 @@ def _no_model(*_):
 STUBS = {
     "flows.run.watcher.Watcher.look": _interrupted,
     "flows.searcher.start.start_searcher": _no_engine,
-    "flows.compare.staleness.staleness": lambda *_: ("table.md", {}),
+    "flows.compare.study_page.run_study": lambda *_: ("page.md", {}),
     "flows.compare.turns.turns": lambda *_: "table.md",
     "infra.doctor.examine": lambda *_: [],
     "infra.stack.up": _no_stack,
