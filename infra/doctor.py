@@ -188,8 +188,6 @@ def check_stack(project: Path) -> Finding:
 
 def check_server(project: Path) -> Finding:
     """Whether the Prefect server that a run would use answers and has a compatible version."""
-    from packaging.version import Version
-
     try:
         from prefect import __version__ as client_version
 
@@ -204,26 +202,7 @@ def check_server(project: Path) -> Finding:
     except prefect_server.AccessRefused as error:
         return Finding("server", FAULT, str(error), "set PREFECT_API_AUTH_STRING to it, or unset PREFECT_API_URL")
     if found is not None:
-        if not prefect_server.is_compatible(found):
-            return Finding(
-                "server",
-                FAULT,
-                f"{url} is Prefect {found}, but this client is {client_version}: their APIs differ",
-                f"run Prefect {client_version.split('.')[0]}.x there, or unset PREFECT_API_URL for a local server",
-            )
-        what = f"Prefect {found} at {url}; this client is {client_version}"
-        if Version(found) < Version(client_version):
-            return Finding(
-                "server", WARNING, f"{what}, whose requests an older server may not support", "upgrade the server"
-            )
-        if prefect_server.is_open(url):
-            return Finding(
-                "server",
-                WARNING,
-                f"{what}; it asks for no authentication string, so anyone who reaches it can run code",
-                "tba down, if it is this project's; else set PREFECT_SERVER_API_AUTH_STRING there (docs/security.md)",
-            )
-        return Finding("server", OK, what)
+        return _answering_server(url, found, client_version)
     if not prefect_server.is_loopback(url):
         return Finding(
             "server", FAULT, f"nothing answers at {url}", "start that server, or unset PREFECT_API_URL for a local one"
@@ -237,6 +216,34 @@ def check_server(project: Path) -> Finding:
             f"stop it, or: export PREFECT_API_URL=http://127.0.0.1:{prefect_server.free_port(0)}/api",
         )
     return Finding("server", OK, f"no server runs; port {port} is free for the server that tba train or tba up starts")
+
+
+def _answering_server(url: str, found: str, client_version: str) -> Finding:
+    """Of a server that answers: whether its version `found` fits the client's, and whether it asks for its string."""
+    from packaging.version import Version
+
+    from infra import prefect_server
+
+    if not prefect_server.is_compatible(found):
+        return Finding(
+            "server",
+            FAULT,
+            f"{url} is Prefect {found}, but this client is {client_version}: their APIs differ",
+            f"run Prefect {client_version.split('.')[0]}.x there, or unset PREFECT_API_URL for a local server",
+        )
+    versions = f"Prefect {found} at {url}; this client is {client_version}"
+    if Version(found) < Version(client_version):
+        return Finding(
+            "server", WARNING, f"{versions}, whose requests an older server may not support", "upgrade the server"
+        )
+    if prefect_server.is_open(url):
+        return Finding(
+            "server",
+            WARNING,
+            f"{versions}; it asks for no authentication string, so anyone who reaches it can run code",
+            "tba down, if it is this project's; else set PREFECT_SERVER_API_AUTH_STRING there (docs/security.md)",
+        )
+    return Finding("server", OK, versions)
 
 
 def _unnamed_server(free_port: int) -> Finding:

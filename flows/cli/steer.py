@@ -1,6 +1,7 @@
 """`tba stop` and `tba searchers`: requests to a running run, from any machine that sees its store."""
 
 import json
+import re
 import time
 from typing import Annotated, Any
 
@@ -71,11 +72,8 @@ def searchers(
     from storage.summary import is_finished
 
     run_store = existing_run(run, store)
-    try:
-        by = int(change)
-    except ValueError:
-        by = 0
-    if by == 0 or change[0] not in "+-":
+    by = int(change) if re.fullmatch(r"[+-][0-9]+", change) else 0
+    if by == 0:
         fail(f"change: got {change!r}; write a number of Searchers with its sign, such as +1 or -1", status=2)
     try:
         recorded = run_store.read_json("run.json", dict[str, Any])
@@ -100,5 +98,5 @@ def searchers(
         typer.echo(json.dumps({"run": run, "before": before, "wanted": wanted, "alive": alive}))
         return
     when = "within seconds" if alive else "when the next `tba train` resumes the run, which has no live Trainer now"
-    searchers = "1 Searcher" if wanted == 1 else f"{wanted} Searchers"
-    say(f"Run {run!r} will have {searchers} (before: {before}). This takes effect {when}.")
+    plural = "" if wanted == 1 else "s"
+    say(f"Run {run!r} will have {wanted} Searcher{plural} (before: {before}). This takes effect {when}.")

@@ -41,7 +41,7 @@ def model(tmp_path) -> Path:
 
 
 def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
-    name, code = re.search(r"With this `(\w+)\.py`\n\n```python\n(.+?)```", README, re.DOTALL).groups()
+    name, code = re.search(r"as `(\w+)\.py`:\n\n```python\n(.+?)```", README, re.DOTALL).groups()
     command = re.search(rf"^    (tba train {name} .+)$", README, re.MULTILINE)[1]
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 25
     (tmp_path / f"{name}.py").write_text(code)

@@ -53,7 +53,7 @@ def test_each_fault_is_named_and_the_status_is_1(run, tmp_path):
     result = verify(run)
     assert result.exit_code == 1
     changed, torn = sorted(result.stdout.splitlines()[:-1])
-    assert changed.startswith("changed weights: policies/step=00000000: published as ")
+    assert changed.startswith("changed weights: policies/step=00000000: they were published as ")
     assert torn.startswith(f"torn shard: {shard_path('s0', 1)}: ")
     told = verify(run, "--json")
     assert told.exit_code == 1

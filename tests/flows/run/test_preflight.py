@@ -179,7 +179,7 @@ def test_the_same_command_resumes_after_a_default_has_changed(tmp_path, tokenize
     check_inputs(resumed)
     with pytest.raises(RunConfigMismatch) as refused:
         check_inputs(config_of(dict(given), ["train.steps=80"]))
-    assert "configuration: train.steps is 75, asked for 80. Use" in str(refused.value)
+    assert "configuration: train.steps is 75, but 80 is given. To resume it, use" in str(refused.value)
     assert config_of(given | {"run": "another"}, []).train.steps == RunConfig().train.steps
 
 

@@ -4,7 +4,7 @@ Claims
 - with a torn shard, one of a newer version and one with a NaN reward among good ones a run trains to its end, also when
   its Trainer is killed in between; it takes in the good shards before, between and after them, and draws from no other
 - summary, report and verify name all three
-- a run.json from before a setting existed resumes with that setting's default
+- a run.json from before a setting existed resumes as it was begun: the setting's default, or the behaviour of then
 
 Run: pytest tests/flows/trainer/test_bad_shards.py
 """
@@ -124,8 +124,10 @@ def test_a_run_with_bad_shards_trains_to_its_end_and_names_them(tmp_path, monkey
     assert len(steps) == 8 and all(math.isfinite(step["loss"]) and not step["skipped"] for step in steps)
 
 
-def test_a_run_json_from_before_a_setting_existed_resumes_with_its_default(tmp_path):
-    config = RunConfig(store=(tmp_path / "store").as_uri(), run="old", train={"steps": 40})
+def test_a_run_json_from_before_a_setting_existed_resumes_as_it_was_begun(tmp_path):
+    """Without the taper, which was not there; other settings have their defaults."""
+    train = {"steps": 40, "residual_weight": "plain"}
+    config = RunConfig(store=(tmp_path / "store").as_uri(), run="old", train=train)
     store, recorded = RunStore(config.store, config.run), config.recorded()
     del recorded["evaluate_share"], recorded["train"]["residual_weight"], recorded["sampling"]["max_age"]
     recorded["evaluate_interval"] = 10  # which evaluate_share replaced
