@@ -25,11 +25,12 @@ RESIZE_POLL_S = 0.1
 MAX_BAR_WIDTH = 76
 WIDER_THAN_ANY = 1000
 
-# Values of the Trainer's heartbeat that are shown: key, heading, format.
+# Values of the Trainer's heartbeat that are shown: key, heading, format. `reward` is the batch's mean reward, `fresh`
+# that of fresh samples. With longer headings the line would not fit 80 columns.
 COLUMNS = {
-    "reward_mean": ("batch reward", "{:.2f}"),
-    "fresh_reward_mean": ("fresh reward", "{:.2f}"),
-    "num_trajectories": ("trajectories", "{:,}"),
+    "reward_mean": ("reward", "{:.2f}"),
+    "fresh_reward_mean": ("fresh", "{:.2f}"),
+    "num_trajectories": ("buffer", "{:,}"),
     "num_prompts": ("prompts", "{:,}"),
     "staleness_mean": ("staleness", "{:.1f}"),
 }

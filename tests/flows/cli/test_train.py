@@ -367,8 +367,7 @@ def test_progress_without_a_terminal_is_plain_lines():
     first, second = out.getvalue().splitlines()
     assert first == "starting  elapsed 0s"
     assert second == (
-        "training  step 12/100  batch reward 0.61  trajectories 1,280  prompts 40  staleness 2.1  "
-        "elapsed 0s  left 6m 10s"
+        "training  step 12/100  reward 0.61  buffer 1,280  prompts 40  staleness 2.1  elapsed 0s  left 6m 10s"
     )
 
 

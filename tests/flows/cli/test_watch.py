@@ -143,7 +143,7 @@ def assert_one_picture(lines: list[str], width: int) -> None:
     assert lines and max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert [line for line in lines if line.startswith("arithmetic: ")] == ["arithmetic: training"]
-    for heading in ("step", "reward", "accuracy", "buffer", "prompts", "staleness", "elapsed", "left"):
+    for heading in ("step", "reward", "fresh", "buffer", "prompts", "staleness", "elapsed", "left"):
         assert text.count(heading) == 1, heading
     assert "12,345" in text and "1h 01m" in text and "0.25" in text
     assert len(lines) == (4 if width >= 80 else 6)
