@@ -32,6 +32,8 @@ from tests.faults.fuzzing import DECLARED, JSON, WORDS, fuzzed, no_hang, tried  
 from tests.faults.memory_store import memory_store
 from tests.storage.helpers import OWNER, make_shard
 
+pytestmark = pytest.mark.slow
+
 LIMITS = rules.Limits(vocab_size=100)
 DEEP = [b"[" * 100_000, b'{"a":' * 100_000]  # no parser may recurse into these
 

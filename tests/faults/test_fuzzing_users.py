@@ -29,6 +29,8 @@ from tba.rewards import load_reward
 from tests.faults.fuzzing import DECLARED, JSON, WORDS, fuzzed, no_hang, tried  # noqa: F401, no_hang is a fixture
 from tests.storage.helpers import OWNER, make_shard
 
+pytestmark = pytest.mark.slow
+
 CONFIG = RunConfig(run="run").recorded()
 URLS = WORDS | st.builds(
     lambda *parts: "".join(parts),

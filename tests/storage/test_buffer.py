@@ -68,6 +68,7 @@ def test_of_a_prompt_the_newest_capacity_stay(store):
     assert (buffer.num_trajectories, buffer.num_prompts) == (3, 1)
 
 
+@pytest.mark.slow
 def test_hundreds_of_syncs_that_repeat_what_is_there(store):
     """Each deletes what the one before it brought: DuckDB 2.0 crashed at the 143rd when that went by rowid."""
     buffer = new_buffer(store)

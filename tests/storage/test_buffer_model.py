@@ -26,6 +26,8 @@ from tests.storage.buffer_runs import SEED, commit, new_store
 from tests.storage.helpers import OWNER
 from tests.storage.reference_draw import key_of, reference_draw
 
+pytestmark = pytest.mark.slow
+
 # few prompts and responses, so that repeats, eviction and groups smaller than K are common
 RESPONSES = st.lists(
     st.tuples(
