@@ -17,6 +17,8 @@ import torch
 from tba import testbed
 from tba.config import TrainSettings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
