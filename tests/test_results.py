@@ -1,7 +1,7 @@
 """docs/results/README.md says what the numbers beside it say.
 
 - Every mean with an interval on the page is the mean of some arm's runs in a JSON file of docs/results, or the mean
-  difference of two arms, rounded as printed.
+  difference of two arms with its joint interval, rounded as printed.
 - Every page and file of results is linked from it.
 
 python -m pytest tests/test_results.py
@@ -30,9 +30,16 @@ def values_by_arm(runs: list[dict], measure: str) -> list[list[float]]:
     return list(arms.values())
 
 
-def printed_forms(values: list[float]) -> set[str]:
-    interval = confidence_interval(values)
+def printed_forms(values: list[float], num_intervals: int = 1) -> set[str]:
+    interval = confidence_interval(values, num_intervals)
     return {f"{interval.mean:.{digits}f} ± {interval.half_width:.{digits}f}" for digits in (0, 2, 3)}
+
+
+def num_differences(runs: list[dict]) -> int:
+    """How many of a study's intervals are joint: at each lag, one arm against each other."""
+    names = {run.get("arm", "").rpartition("-lag")[::2] for run in runs}
+    labels, lags = ({name[place] for name in names} for place in (0, 1))
+    return max(1, (len(labels) - 1) * len(lags))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +52,7 @@ def known() -> set[str]:
             for values in arms:
                 found |= printed_forms(values)
             for one, other in permutations(arms, 2) if measure == "accuracy_after" else ():
-                found |= printed_forms([a - b for a, b in zip(one, other, strict=True)])
+                found |= printed_forms([a - b for a, b in zip(one, other, strict=True)], num_differences(runs))
     return found
 
 
