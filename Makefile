@@ -76,7 +76,7 @@ smoke: $(STAMP)  ## Train every task for a few steps, with its own grader or jud
 compare-staleness: $(STAMP)  ## Compare objectives by the age of samples: tapered and plain TB, Dr. GRPO, proximal RLOO
 	$(BIN)/tba compare staleness
 
-studies: $(STAMP)  ## Every study of flows/compare/studies, one after the other; some 80 minutes, and interrupted it continues
+studies: $(STAMP)  ## Every study of flows/compare/studies, one after the other; if interrupted, it continues
 	for study in flows/compare/studies/*.toml; do $(BIN)/tba compare $$(basename $$study .toml) || exit 1; done
 
 compare-sync: $(STAMP)  ## Compare asynchronous and synchronous training

@@ -3,6 +3,8 @@
 import functools
 import logging
 import shutil
+import subprocess
+import tempfile
 import uuid
 from collections.abc import Iterator
 
@@ -138,3 +140,16 @@ def rms_norms_in_float64(monkeypatch):
 
     for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         monkeypatch.setattr(norm, "forward", forward)
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch):
+    """Temporary files lie on a file system of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk needs root and mount: {mounted.stderr.strip()}")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)  # a word file may still be open

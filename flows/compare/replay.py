@@ -75,12 +75,12 @@ class Replay:
         recent = {number: self._of_sync(number, step) for number in newest}
         for number in recent:
             self._rewards_differ[number] = _differ(self._prompts[number].values())
-        differ_recently = [_differ(recent.get(number, ())) for number in numbers]
+        differ_recently = np.isin(numbers, [number for number, of_newest in recent.items() if _differ(of_newest)])
         prompts = mop.Prompts(
             numbers.astype(np.uint64),
             np.isin(numbers, list(recent)),
             self._rewards_differ[numbers] & sampling.differing_rewards_first,
-            np.array(differ_recently) & sampling.differing_rewards_first,
+            differ_recently & sampling.differing_rewards_first,
         )
         chosen, is_recent = mop.choose_prompts(
             prompts, sampling.prompts_per_batch, sampling.recent_probability, self._seed, step

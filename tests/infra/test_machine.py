@@ -8,7 +8,6 @@
 
 import errno
 import subprocess
-import tempfile
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -19,20 +18,6 @@ from safetensors.torch import save_file
 
 from infra import machine
 from storage.errors import StoreFull
-
-
-@pytest.fixture
-def small_disk(tmp_path, monkeypatch):
-    """Temporary files lie on a file system of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a small disk needs root and mount: {mounted.stderr.strip()}")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
 
 WRITES = {
     "bytes": lambda folder: (folder / "file").write_bytes(bytes(700_000)),

@@ -5,8 +5,6 @@
 - the wait for the word file ends with an error that says what could not be written, where, and the remedy
 """
 
-import subprocess
-import tempfile
 import threading
 
 import pytest
@@ -21,19 +19,6 @@ from tests.storage.helpers import make_shard
 SAMPLING = Sampling(prompts_per_batch=2, responses_per_prompt=2, min_size=1)
 
 
-@pytest.fixture
-def full_disk(tmp_path, monkeypatch):
-    """Temporary files lie on a file system of 1 MiB with no room: (folder, the file that takes the room)."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a small disk needs root and mount: {mounted.stderr.strip()}")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder, folder / "ballast"
-    subprocess.run(["umount", "-l", folder], check=True)  # a word file may still be open
-
-
 def fill(ballast) -> None:
     with open(ballast, "wb", buffering=0) as file:
         try:
@@ -43,8 +28,8 @@ def fill(ballast) -> None:
             return
 
 
-def test_a_policy_is_published_once_there_is_room(full_disk, moto_store):
-    folder, ballast = full_disk
+def test_a_policy_is_published_once_there_is_room(small_disk, moto_store):
+    folder, ballast = small_disk, small_disk / "ballast"
     policy = folder / "policy"
     policy.mkdir()
     (policy / "model.safetensors").write_bytes(b"w" * 1000)
@@ -55,8 +40,8 @@ def test_a_policy_is_published_once_there_is_room(full_disk, moto_store):
     assert moto_store.read_json(f"{ref.path}/policy.json")["files"] == {"model.safetensors": 1000}
 
 
-def test_a_sync_ends_once_there_is_room(full_disk, local_store):
-    _, ballast = full_disk
+def test_a_sync_ends_once_there_is_room(small_disk, local_store):
+    ballast = small_disk / "ballast"
     for number in range(2):
         commit_shard(local_store, make_shard("s0", number, response_tokens=list(range(2000)), **LOGPROBS))
     whole, buffer = ReplayBuffer(local_store, SAMPLING, seed=0), ReplayBuffer(local_store, SAMPLING, seed=0)
@@ -71,8 +56,8 @@ def test_a_sync_ends_once_there_is_room(full_disk, local_store):
 LOGPROBS = {name: [-0.5] * 2000 for name in ("behavior_logprobs", "reference_logprobs")}
 
 
-def test_the_wait_ends_with_cause_and_remedy(full_disk, monkeypatch):
-    folder, ballast = full_disk
+def test_the_wait_ends_with_cause_and_remedy(small_disk, monkeypatch):
+    folder, ballast = small_disk, small_disk / "ballast"
     words = WordFile()
     fill(ballast)
     monkeypatch.setenv("TBA_STORE_PATIENCE_MINUTES", "0.01")
