@@ -38,7 +38,12 @@ def compute_dtype(device_type: str = "cpu") -> torch.dtype:
 
 def to_bfloat16(weight: Tensor) -> Tensor:
     """A float32 tensor as bfloat16, rounded stochastically and without bias. Differentiable, as a cast is. Numbers on
-    bfloat16's grid do not change."""
+    bfloat16's grid do not change.
+
+    Raises: TypeError: the tensor is not float32.
+    """
+    if weight.dtype != torch.float32:
+        raise TypeError(f"a weight is {weight.dtype}; master weights are torch.float32, from which bfloat16 is rounded")
     return _ToBfloat16.apply(weight)
 
 

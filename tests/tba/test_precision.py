@@ -66,6 +66,11 @@ def test_what_is_on_the_grid_stays_and_rounding_is_the_same_each_time():
     assert torch.equal(to_bfloat16(between.view(3, 333).T), to_bfloat16(between.view(3, 333).T.contiguous()))
 
 
+def test_what_is_not_a_master_weight_is_refused():
+    with pytest.raises(TypeError, match="master weights"):
+        to_bfloat16(torch.zeros(4, dtype=torch.bfloat16))
+
+
 def test_a_policy_computes_with_the_weights_that_it_publishes(tmp_path, monkeypatch):
     monkeypatch.setattr(logprobs, "compute_dtype", lambda device: torch.bfloat16)  # on any CPU
     model = load_policy(tiny_llama(tmp_path))

@@ -47,11 +47,15 @@ SETTINGS = {
 
 
 def train(config: RunConfig, store: RunStore, attempt: int, rounds: range, last_step: int) -> None:
-    """Trains to `last_step`, as attempt `attempt`, with a Searcher that commits `rounds`, and is then asked to stop."""
+    """Trains to `last_step`, as attempt `attempt`, with a Searcher that commits `rounds`, and is then asked to stop.
+
+    The Searcher's models are loaded before the Trainer begins: for as long as it loads a model, transformers sets the
+    default type of the whole process.
+    """
+    searcher = start_searcher(config, "s0", 1)
 
     def search() -> None:
         try:
-            searcher = start_searcher(config, "s0", 1)
             while len(attempts.list_attempts(store)) < attempt or not policies.latest_policy(store):
                 time.sleep(0.1)
             policy = policies.latest_policy(store)
