@@ -1,5 +1,6 @@
 """This machine's folders, threads, GPUs and code version, for the processes of a run."""
 
+import ctypes
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ import psutil
 from storage.patience import with_room
 
 CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed wheel: site-packages
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h, for mallopt
 
 
 def default_store() -> str:
@@ -36,6 +38,18 @@ def policy_cache(run: str) -> Path:
 def cpu_threads(num_processes: int) -> int:
     """Threads for each of this many concurrent processes on this machine's cores."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+def keep_freed_memory() -> None:
+    """Makes this process reuse the memory that it frees. Its peak stays the same; what it once took it does not return.
+
+    glibc returns every freed tensor above 32 MiB, and the next one of its size costs a page fault for each 4 KiB: 15 % of
+    a training step on a CPU. Other C libraries are left as they are.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 def take_gpu(index: int, num_processes: int) -> float:

@@ -60,16 +60,18 @@ class _ToBfloat16(torch.autograd.Function):
     """bfloat16 is the upper half of a float32. A random number added to the lower half carries over with a probability
     in proportion to the lower half.
 
-    Computed in pieces; takes two or three times as long as a plain cast.
+    Computed in pieces; takes less than twice as long as a plain cast.
     """
 
     @staticmethod
     def forward(ctx, weight: Tensor) -> Tensor:
         rounded, places = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device), _places(weight.device)
         bits, upper = weight.detach().contiguous().view(-1).view(torch.int32), rounded.view(-1).view(torch.int16)
+        sums = torch.empty_like(places[: len(bits)])  # of every chunk: new memory for each costs as much as the sum
         for start in range(0, len(bits), len(places)):
             chunk = bits[start : start + len(places)]
-            upper[start : start + len(places)] = (chunk + places[: len(chunk)]) >> 16
+            sum_ = torch.add(chunk, places[: len(chunk)], out=sums[: len(chunk)])
+            upper[start : start + len(places)] = sum_.bitwise_right_shift_(16)
         return rounded
 
     @staticmethod

@@ -13,12 +13,13 @@ from flows.trainer.experience import StoredExperience
 from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
-from infra.machine import cpu_threads, filled_folder
+from infra.machine import cpu_threads, filled_folder, keep_freed_memory
 from storage import checkpoints
 from storage.buffer import ReplayBuffer
 from storage.rules import Limits
 from storage.store import RunStore
 from tba.models import model_folder
+from tba.precision import default_device
 from tba.training_loop import train
 
 
@@ -33,6 +34,8 @@ def train_run(
     threads = cpu_threads(processes if config.synchronous else processes + config.searchers)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes started here
+    if default_device() == "cpu":
+        keep_freed_memory()
     alarms = RunAlarms(store, checkpoint.step)
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,

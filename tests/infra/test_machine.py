@@ -2,12 +2,15 @@
 
 - a temporary folder on a full disk is waited for, whichever library found it full; nothing half-written stays
 - the wait ends with an error that names folder, cause and remedy; another error is raised at once
+- a process that keeps freed memory takes the same pages again
 - the code's version is the checkout's commit, and of an installed wheel the wheel's version, also if the wheel lies
   in another project's checkout
 """
 
 import errno
+import platform
 import subprocess
+import sys
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +54,23 @@ def test_another_error_is_raised_at_once(error):
     with pytest.raises(type(error)):
         machine.filled_folder("policy", "run", fill)
     assert len(tries) == 1 and not tries[0].exists()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_freed_memory_is_taken_again():
+    """In a process of its own, which ends with it."""
+    program = """
+import resource, torch
+from infra.machine import keep_freed_memory
+keep_freed_memory()
+def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(12): torch.ones(1 << 24)
+before = faults()
+for _ in range(4): torch.ones(1 << 24)
+print(faults() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000  # of 16,384 pages each
 
 
 def test_the_code_version_is_the_commit_of_this_checkout_and_no_others(tmp_path, monkeypatch):
