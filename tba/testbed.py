@@ -112,8 +112,8 @@ def _tokens(texts: list[str]) -> Tensor:
 
 
 def is_token(responses: Tensor) -> Tensor:
-    """Whether each token belongs to its response, the end included: [N, T]."""
-    ended = (responses == END).cumsum(1) - (responses == END).long()
+    """Whether each token belongs to its response, the end included: [..., T]."""
+    ended = (responses == END).cumsum(-1) - (responses == END).long()
     return ended == 0
 
 
@@ -123,12 +123,34 @@ def rewards(responses: Tensor, numbers: Tensor) -> Tensor:
     return ((responses == right) | ~is_token(right)).all(1).float()
 
 
-def dense_rewards(samples: "Samples") -> Tensor:
-    """The share of the right response's tokens that are in place, its end included: [B * K]."""
-    numbers = samples.numbers.repeat_interleave(len(samples.responses) // len(samples.numbers))
+def dense_rewards(responses: Tensor, numbers: Tensor) -> Tensor:
+    """The share of the right response's tokens that are in place, its end included: [N]."""
     right = sums().answers[0, numbers]
     counts = is_token(right)
-    return ((samples.responses == right) & counts).sum(1) / counts.sum(1)
+    return ((responses == right) & counts).sum(1) / counts.sum(1)
+
+
+def sparse_rewards(responses: Tensor, numbers: Tensor) -> Tensor:
+    """1 for a number that is 1 to 9 above the sum and for an end after it, else 0: [N].
+
+    So a prompt has nine solutions. The first policy gives one of them in 0.4 % of its responses.
+    """
+    solutions = _sparse_solutions()[:, numbers]  # [9, N, T]
+    return ((responses == solutions) | ~is_token(solutions)).all(2).any(0).float()
+
+
+@cache
+def _sparse_solutions() -> Tensor:
+    """[9, 10,000, T]"""
+    pairs = [divmod(number, 100) for number in range(NUM_SUMS)]
+    return torch.stack([_tokens([_last_first(a + b + more) for a, b in pairs]) for more in range(1, 10)])
+
+
+REWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "exact": rewards,
+    "dense": dense_rewards,
+    "sparse": sparse_rewards,
+}
 
 
 @torch.no_grad()
@@ -155,11 +177,11 @@ def score(policy: Policy, prompts: Tensor, responses: Tensor) -> Tensor:
     return logprobs.gather(2, responses.unsqueeze(2)).squeeze(2)
 
 
-def accuracy(policy: Policy, num_sums: int = NUM_SUMS - NUM_TRAIN) -> float:
-    """Greedy, on that many held-out sums."""
+def accuracy(policy: Policy, num_sums: int = NUM_SUMS - NUM_TRAIN, reward: str = "exact") -> float:
+    """Share of that many held-out sums whose greedy response has the whole reward."""
     numbers = sums().heldout[:num_sums]
     responses, _ = sample(policy, sums().prompts[numbers], 1)
-    return rewards(responses, numbers).mean().item()
+    return (REWARDS[reward](responses, numbers) == 1).float().mean().item()
 
 
 def first_policy(file: Path) -> Policy:
@@ -210,12 +232,14 @@ class Samples:
 Experience: TypeAlias = Callable[[Policy, int, torch.Generator], Samples]
 
 
-def sample_sums(policy: Policy, num_prompts: int, num_samples: int, generator: torch.Generator) -> Samples:
+def sample_sums(
+    policy: Policy, num_prompts: int, num_samples: int, generator: torch.Generator, reward: str = "exact"
+) -> Samples:
     """Responses to that many sums, drawn at random with replacement."""
     numbers = sums().train[torch.randint(NUM_TRAIN, (num_prompts,), generator=generator)]
     responses, behavior = sample(policy, sums().prompts[numbers], num_samples, generator)
     responses = responses.where(is_token(responses), END)
-    return Samples(numbers, responses, behavior, rewards(responses, numbers.repeat_interleave(num_samples)))
+    return Samples(numbers, responses, behavior, REWARDS[reward](responses, numbers.repeat_interleave(num_samples)))
 
 
 def newest(policy: Policy, step: int, generator: torch.Generator) -> Samples:
@@ -228,12 +252,16 @@ class Trained:
     """The result of a run."""
 
     accuracy: float
-    num_distinct: float  # of K responses that the last policy samples to a held-out prompt, at temperature 1
+    # Of K responses that the last policy samples to a held-out prompt, at temperature 1.
+    num_distinct: float
+    num_distinct_right: float  # with the whole reward
     curve: list[float]  # mean reward of each step's batch
 
 
-def train(first: Policy, settings: TrainSettings, lag: int, seed: int, experience: Experience = newest) -> Trained:
-    """One run of `settings.steps` steps with responses of the policy `lag` steps before."""
+def train(
+    first: Policy, settings: TrainSettings, lag: int, seed: int, experience: Experience = newest, reward: str = "exact"
+) -> Trained:
+    """One run of `settings.steps` steps with responses of the policy `lag` steps before. reward: the experience's."""
     generator = torch.Generator().manual_seed(seed)
     policy, reference, behavior = (copy.deepcopy(first) for _ in range(3))
     optimizer = torch.optim.AdamW(
@@ -257,14 +285,16 @@ def train(first: Policy, settings: TrainSettings, lag: int, seed: int, experienc
             reference = copy.deepcopy(policy)
         earlier = [*earlier, _weights(policy)][-lag - 1 :]
         curve.append(terms.reward.mean().item())
-    return Trained(accuracy(policy), _num_distinct(policy), curve)
+    return Trained(accuracy(policy, reward=reward), *_num_distinct(policy, reward), curve)
 
 
-def _num_distinct(policy: Policy, num_prompts: int = 512) -> float:
+def _num_distinct(policy: Policy, reward: str, num_prompts: int = 512) -> tuple[float, float]:
     numbers = sums().heldout[:num_prompts]
     responses, _ = sample(policy, sums().prompts[numbers], K, torch.Generator().manual_seed(0))
-    place, _ = _distinct(_with_prompt(responses.where(is_token(responses), END), num_prompts))
-    return (place.max().item() + 1) / num_prompts
+    responses = responses.where(is_token(responses), END)
+    _, slot = _distinct(_with_prompt(responses, num_prompts))
+    right = REWARDS[reward](responses[slot], numbers[slot // K]) == 1
+    return len(slot) / num_prompts, right.sum().item() / num_prompts
 
 
 def _weights(policy: Policy) -> list[Tensor]:

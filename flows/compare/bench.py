@@ -31,9 +31,11 @@ class Outcome:
     arm: str
     seed: int
     learning_rate: float
-    accuracy_before: float  # greedy, on held-out sums
+    accuracy_before: float  # greedy, on held-out sums: share with the whole reward
     accuracy_after: float
-    num_distinct: float  # responses of the last policy to a prompt, of 8 sampled
+    # Of 8 responses that the last policy samples to a held-out prompt.
+    num_distinct: float
+    num_distinct_right: float  # with the whole reward
     seconds: float
     code_version: str
     curve: list[float]  # mean reward of each step's batch
@@ -114,10 +116,19 @@ def run_arm(arm: Arm, seed: int, store: RunStore, first_policy: Path) -> Outcome
     torch.set_num_threads(1)
     started = time.monotonic()
     first, configuration = testbed.first_policy(first_policy), Configuration(**arm.settings)
-    trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed))
+    reward = configuration.reward
+    trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed), reward)
     outcome = Outcome(
-        arm.name, seed, configuration.train.learning_rate, testbed.accuracy(first), trained.accuracy,
-        trained.num_distinct, time.monotonic() - started, code_version(), trained.curve,
-    )  # fmt: skip
+        arm=arm.name,
+        seed=seed,
+        learning_rate=configuration.train.learning_rate,
+        accuracy_before=testbed.accuracy(first, reward=reward),
+        accuracy_after=trained.accuracy,
+        num_distinct=trained.num_distinct,
+        num_distinct_right=trained.num_distinct_right,
+        seconds=time.monotonic() - started,
+        code_version=code_version(),
+        curve=trained.curve,
+    )
     store.put("outcome.json", json.dumps(asdict(outcome)).encode())
     return outcome

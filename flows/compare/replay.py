@@ -6,7 +6,7 @@ with the copies that its sync brought, and of each prompt the newest `capacity_p
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ def experience(configuration: Configuration, seed: int) -> testbed.Experience:
 
     def rounds(policy: testbed.Policy, step: int, generator: torch.Generator) -> testbed.Samples:
         search = configuration.search
-        samples = testbed.sample_sums(
-            policy, configuration.searchers * search.prompts_per_round, search.samples_per_prompt, generator
-        )
-        return samples if configuration.reward == "exact" else replace(samples, reward=testbed.dense_rewards(samples))
+        num_prompts = configuration.searchers * search.prompts_per_round
+        return testbed.sample_sums(policy, num_prompts, search.samples_per_prompt, generator, configuration.reward)
 
     return rounds if configuration.sampling is None else Replay(rounds, configuration.sampling, seed)
 

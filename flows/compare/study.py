@@ -19,7 +19,7 @@ _LABEL = re.compile("[a-z][a-z0-9_]*")
 _OF_TESTBED = {
     "train": {
         "objective", "residual_weight", "beta", "beta_final", "beta_steps", "reference_reset_interval", "warmup_steps",
-        "learning_rate_schedule", "decay_steps", "adam_beta1", "adam_beta2", "weight_decay", "gradient_clip",
+        "steps", "learning_rate_schedule", "decay_steps", "adam_beta1", "adam_beta2", "weight_decay", "gradient_clip",
     },
     "search": {"prompts_per_round", "samples_per_prompt"},
     "sampling": {
@@ -51,8 +51,9 @@ class Configuration(Settings):
         None, description="Settings of the replay buffer; None: each step trains on its rounds."
     )
     searchers: int = Field(1, ge=1, description="Number of rounds that come in at each step.")
-    reward: Literal["exact", "dense"] = Field(
-        "exact", description="Reward; exact: 1 for the right response; dense: the share of tokens that are right."
+    reward: Literal["exact", "dense", "sparse"] = Field(
+        "exact",
+        description="exact: 1 for the sum; dense: the share of its tokens; sparse: 1 for a number 1 to 9 above it.",
     )
 
 
@@ -93,7 +94,7 @@ class Study(Settings):
                 raise ValueError(
                     f"{section}.{min(unknown)} is no setting of the testbed; it has {', '.join(sorted(known))}"
                 )
-        merged["train"] = merged.get("train", {}) | {"steps": self.steps}
+        merged["train"] = {"steps": self.steps} | merged.get("train", {})
         return Configuration(**merged)
 
     def arms_at_each_lag(self) -> list[Arm]:

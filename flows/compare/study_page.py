@@ -95,7 +95,8 @@ def _tables(
     lost: dict[str, Interval],
 ) -> list[str]:
     labels, others = list(study.arms), [label for label in study.arms if label != study.compared_with]
-    seeds, distinct = by_arm(outcomes), by_arm(outcomes, "num_distinct")
+    seeds = by_arm(outcomes)
+    distinct, right = by_arm(outcomes, "num_distinct"), by_arm(outcomes, "num_distinct_right")
     rates = {outcome.arm: f"{outcome.learning_rate:.2g}" for outcome in outcomes}
 
     def by_lag(heading: str, labels: list[str], values: dict[str, object], more: list[list] = ()) -> list[str]:
@@ -117,6 +118,7 @@ def _tables(
         ),
         *(by_lag("Standard deviation of the accuracy over seeds:", labels, spread) if spread else []),
         *by_lag(f"Distinct responses among 8 to a held-out sum, {each}:", labels, mean_of_seeds(distinct)),
+        *by_lag(f"Distinct responses with the whole reward among these 8, {each}:", labels, mean_of_seeds(right)),
         *by_lag(
             "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:",
             labels,

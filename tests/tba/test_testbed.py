@@ -2,6 +2,7 @@
 
 - The first policy answers some two fifths of held-out sums; the same policy can answer nearly all of them.
 - Sampled and scored log-probabilities are the same numbers; a response ends with its first newline.
+- The sparse reward is for nine numbers, which the first policy seldom gives.
 - A run depends on its seed alone. Its lag is what was asked: with lag n the first n + 1 steps see the first policy.
 - On samples sixteen steps old the tapered loss keeps the right answers that the policy had and adds to them; the plain
   loss, and a taper of what is to become likelier, lose them.
@@ -58,6 +59,15 @@ def test_rewards_and_ends():
     responses = torch.tensor([[*digits, 3], [*digits, testbed.END], [2, 1, 3, testbed.END], [1, 2, *digits[2:], 0]])
     assert testbed.rewards(responses, numbers).tolist() == [1.0, 1.0, 0.0, 0.0]
     assert testbed.is_token(responses)[0].tolist() == [True, True, True, False]
+
+
+def test_the_sparse_reward_is_for_nine_numbers_above_the_sum(first):
+    numbers = torch.tensor([705] * 6)  # 12
+    responses = testbed._tokens(["31\n\n", "12\n\n", "21\n\n", "22\n\n", "13\n\n", "13+\n"])
+    assert testbed.sparse_rewards(responses, numbers).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]  # 13 and 21 alone
+    assert testbed.sparse_rewards(testbed._tokens(["702\n"]), torch.tensor([9999])).tolist() == [1.0]  # 198 + 9
+    samples = testbed.sample_sums(first, 1000, 16, torch.Generator().manual_seed(0), "sparse")
+    assert 0.001 < samples.reward.mean() < 0.01
 
 
 def settings(**changed) -> TrainSettings:

@@ -57,7 +57,7 @@ def test_step_sizes_are_tried_until_the_best_is_at_no_edge(accuracies, next_rate
 
 
 def outcome(arm: str, seed: int, accuracy: float, rate: float = 1e-3) -> Outcome:
-    return Outcome(arm, seed, rate, 0.4, accuracy, 3.0, 1.0, "code", [0.4])
+    return Outcome(arm, seed, rate, 0.4, accuracy, 3.0, 1.0, 1.0, "code", [0.4])
 
 
 def test_each_arm_gets_the_step_size_that_is_best_for_it(monkeypatch):
