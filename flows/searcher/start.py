@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from infra.machine import code_version, cpu_threads, take_gpu
+from infra.machine import code_version, cpu_threads, keep_freed_memory, take_gpu
 from storage import attempts, quality
 from storage.store import RunStore
 from tba.models import model_folder
@@ -29,10 +29,13 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
     from transformers import AutoTokenizer
 
     from tba.engine import make_engine
+    from tba.precision import default_device
     from tba.reference_policy import ReferencePolicy
     from tba.searcher import Identity, Models, Searcher
     from tba.tasks import load_task
 
+    if default_device() == "cpu":
+        keep_freed_memory()
     folder = model_folder(config.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
