@@ -169,9 +169,14 @@ def step_ends(objects: Mapping[str, bytes]) -> list[float]:
     return sorted(row["ended_at"].timestamp() for table in tables for row in table.to_pylist())
 
 
-def longest_stall(ends: list[float], until: float, outages: list[tuple[float, float]]) -> float:
-    """Seconds without the end of a training step, those of the outages left out. until: the last moment that counts."""
-    moments = [*(end for end in ends if end < until), until]
+def longest_stall(
+    ends: list[float], until: float, outages: list[tuple[float, float]], kills: list[float] = ()
+) -> float:
+    """Seconds without the end of a training step or a kill of the Trainer, those of the outages left out.
+
+    until: the last moment that counts.
+    """
+    moments = [*sorted(moment for moment in [*ends, *kills] if moment < until), until]
     return max((_outside(begin, end, outages) for begin, end in pairwise(moments)), default=0.0)
 
 

@@ -29,8 +29,9 @@ from tests.storage.helpers import make_shard
 
 REPOSITORY = Path(__file__).parents[2]
 RUN = "soak"
-# Longest pause between two training steps, faults included. Only times when the Trainer was frozen or its disk full do
-# not count. A killed Trainer starts in 15 s on two idle cores, and its first batch waits for a Searcher's next round.
+# Longest pause between two training steps, faults of the store included. Times when the Trainer was frozen or its disk
+# full do not count, and a kill begins a new pause: the schedule may kill a Trainer three times in a minute. A killed
+# Trainer starts in 15 s on two idle cores, and its first batch waits for a Searcher's next round.
 STALL_LIMIT_S = 90.0
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 150.0  # longer than the store's patience
@@ -84,6 +85,7 @@ class FaultedRun:
         self.done: Counter[str] = Counter()  # by kind: events that hit
         self.ended: list[dict] = []  # processes that ended by themselves
         self.outages: list[tuple[float, float]] = []
+        self.kills: list[float] = []  # times when the Trainer was killed
         self.undo: list[tuple[float, Callable[[], None]]] = []
         self._begun: list[str] = []  # kinds, for the record of what ended
         self._events: list[Event] = []
@@ -100,6 +102,7 @@ class FaultedRun:
         for name, acknowledged in self.acknowledged_in.items():
             command = [sys.executable, "-m", "tests.faults.searcher", url, RUN, name, str(acknowledged)]
             parts[name] = Part(command, self.folder / f"{name}.log")
+        parts["upkeep"] = Part([sys.executable, "-m", "tests.faults.upkeep", url, RUN], self.folder / "upkeep.log")
         return parts
 
     # --- processes ----------------------------------------------------------------------------------------------------
@@ -151,7 +154,8 @@ class FaultedRun:
         self.proxy.disarm()
         for name in SEARCHERS:
             requests.ask_to_leave(self.store, name)
-        self.parts["trainer"].process.terminate()
+        for name in ("trainer", "upkeep"):
+            self.parts[name].process.terminate()
         faults = []
         for name, part in self.parts.items():
             try:
@@ -228,6 +232,8 @@ class FaultedRun:
         if "killed" in event.kind:
             part.is_killed = True
             part.process.kill()
+            if part is self.parts["trainer"]:
+                self.kills.append(time.time())
         if event.kind.endswith("a wrong listing"):  # of the checkpoints, to which the next Trainer resumes
             listing = "listing is HTML" if event.amount < 0.5 else "listing is empty"
             self.proxy.arm(replace(event, kind=listing, target="checkpoint listing", times=1))
@@ -303,7 +309,7 @@ class FaultedRun:
         found = accounting.account(objects, self.acknowledged(), list(self.spoiled), (B, K), VOCABULARY)
         found.faults += accounting.resumed_too_early(objects, self.proxy.stored)
         ends = accounting.step_ends(objects)
-        stall_s = accounting.longest_stall(ends, ended_at, self.outages)
+        stall_s = accounting.longest_stall(ends, ended_at, self.outages, self.kills)
         if stall_s > STALL_LIMIT_S:
             found.faults.append(f"no training step for {stall_s:.0f} s, the limit is {STALL_LIMIT_S:.0f} s")
         status, unnamed = self.verify()

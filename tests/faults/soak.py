@@ -5,13 +5,14 @@
     python -m tests.faults.soak --kinds 429 500     some kinds only
 
 The Trainer is the process that a flow starts (`flows.trainer`), a Searcher is the flow `search` in a process without
-Prefect (tests/faults/searcher.py), with a model so small that a step takes milliseconds. Both see the store through
-tests/faults/s3_proxy.py only. What is killed, or ends by itself, is started again, as the flow does. The harness itself
-writes and reads behind the proxy. tests/faults/schedule.py says what is injected and when.
+Prefect (tests/faults/searcher.py), with a model so small that a step takes milliseconds. Upkeep compacts shards beside
+them (tests/faults/upkeep.py). All see the store through tests/faults/s3_proxy.py only. A part that is killed, or ends
+by itself, is started again, as the flow does. The harness itself writes and reads behind the proxy.
+tests/faults/schedule.py has the faults and their times.
 
 At the end: every acknowledged trajectory is stored once, every draw in the ledger is of valid rows, no attempt resumed
-before its newest checkpoint, no pause between steps was longer than STALL_LIMIT_S, and `tba verify` names each file
-that another writer put in spoiled, and nothing else.
+before its newest checkpoint, no pause between steps or after a kill was longer than STALL_LIMIT_S, and `tba verify`
+names each file that another writer put in spoiled, and nothing else.
 """
 
 import argparse

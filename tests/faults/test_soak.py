@@ -6,7 +6,7 @@
 - a listing leaves an entry out only while that entry's put has not been answered
 - a whole store has no fault in the account; a lost, changed, doubled or invalid shard is reported, so are a corrupted
   draw, the draw of a file that another writer put in spoiled, and a resume before the newest checkpoint
-- a stall is the longest time between two steps without the outages
+- a stall is the longest time between two steps without the outages; a kill of the Trainer begins a new one
 - `tba verify` must name each spoiled file, and nothing else
 
 Run: pytest tests/faults/test_soak.py
@@ -342,11 +342,12 @@ def test_a_resume_before_the_newest_checkpoint_is_reported():
     assert accounting.resumed_too_early(objects, stored) == []
 
 
-def test_a_stall_is_the_longest_time_between_two_steps_without_outages():
+def test_a_stall_is_the_longest_time_between_two_steps_or_kills_without_outages():
     ends = [0.0, 1.0, 11.0, 12.0]
     assert accounting.longest_stall(ends, 13.0, []) == 10.0
     assert accounting.longest_stall(ends, 13.0, [(2.0, 5.0), (4.0, 9.0), (50.0, 60.0)]) == 3.0
     assert accounting.longest_stall(ends, 40.0, []) == 28.0, "it trains no more"
+    assert accounting.longest_stall(ends, 13.0, [], kills=[4.0, 5.0, 99.0]) == 6.0
 
 
 @pytest.mark.parametrize("kind", SPOILED_FILES)
