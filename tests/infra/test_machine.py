@@ -28,6 +28,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", WRITES)
 def test_a_full_temporary_folder_is_waited_for(small_disk, monkeypatch, caplog, write):
     ballast = small_disk / "ballast"

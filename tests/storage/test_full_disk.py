@@ -40,6 +40,7 @@ def test_a_policy_is_published_once_there_is_room(small_disk, moto_store):
     assert moto_store.read_json(f"{ref.path}/policy.json")["files"] == {"model.safetensors": 1000}
 
 
+@pytest.mark.slow
 def test_a_sync_ends_once_there_is_room(small_disk, local_store):
     ballast = small_disk / "ballast"
     for number in range(2):

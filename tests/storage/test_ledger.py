@@ -186,6 +186,7 @@ def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_a_trainer_of_another_machine_is_alive_if_its_heartbeat_goes_on_changing(local_store):
     attempts.start_attempt(local_store, 0, OWNER)
     attempts.heartbeat(local_store, {"step": 1})

@@ -40,6 +40,7 @@ def test_here_it_is_known_and_elsewhere_it_is_not():
             assert Identity(**process | change).is_running() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [*ELSEWHERE, OLDER])
 def test_a_clone_with_this_name_is_alive_while_its_heartbeat_changes(local_store, change):
     """Its process is not found here: on the clone it is."""

@@ -173,6 +173,7 @@ def test_a_bucket_that_does_not_exist_is_unreachable(s3_url):
         RunStore("s3://no-such-bucket/x", "run").check_writable()
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_unreachable(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: nothing listens
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-id-to-hide")

@@ -149,16 +149,19 @@ def reinforce_loss(policy, reference, reward, beta, behavior):
     return -((reward - reward.mean(1, keepdim=True)) * policy).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", ["uniform", "stale", "adversarial"])
 def test_off_policy_samples_lead_to_the_target_distribution(samples):
     assert Toy().train(tapered_loss, samples, steps=3000) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_of", "least"), [(reinforce_loss, 0.2), (ratio_on_reward_loss, 0.05)])
 def test_other_forms_do_not_get_there(loss_of, least):
     assert Toy().train(loss_of, steps=2000) > least
 
 
+@pytest.mark.slow
 def test_uniform_samples_lead_the_plain_loss_to_the_target_distribution():
     assert Toy().train(lambda *arguments: trajectory_balance_loss(*arguments[:4]), steps=2000) < 0.02
 

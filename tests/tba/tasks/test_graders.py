@@ -69,6 +69,7 @@ def test_math_takes_what_is_the_same_for_the_same(answer, response, same):
 
 
 # Measured without a limit: the first held the interpreter, and every thread with it, for more than half a minute.
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", [r"\boxed{(10^{10})!}", r"\boxed{\binom{10^{9}}{5\cdot 10^{8}}}"])
 def test_a_response_that_keeps_the_algebra_busy_is_wrong_after_the_limit_in_a_thread_too(endless):
     is_same("1", "1")  # the process is there
