@@ -26,7 +26,7 @@ FLOWS = {"train", "search", "evaluate", "maintain", "analyze"}
 # Each row imports from rows below it only, and nothing from its own; a room's files import each other.
 ORDER = [
     {"cli"},
-    {"train", "search", "evaluate", "maintain", "analyze", "compare"},
+    {"train", "search", "evaluate", "maintain", "analyze", "compare", "plan"},
     {"run"},
     {"searcher", "trainer", "reuse"},
     {"report"},

@@ -17,6 +17,7 @@ from flows.cli import (
     doctor,
     evaluate,
     export,
+    plan,
     report,
     rescore,
     runs,
@@ -48,6 +49,7 @@ for part in (
     report,
     diversity,
     evaluate,
+    plan,
     compare,
     doctor,
 ):

@@ -1,0 +1,1 @@
+"""Plans a run from the times of another one: how many Searchers feed a Trainer."""

@@ -1,0 +1,102 @@
+"""How long the parts of a run took, from its ledger."""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import pairwise
+from statistics import median
+
+from storage.queries import query
+from storage.store import RunStore
+
+SHORTEST_S = 1e-3  # of a duration: a clock may have been set back
+
+
+class TooFewTimes(ValueError):
+    """A run has too few steps or rounds to measure their times; the message names what is missing."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds. A list has one entry for each time that was measured."""
+
+    steps: list[float]  # from a training step's start to the next one's, less the wait for a batch
+    rounds: list[float]
+    pauses: list[float]  # between two rounds of a Searcher: it commits a shard and looks for a policy
+    loads: list[float]  # further seconds where it found a new policy
+    publish: float  # from a step's end until Searchers find its policy
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run, measured or simulated."""
+
+    searchers: int
+    seconds: float  # from the first round's start to the last step's end
+    trainer_wait_share: float  # share of these in which the Trainer waited for a batch
+    num_trajectories: int  # taken in by the last step
+    fresh_staleness: float | None  # mean over steps: age of the newest sync's trajectories; None: not measured
+
+
+def measured_outcome(store: RunStore) -> Outcome:
+    """The result of a run that has trained and was not resumed."""
+    (row,) = query(
+        store,
+        "SELECT epoch(max(ended_at)) - (SELECT epoch(min(started_at)) FROM search_rounds) AS seconds, "
+        "epoch(min(started_at)) - (SELECT epoch(min(started_at)) FROM search_rounds) AS first_wait_s, "
+        "sum(wait_s) FILTER (step > 1) AS wait_s, max(num_inserted) AS num_trajectories, "
+        "avg(fresh_staleness) AS fresh_staleness, "
+        "(SELECT count(DISTINCT searcher) FROM search_rounds) AS searchers FROM training_steps",
+    ).to_pylist()
+    wait_share = (row["first_wait_s"] + row["wait_s"]) / row["seconds"]
+    return Outcome(row["searchers"], row["seconds"], wait_share, row["num_trajectories"], row["fresh_staleness"])
+
+
+def measured_times(store: RunStore) -> Times:
+    """The times of a run that has trained. Raises: TooFewTimes."""
+    steps = query(
+        store, "SELECT attempt, step, started_at, ended_at, wait_s FROM training_steps ORDER BY attempt, step"
+    ).to_pylist()
+    rounds = query(
+        store, "SELECT searcher, round, policy_step, started_at, ended_at FROM search_rounds ORDER BY searcher, round"
+    ).to_pylist()
+    evaluations = query(store, "SELECT created_at, seconds FROM evaluations WHERE seconds > 0").to_pylist()
+    between = [(a, b) for a, b in pairwise(rounds) if (a["searcher"], a["round"] + 1) == (b["searcher"], b["round"])]
+    swapping = [(a, b) for a, b in between if a["policy_step"] != b["policy_step"]]
+    of_steps = [
+        max(SHORTEST_S, _seconds(a["started_at"], b["started_at"]) - b["wait_s"])
+        for a, b in pairwise(steps)
+        if (a["attempt"], a["step"] + 1) == (b["attempt"], b["step"])
+    ]
+    if not of_steps or not swapping:
+        raise TooFewTimes(
+            f"run {store.run} has {len(steps)} training steps and {len(rounds)} search rounds; a plan needs two steps, "
+            "and a Searcher that has changed its policy between two rounds. Wait, or plan with another run."
+        )
+    keeping = [pair for pair in between if pair not in swapping]
+    swaps = [_without(evaluations, a["ended_at"], b["started_at"]) for a, b in swapping]
+    pauses = [_without(evaluations, a["ended_at"], b["started_at"]) for a, b in keeping] or [min(swaps)]
+    loads = [max(0.0, seconds - median(pauses)) for seconds in swaps]
+    # The shortest time from a policy's step to the moment when a Searcher found it.
+    ended = {row["step"]: row["ended_at"] for row in steps}
+    found = [
+        (b["started_at"] - ended[b["policy_step"]]).total_seconds() - load_s
+        for (_, b), load_s in zip(swapping, loads, strict=True)
+        if b["policy_step"] in ended
+    ]
+    return Times(
+        steps=of_steps,
+        rounds=[_seconds(row["started_at"], row["ended_at"]) for row in rounds],
+        pauses=pauses,
+        loads=loads,
+        publish=max(0.0, min(found, default=0.0)),
+    )
+
+
+def _without(evaluations: list[dict], begin: datetime, end: datetime) -> float:
+    """Seconds of an interval, less those of the evaluations that ended in it."""
+    evaluating = sum(row["seconds"] for row in evaluations if begin <= row["created_at"] <= end)
+    return max(SHORTEST_S, _seconds(begin, end) - evaluating)
+
+
+def _seconds(begin: datetime, end: datetime) -> float:
+    return max(SHORTEST_S, (end - begin) / timedelta(seconds=1))
