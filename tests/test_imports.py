@@ -5,12 +5,14 @@ Claims
   imports tests
 - inside flows/, imports go down only, from the command line to the configuration (`ORDER`)
 - no file imports a file that imports it, however long the way
+- the wheel has every package
 - the top level of flows/ is the flows, each of which defines a flow, and the configuration; every room is in `ORDER`
 
 Read from the source, so imports inside functions count too. Run: pytest tests/test_imports.py
 """
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,12 @@ def test_each_package_imports_only_what_it_may(package):
     for module in modules(package):
         imported = {name.partition(".")[0] for name in imported_modules(module.read_text())}
         assert not imported & forbidden, f"{module.relative_to(PROJECT)} imports {imported & forbidden}"
+
+
+def test_the_wheel_has_every_package():
+    listed = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(PROJECT) for package in MAY_IMPORT for path in modules(package)}
+    assert {".".join(folder.parts) for folder in folders} | {"storage.sql"} == set(listed)
 
 
 def test_a_circle_is_found():
