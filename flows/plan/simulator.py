@@ -5,7 +5,9 @@ Trainer have hardware of their own: a further Searcher slows nobody down. A dura
 measured ones (flows/plan/times.py).
 """
 
+import math
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -100,7 +102,7 @@ class _Simulation:
         """Begins the rounds for which Searchers look for a policy by now."""
         for number, (looks_at, served) in enumerate(self._searchers):
             while looks_at <= now:
-                newest = max(step for at, step in self._published if at <= looks_at)
+                _, newest = self._published[bisect_right(self._published, (looks_at, math.inf)) - 1]
                 load_s = self._draw(self._times.loads) if newest > served else 0.0
                 looks_at, served = self._begin_round(looks_at + load_s, newest), newest
             self._searchers[number] = (looks_at, served)

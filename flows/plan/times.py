@@ -72,7 +72,7 @@ def measured_times(store: RunStore) -> Times:
             f"run {store.run} has {len(steps)} training steps and {len(rounds)} search rounds; a plan needs two steps, "
             "and a Searcher that has changed its policy between two rounds. Wait, or plan with another run."
         )
-    keeping = [pair for pair in between if pair not in swapping]
+    keeping = [(a, b) for a, b in between if a["policy_step"] == b["policy_step"]]
     swaps = [_without(evaluations, a["ended_at"], b["started_at"]) for a, b in swapping]
     pauses = [_without(evaluations, a["ended_at"], b["started_at"]) for a, b in keeping] or [min(swaps)]
     loads = [max(0.0, seconds - median(pauses)) for seconds in swaps]
