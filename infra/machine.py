@@ -43,8 +43,8 @@ def cpu_threads(num_processes: int) -> int:
 def keep_freed_memory() -> None:
     """Makes this process reuse the memory that it frees. Its peak stays the same; no memory returns to the system.
 
-    glibc returns every freed tensor above 32 MiB, and the next one of its size costs a page fault for each 4 KiB:
-    14 % of a training step on a CPU, 4 % of sampling. Other C libraries are left as they are.
+    glibc returns every freed tensor above 32 MiB, and the next one of its size costs a page fault for each 4 KiB. The
+    page faults were 12 % of a training step's time on a CPU (docs/LOG.md). Other C libraries are left as they are.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):

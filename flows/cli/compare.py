@@ -28,8 +28,8 @@ def compare(
     """Train configurations with several seeds; write tables and a plot with confidence intervals.
 
     A study trains a small policy on samples of enforced ages; a run takes seconds. If interrupted, the same command
-    continues. The last line is a JSON object. Studies: beta, capacity, prompts, recency,
-    recency_dense, replay, responses, samples, searchers, searchers_equal, searchers_sparse, staleness.
+    continues. The last line is a JSON object. Studies: beta, capacity, prompts, recency, recency_dense, replay,
+    responses, samples, searchers, searchers_equal, searchers_sparse, staleness.
     sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
 
     Example: tba compare staleness --seeds 3

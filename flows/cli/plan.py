@@ -27,9 +27,10 @@ def plan(
 ) -> None:
     """Simulate a run with other numbers of Searchers, from the times that its ledger has.
 
-    A further Searcher has hardware of its own and slows nobody down. seconds: from the first round to the last step,
-    without the start. waits: share in which the Trainer waits for a batch. staleness: age of the newest trajectories
-    in policy steps. turns / seconds: how many times as long Searchers and Trainer would take that take turns.
+    The simulation gives every Searcher hardware of its own. The first row is the run so far, the others are whole runs.
+    seconds: from the first round to the last step. waits: the share in which the Trainer waits for a batch. staleness:
+    the age of the newest trajectories, in policy steps. turns / seconds: the time of Searchers and Trainer that take
+    turns, as a multiple.
 
     Example: tba plan arithmetic --searchers 2 --searchers 8
     """

@@ -317,6 +317,7 @@ class FaultedRun:
         return asdict(found) | {
             "steps": len(ends),
             "longest_stall_s": round(stall_s, 1),
+            "longest_stall_across_kills_s": round(accounting.longest_stall(ends, ended_at, self.outages), 1),
             "stall_limit_s": STALL_LIMIT_S,
             "verify_status": status,
             "ended_by_themselves": len(self.ended),

@@ -12,7 +12,8 @@ tests/faults/schedule.py has the faults and their times.
 
 At the end: every acknowledged trajectory is stored once, every draw in the ledger is of valid rows, no attempt resumed
 before its newest checkpoint, no pause between steps or after a kill was longer than STALL_LIMIT_S, and `tba verify`
-names each file that another writer put in spoiled, and nothing else.
+names each file that another writer put in spoiled, and nothing else. `longest_stall_across_kills_s` is the longest
+pause where a kill does not begin a new one; it has no limit.
 """
 
 import argparse

@@ -16,10 +16,10 @@ PAUSE_S = 20.0
 
 
 def main(store: str, run: str) -> None:
-    over = threading.Event()
+    run_store, over = RunStore(store, run), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: over.set())
     while not over.wait(PAUSE_S):
-        logging.info("%d blocks compacted", upkeep.compact(RunStore(store, run)))
+        logging.info("%d blocks compacted", upkeep.compact(run_store))
 
 
 if __name__ == "__main__":
