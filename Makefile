@@ -29,7 +29,7 @@ train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the 
 	$(BIN)/tba train
 
 test: $(STAMP)  ## Run the tests, including those with real servers and engines
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 25
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 25 --timeout 600
 
 test-unit: $(STAMP)  ## Run the tests without servers, engines, training, fuzzing and long waits: some two minutes
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not apart and not slow and not s3"
@@ -38,7 +38,7 @@ test-apart: $(STAMP)  ## Run the tests that take minutes each: printed commands,
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart
 
 test-crash: $(STAMP)  ## Kill Searcher, Trainer and S3 of a run, each once: the part of crash-matrix that CI runs
-	$(BIN)/python -m pytest -m apart tests/faults/test_crash.py -k killed
+	$(BIN)/python -m pytest -m apart tests/faults/test_crash.py -k killed --timeout 900
 
 lint: $(STAMP)  ## Check style and common mistakes by ruff
 	$(BIN)/ruff check .

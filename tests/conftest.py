@@ -3,6 +3,7 @@
 import functools
 import logging
 import shutil
+import signal
 import subprocess
 import tempfile
 import uuid
@@ -12,6 +13,9 @@ import pytest
 
 from infra.local_s3 import LocalS3, LocalS3Error
 from storage.store import RunStore
+
+# A shell that starts the tests in the background has them ignore it, and the processes that they start inherit this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

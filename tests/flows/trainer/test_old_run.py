@@ -13,9 +13,9 @@ Run: pytest tests/flows/trainer/test_old_run.py
 import json
 import os
 import shutil
-import signal
-import threading
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,14 +27,13 @@ from flows.report.render import render
 from flows.search import search_round
 from flows.searcher.policy_feed import load
 from flows.searcher.start import start_searcher
-from flows.trainer import __main__ as trainer
 from storage import attempts, policies, requests
 from storage.queries import query
 from storage.store import RunStore
 from storage.verify import verify
 from tba.weights import fingerprint, read_weights
 from tests.character_model import save_character_model
-from tests.storage.helpers import OWNER
+from tests.storage.helpers import OWNER, start_python
 
 SETTINGS = {
     "searchers": 1,
@@ -46,35 +45,50 @@ SETTINGS = {
 }
 
 
+# The real process; the heartbeat of an old run is from another machine, and would be watched for 15 s.
+TRAINER = """
+import sys
+from flows.trainer import __main__
+
+__main__.TAKEOVER_WATCH_S = 0.1
+sys.exit(__main__.main(*sys.argv[1:]))
+"""
+WAIT_S = 240  # on a busy machine
+
+
 def train(config: RunConfig, store: RunStore, attempt: int, rounds: range, last_step: int) -> None:
     """Trains to `last_step`, as attempt `attempt`, with a Searcher that commits `rounds`, and is then asked to stop.
 
-    The Searcher's models are loaded before the Trainer begins: for as long as it loads a model, transformers sets the
-    default type of the whole process.
+    The Trainer is a process of its own: for as long as it loads a model, transformers sets the default type of the
+    whole process. The Searcher begins when the Trainer waits for it: a resumed Trainer waits for a shard that is
+    committed after its first sync.
     """
-    searcher = start_searcher(config, "s0", 1)
-
-    def search() -> None:
-        try:
-            while len(attempts.list_attempts(store)) < attempt or not policies.latest_policy(store):
-                time.sleep(0.1)
-            policy = policies.latest_policy(store)
-            served = load(searcher, Path(store.local_path(policy.path)), policy)
-            with disable_run_logger():
-                for number in rounds:
-                    search_round(store, searcher, number, served)
-            while (attempts.read_heartbeat(store) or {}).get("step") != last_step:
-                time.sleep(0.1)
-            requests.ask_to_stop(store)
-        except BaseException:
-            os.kill(os.getpid(), signal.SIGTERM)  # the Trainer would wait for ever
-            raise
-
-    searching = threading.Thread(target=search)
-    searching.start()
-    trainer.learn(store.url, store.run, os.getppid())
-    searching.join()
+    trainer = start_python(TRAINER, store.url, store.run, str(os.getpid()))
+    try:
+        wait_for(lambda: (at := beat(store)).get("attempt") == attempt and at["state"] == "waiting", trainer)
+        searcher, policy = start_searcher(config, "s0", 1), policies.latest_policy(store)
+        served = load(searcher, Path(store.local_path(policy.path)), policy)
+        with disable_run_logger():
+            for number in rounds:
+                search_round(store, searcher, number, served)
+        wait_for(lambda: beat(store)["step"] == last_step, trainer)
+        requests.ask_to_stop(store)
+        assert trainer.wait(WAIT_S) == 0
+    finally:
+        trainer.kill()
     requests.take_back_stop(store)
+
+
+def beat(store: RunStore) -> dict:
+    return attempts.read_heartbeat(store) or {}
+
+
+def wait_for(condition: Callable[[], object], trainer: subprocess.Popen) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        assert not trainer.poll(), "the Trainer failed: its standard error has the reason"
+        time.sleep(0.1)
 
 
 def as_older_versions_wrote(run: Path) -> None:
@@ -100,7 +114,6 @@ def store(tmp_path, monkeypatch) -> RunStore:
     """An old run, of four steps of eight and one round."""
     engine = tba.engine.TransformersEngine
     monkeypatch.setattr(tba.engine, "make_engine", lambda folder, gpu_share, **limits: engine(folder, **limits))
-    monkeypatch.setattr(trainer, "TAKEOVER_WATCH_S", 0.1)  # the heartbeat is from another machine
     monkeypatch.chdir(tmp_path)
     store = RunStore((tmp_path / "store").as_uri(), "old")
     model = save_character_model(tmp_path / "model")
