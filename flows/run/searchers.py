@@ -1,12 +1,15 @@
 """The Searchers of a run, which its flow starts and restarts."""
 
 import contextlib
+from collections.abc import Iterable
+from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Crashed
 
 from flows.config import RunConfig
 from storage import policies, requests, shards
@@ -15,6 +18,8 @@ from storage.store import RunStore
 
 # A failed Searcher is replaced. Repeated failure without progress (a committed round) is not transient.
 MAX_REPLACEMENTS = 3
+# Flow runs in one answer; the server's own limit.
+PAGE = 200
 
 
 class Searchers:
@@ -44,26 +49,32 @@ class Searchers:
             newest = list(self._runs)[-1]
             requests.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
-        for name in [name for name, run in self._runs.items() if self._has_failed(run)]:
+        states = read_states(self._runs.values())
+        for name, run in list(self._runs.items()):
+            state = states.get(run.id, Crashed(message="The flow run was deleted."))
             with contextlib.suppress(StoreError):  # the store is unreachable: try again later
-                self._replace(name)
+                if self._has_failed(state):
+                    self._replace(name, state)
 
     def stop(self) -> None:
         """Ends the Searchers that still run. Their committed shards stay in the store."""
+        states = read_states([*self._runs.values(), *self._leaving])
         with get_client(sync_client=True) as client:
-            for run in [*self._runs.values(), *self._leaving]:
-                state = client.read_flow_run(run.id).state
+            for flow_run_id, state in states.items():
                 if not state.is_final():
-                    client.set_flow_run_state(run.id, Cancelling(message="The run has ended."), force=True)
+                    client.set_flow_run_state(flow_run_id, Cancelling(message="The run has ended."), force=True)
 
-    def _replace(self, name: str) -> None:
-        """Restarts a Searcher. Raises: RuntimeError: it failed too often. StoreError: it was not restarted."""
+    def _replace(self, name: str, state: State) -> None:
+        """Restarts a Searcher that ended in this state.
+
+        Raises: RuntimeError: it failed too often. StoreError: it was not restarted.
+        """
         at = shards.next_round(self._store, name)
         before, failures = self._failures.get(name, (at, 0))
         if before != at:  # it has committed a round since
             failures = 0
         # a Searcher that ended because its Trainer was silent for too long is not at fault
-        failures += not self._state(self._runs[name]).is_completed()
+        failures += not state.is_completed()
         if failures > MAX_REPLACEMENTS:
             raise RuntimeError(
                 f"searcher {name} failed {failures} times in its round {at}; its flow run's log has the reason"
@@ -90,16 +101,22 @@ class Searchers:
             timeout=0,
         )
 
-    def _has_failed(self, run: FlowRun) -> bool:
-        """Whether the Searcher ended for a reason other than the run's final policy."""
-        state = self._state(run)
+    def _has_failed(self, state: State) -> bool:
+        """Whether the Searcher ended for a reason other than the run's final policy. Raises: StoreError."""
         if state.is_completed():
-            with contextlib.suppress(StoreError):  # unreachable: try again later
-                policy = policies.latest_policy(self._store)
-                return policy is None or not policy.final
+            policy = policies.latest_policy(self._store)
+            return policy is None or not policy.final
         return state.is_failed() or state.is_crashed() or state.is_cancelled()
 
-    @staticmethod
-    def _state(run: FlowRun) -> State:
-        with get_client(sync_client=True) as client:
-            return client.read_flow_run(run.id).state
+
+def read_states(runs: Iterable[FlowRun]) -> dict[UUID, State]:
+    """The states of flow runs, by id, with one request for each `PAGE` of them. A deleted flow run has none."""
+    ids = [run.id for run in runs]
+    with get_client(sync_client=True) as client:
+        found = [
+            client.read_flow_runs(
+                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=ids[at : at + PAGE])), limit=PAGE
+            )
+            for at in range(0, len(ids), PAGE)
+        ]
+    return {run.id: run.state for page in found for run in page}

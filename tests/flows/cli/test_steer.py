@@ -22,11 +22,12 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import httpx
 import pytest
 from prefect.logging import disable_run_logger
-from prefect.states import Completed, Crashed
+from prefect.states import Completed, Crashed, Running, State
 from typer.testing import CliRunner
 
 from flows import search, train
@@ -54,9 +55,8 @@ def store(tmp_path, monkeypatch) -> RunStore:
     return prepare_run((tmp_path / ".tba").as_uri())
 
 
-@pytest.fixture
-def started(monkeypatch) -> list[dict]:
-    """The parameters of the flow runs that were started, in order; none of them falls."""
+def start_in_state(monkeypatch, state: State) -> list[dict]:
+    """The parameters of the flow runs that are started, in order; each is in this state from the beginning."""
     parameters = []
 
     def run_deployment(name: str, **given) -> SimpleNamespace:
@@ -64,8 +64,14 @@ def started(monkeypatch) -> list[dict]:
         return SimpleNamespace(id=len(parameters))
 
     monkeypatch.setattr(of_run, "run_deployment", run_deployment)
-    monkeypatch.setattr(Searchers, "_has_failed", staticmethod(lambda run: False))
+    monkeypatch.setattr(of_run, "read_states", lambda runs: {run.id: state for run in runs})
     return parameters
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[dict]:
+    """The parameters of the flow runs that were started, in order; none of them fails."""
+    return start_in_state(monkeypatch, Running())
 
 
 def new_flow(store: RunStore) -> Searchers:
@@ -123,9 +129,7 @@ def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
 
 
 def test_who_gave_up_on_a_silent_trainer_is_started_again(store, monkeypatch):
-    parameters = []
-    monkeypatch.setattr(of_run, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
-    monkeypatch.setattr(Searchers, "_state", staticmethod(lambda run: Completed()))
+    parameters = start_in_state(monkeypatch, Completed())
     latest = SimpleNamespace(final=False)
     monkeypatch.setattr(policies, "latest_policy", lambda store: latest)
     searchers = new_flow(store)
@@ -141,10 +145,7 @@ def test_who_gave_up_on_a_silent_trainer_is_started_again(store, monkeypatch):
 @pytest.fixture
 def failing(monkeypatch) -> list[dict]:
     """The parameters of the flow runs that were started, in order; each of them has crashed when it is looked at."""
-    parameters = []
-    monkeypatch.setattr(of_run, "run_deployment", lambda name, **given: parameters.append(given["parameters"]))
-    monkeypatch.setattr(Searchers, "_state", staticmethod(lambda run: Crashed()))
-    return parameters
+    return start_in_state(monkeypatch, Crashed())
 
 
 def test_a_searcher_that_fails_now_and_then_is_restarted_each_time(store, failing):
@@ -163,6 +164,30 @@ def test_each_of_many_searchers_may_fail_once(store, failing):
         searchers.keep_up()
     places = [(parameters["name"], parameters["place"]) for parameters in failing]
     assert places[2 * MAX_REPLACEMENTS :] == places[: 2 * MAX_REPLACEMENTS]
+
+
+def test_a_searcher_whose_flow_run_was_deleted_is_started_again(store, started, monkeypatch):
+    searchers = new_flow(store)
+    searchers.keep_up()
+    with monkeypatch.context() as deleted, disable_run_logger():
+        deleted.setattr(of_run, "read_states", lambda runs: {})
+        searchers.keep_up()
+    searchers.keep_up()
+    assert names(started) == ["s0", "s0"]
+
+
+def test_the_states_of_many_searchers_take_a_request_for_each_page(monkeypatch):
+    """The server refuses to answer with more."""
+    runs, asked = [SimpleNamespace(id=uuid4(), state=Running()) for _ in range(of_run.PAGE + 1)], []
+
+    def read_flow_runs(flow_run_filter, limit: int) -> list[SimpleNamespace]:
+        asked.append(len(flow_run_filter.id.any_))
+        return [run for run in runs[1:] if run.id in flow_run_filter.id.any_][:limit]  # the first one was deleted
+
+    client = contextlib.nullcontext(SimpleNamespace(read_flow_runs=read_flow_runs))
+    monkeypatch.setattr(of_run, "get_client", lambda sync_client: client)
+    assert of_run.read_states(runs) == {run.id: run.state for run in runs[1:]}
+    assert asked == [of_run.PAGE, 1]
 
 
 def test_a_searcher_that_fails_repeatedly_in_one_round_ends_the_run(store, failing):
