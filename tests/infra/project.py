@@ -28,7 +28,8 @@ def tba(config: dict) -> None:
     run = Path(urllib.parse.urlsplit(config["store"]).path) / config["run"]
     (run / "trainer").mkdir(parents=True, exist_ok=True)
     beat = run / "trainer" / "heartbeat.json"
-    beat.write_text(json.dumps({"state": "training", "step": 3, "steps": 4, "reward_mean": 0.5}))
+    state = {"state": "training", "step": 3, "steps": 4, "reward_mean": 0.5, "folder": str(Path.cwd())}
+    beat.write_text(json.dumps(state))
     if config["seed"] == 1:
         raise ValueError("the stand-in was told to fail")
     if config["seed"] == 2:

@@ -3,6 +3,7 @@
 Claims
 - `tba up` on a taken port takes another one; a second up starts nothing new
 - `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
+- a worker in another folder runs the deployments of a folder that it does not have, as on another host
 - a flow that fails ends `tba train` with status 1, the reason and the worker's log
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
 - a server of ours that stops answering while it is deployed to is replaced, and what it ran with it; but not while
@@ -13,9 +14,12 @@ Claims
 Run: pytest tests/infra/test_stack.py -m slow
 """
 
+import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -58,6 +62,34 @@ def test_train_uses_the_server_that_is_there_and_leaves_it(server, project):
     again = tba(project, "train", "quick", url=url, string=string_of(first))
     output, _ = again.communicate(timeout=240)
     assert again.returncode == 0 and "finished" in output and "0.750" in output
+
+
+@pytest.mark.slow
+def test_a_worker_runs_flows_in_its_own_folder_wherever_they_were_deployed(server, tmp_path, monkeypatch):
+    from prefect.deployments import run_deployment
+
+    first, url, _ = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", string_of(first))
+    deployer, other = make_project(tmp_path / "deployer"), make_project(tmp_path / "other")
+    queue = stack.work_queue(deployer)
+    stack.up(deployer, keep=False)
+    stack.leave(deployer)
+    shutil.rmtree(deployer)
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", prefect_server.WORK_POOL]
+    worker = subprocess.Popen([*command, "--work-queue", queue], cwd=other)
+    try:
+        with prefect_server.api(url, stack.credentials(first, url)) as client:
+            config = {"store": (tmp_path / "store").as_uri(), "run": "elsewhere", "seed": 0}
+            flow_run = run_deployment(
+                prefect_server.DEPLOYMENT, parameters={"config": config}, timeout=240, client=client
+            )
+        assert flow_run.state.is_completed(), flow_run.state
+    finally:
+        worker.terminate()
+        worker.wait()
+    beat = json.loads((tmp_path / "store" / "elsewhere" / "trainer" / "heartbeat.json").read_text())
+    assert beat["folder"] == str(other)
 
 
 @pytest.mark.slow
