@@ -13,6 +13,10 @@ from torch import Tensor
 from tba.batch import Batch, Record_co
 from tba.trainer import Trainer
 
+# A look for new trajectories costs a remote store requests, so a Trainer that has waited for long looks less often.
+LATE_SHARE = 0.05  # largest share of a wait by which new trajectories may be seen late
+LONGEST_PAUSE_S = 2.0  # a stop request is seen within it
+
 Record = TypeVar("Record")
 Record_contra = TypeVar("Record_contra", contravariant=True)
 
@@ -108,7 +112,7 @@ def _await_batch(
     trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float
 ) -> Batch[Record]:
     """The batch for the next step, as soon as it can be drawn."""
-    step = trainer.step + 1
+    step, began = trainer.step + 1, time.monotonic()
     while True:
         try:
             return experience.draw(step)
@@ -116,5 +120,5 @@ def _await_batch(
             outbox.status("waiting", step - 1, {"message": str(reason)})
             if outbox.has_lost_policy():  # Searchers would wait for a policy, and this Trainer for their shards
                 outbox.publish(step - 1, trainer.weights(), final=False)
-        time.sleep(poll_s)
+        time.sleep(max(poll_s, min(LATE_SHARE * (time.monotonic() - began), LONGEST_PAUSE_S)))
         experience.sync(step)

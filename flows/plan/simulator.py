@@ -15,7 +15,7 @@ from statistics import fmean
 from flows.config import RunConfig
 from flows.plan.times import Outcome, Times
 
-POLL_S = 0.2  # of a Trainer that waits for a batch (tba/training_loop.py)
+POLL_S = 0.2  # of a Trainer that waits for a batch, in the first seconds (tba/training_loop.py)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def trainer_of(model: Path, settings: TrainSettings, seed: int) -> Iterator[Trai
     others = [subprocess.Popen(command, env=os.environ | world | rank) for rank in ranks[1:]]
     closing = threading.Event()
     threading.Thread(target=_end_without, args=(others, closing), daemon=True).start()
+    log.info("starting %d processes; DeepSpeed compiles its operators when a machine first uses them", len(ranks))
     try:
         os.environ.update(world | ranks[0])
         trainer = _sharded(model, settings, seed)

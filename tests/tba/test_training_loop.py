@@ -1,13 +1,17 @@
 """The Trainer's loop.
 
 - The loop publishes every k steps, checkpoints, syncs after publishing, and marks the last policy final.
+- The longer it waits for a batch, the more seldom it looks for new trajectories, and it sees them hardly later.
 - Told to stop, it saves and publishes the step that it is at.
 
 python -m pytest tests/tba/test_training_loop.py
 """
 
+from types import SimpleNamespace
+
 import pytest
 
+from tba import training_loop
 from tba.batch import Batch
 from tba.training_loop import Stopped, TooEarly, train
 from tests.tba.small_trainer import DRAWS, make_trainer
@@ -61,6 +65,27 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
         ("record", 4), ("publish", 4), ("sync", 5),
         ("record", 5), ("final", 5), ("sync", 6),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arrive_s", "most_looks", "late_s"), [(3, 16, 0.2), (60, 90, 2.1), (3600, 1900, 2.1)])
+def test_a_long_wait_costs_few_looks(model_folder, monkeypatch, arrive_s, most_looks, late_s):
+    """A look costs a remote store requests; five looks a second would cost dollars a day."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    class Late(Recorder):
+        def draw(self, step):
+            self.draws_refused = now[0] < arrive_s
+            return super().draw(step)
+
+    monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    recorder = Late()
+    recorder.follows_a_policy = ()  # this clock stands still while it publishes
+    train(make_trainer(model_folder, steps=1), recorder, recorder)
+    assert arrive_s <= now[0] <= arrive_s + late_s
+    assert recorder.calls.count(("waiting", 0)) <= most_looks
 
 
 def test_a_policy_that_was_removed_while_the_loop_waits_is_published_again(model_folder):
