@@ -4,6 +4,7 @@
 - On-policy its gradient is that of mean-baseline REINFORCE with KL-penalised reward, tapered or not.
 - From uniform, stale and adversarial samples on an enumerable toy the tapered loss converges to p_ref * exp(r / beta) /
   Z; plain REINFORCE without importance weights does not, nor does a form whose minimum is elsewhere.
+- The loss over all pairs of responses (contrastive balance) has the plain loss's gradient, but for a factor.
 - The taper weighs what is to become less likely by min(1, p / p_behavior), and nothing else.
 - The gradient does not depend on how prompts are split into micro-batches.
 - Only policy_logprob gets a gradient; wrong shapes and beta <= 0 are refused.
@@ -69,6 +70,20 @@ def test_on_policy_the_gradient_is_reinforce_with_a_mean_baseline_and_a_kl_penal
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     tapered = tapered_loss(logprob[None], reference[samples][None], reward[samples][None], beta, logprob[None])
     torch.testing.assert_close(torch.autograd.grad(tapered, logits)[0], theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("K", [2, 8])
+def test_the_loss_over_all_pairs_has_the_same_gradient_but_for_a_factor(K):
+    """Contrastive balance needs no log Z: both responses of a pair have the same one. Summed pair by pair here."""
+    beta, (policy, reference, reward) = 0.3, random_batch(3, K)
+    pairs = list(itertools.combinations(range(K), 2))
+    losses = []
+    for p_row, ref_row, r_row in zip(policy, reference, reward, strict=True):
+        imbalance = p_row - ref_row - r_row / beta  # [K]
+        losses += [(imbalance[i] - imbalance[j]) ** 2 / len(pairs) for i, j in pairs]
+    (of_pairs,) = torch.autograd.grad(beta / 2 * sum(losses) / len(policy), policy)
+    (ours,) = torch.autograd.grad(trajectory_balance_loss(policy, reference, reward, beta), policy)
+    torch.testing.assert_close(of_pairs, ours * 2 * K / (K - 1), rtol=1e-9, atol=1e-12)
 
 
 def tapered_loss(policy, reference, reward, beta, behavior):
