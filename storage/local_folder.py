@@ -65,7 +65,7 @@ class LocalFolder:
 
         self._write(path, copy, os.replace)
 
-    @patient
+    @patient("write")
     def _write(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
         target = self._path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,18 +85,18 @@ class LocalFolder:
         finally:
             os.close(folder)
 
-    @patient
+    @patient("read")
     def get(self, path: str) -> bytes:
         return self._path(path).read_bytes()
 
-    @patient
+    @patient("copy")
     def get_file(self, path: str, local: Path) -> None:
         shutil.copyfile(self._path(path), local)
 
     def exists(self, path: str) -> bool:
         return self._path(path).is_file()
 
-    @patient
+    @patient("list")
     def files(self, folder: str, start_after: str) -> list[str]:
         return sorted(path for path in self._walk(folder) if path > start_after)
 
@@ -108,7 +108,7 @@ class LocalFolder:
             elif entry.is_file(follow_symlinks=False) and not entry.name.startswith(_TEMPORARY):
                 yield path
 
-    @patient
+    @patient("list")
     def folders(self, folder: str) -> list[str]:
         may_be_links = not folder  # a run may lie on another disk than its store
         return sorted(e.name for e in self._entries(folder) if e.is_dir(follow_symlinks=may_be_links))

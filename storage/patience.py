@@ -97,12 +97,18 @@ def _is_for_lack_of_room(error: Exception) -> bool:
     return numbered or "No space left" in str(error) or "quota exceeded" in str(error)
 
 
-def patient(operation: Callable) -> Callable:
-    """A decorator: repeats a backend's operation as `patiently` does, for up to the backend's `patience_s`."""
+def patient(verb: str) -> Callable[[Callable], Callable]:
+    """A decorator: repeats a backend's operation on a path as `patiently` does, for up to the backend's `patience_s`.
 
-    @functools.wraps(operation)
-    def repeated(self, *arguments):
-        action = operation.__name__.strip("_")
-        return patiently(lambda: operation(self, *arguments), action, self.patience_s, self.renew)
+    verb: what the operation does to the path, in the warning of a repeat.
+    """
 
-    return repeated
+    def decorate(operation: Callable) -> Callable:
+        @functools.wraps(operation)
+        def repeated(self, path: str, *arguments):
+            action = f"{verb} {path or 'the root'}"
+            return patiently(lambda: operation(self, path, *arguments), action, self.patience_s, self.renew)
+
+        return repeated
+
+    return decorate

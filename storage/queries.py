@@ -107,7 +107,7 @@ def ask(store: RunStore, answer: Callable[[duckdb.DuckDBPyConnection], Answer]) 
         if not torn:
             raise
     for reason in torn.values():
-        logger.warning("a torn shard is left out of the answer: %s", reason)
+        logger.warning("a torn file is left out of the answer: %s", reason)
     with connect(store, torn) as connection:
         return answer(connection)
 

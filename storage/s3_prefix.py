@@ -52,7 +52,7 @@ class S3Prefix:
         self._fs = fs
         self.__dict__.pop("_arrow", None)
 
-    @patient
+    @patient("write")
     def put(self, path: str, data: bytes) -> None:
         self._fs.pipe_file(f"{self._root}/{path}", data)
 
@@ -62,7 +62,7 @@ class S3Prefix:
             raise FileExistsError(path)
         self._create(path, data, uuid.uuid4().hex)
 
-    @patient
+    @patient("create")
     def _create(self, path: str, data: bytes, mark: str) -> None:
         # if the answer to a put was lost, the repeated put finds its own object, which it recognises by the mark
         try:
@@ -93,16 +93,16 @@ class S3Prefix:
         self.delete(probe)
         return not replaced
 
-    @patient
+    @patient("upload")
     def put_file(self, path: str, local: Path) -> None:
         # s3fs would send ten parts of 50 MB at once, and other requests would wait for them: 17 s for a checkpoint
         self._fs.put_file(str(local), f"{self._root}/{path}", max_concurrency=2)
 
-    @patient
+    @patient("read")
     def get(self, path: str) -> bytes:
         return self._fs.cat_file(f"{self._root}/{path}", max_concurrency=1)  # by default s3fs asks for the size first
 
-    @patient
+    @patient("download")
     def get_file(self, path: str, local: Path) -> None:
         self._fs.get_file(f"{self._root}/{path}", str(local))
 
@@ -111,7 +111,7 @@ class S3Prefix:
             return bool(self._head(path))
         return False
 
-    @patient
+    @patient("look up")
     def _head(self, path: str) -> dict:
         try:
             return self._fs.call_s3("head_object", Bucket=self._bucket, Key=self._key(path))
@@ -124,7 +124,7 @@ class S3Prefix:
     def _key(self, path: str) -> str:
         return f"{self._prefix}/{path}".lstrip("/")
 
-    @patient
+    @patient("list")
     def files(self, folder: str, start_after: str) -> list[str]:
         # StartAfter skips earlier paths on the server, at no cost. A server may ignore it, or list without an order.
         skip = {"StartAfter": self._key(start_after)} if start_after else {}
@@ -132,7 +132,7 @@ class S3Prefix:
         paths = {item["Key"][start:] for page in self._pages(folder, **skip) for item in page.get("Contents", [])}
         return sorted(path for path in paths if path > start_after)
 
-    @patient
+    @patient("list")
     def folders(self, folder: str) -> list[str]:
         prefix = self._key(f"{folder}/" if folder else "")
         pages = self._pages(folder, Delimiter="/")
@@ -158,7 +158,7 @@ class S3Prefix:
         self._head(path)  # S3 deletes a missing object without an error
         self._remove(path)
 
-    @patient
+    @patient("delete")
     def _remove(self, path: str) -> None:
         self._fs.rm_file(f"{self._root}/{path}")
 

@@ -200,7 +200,7 @@ class RunStore:
                 return read()
 
         with _store_errors("read files of", f"run {self.run} in {self.url}"):
-            return patiently(try_once, "read", self._files.patience_s, self._files.renew)
+            return patiently(try_once, f"read files of run {self.run}", self._files.patience_s, self._files.renew)
 
     def check_writable(self) -> str | None:
         """Writes, reads and removes a probe beside the runs. Returns a warning if the store has no create-if-absent.

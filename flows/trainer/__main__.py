@@ -86,6 +86,7 @@ def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies
 def main(store: str, run: str, parent: str, *devices: str) -> int:
     """Exit status: ALREADY_TRAINING if the run has another Trainer; other errors are raised."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # it names its source of credentials at each connection
     try:
         learn(store, run, int(parent), *map(int, devices))
     except AlreadyTraining as error:

@@ -44,7 +44,7 @@ def flaky(s3_url, monkeypatch):
 
 
 @pytest.mark.s3
-def test_a_gateway_that_answers_503_is_waited_for(flaky):
+def test_a_gateway_that_answers_503_is_waited_for(flaky, caplog):
     store, proxy = flaky
     commit_shard(store, make_shard("s0", 0))
     proxy.failing.set()
@@ -52,6 +52,7 @@ def test_a_gateway_that_answers_503_is_waited_for(flaky):
     started = time.monotonic()
     commit_shard(store, make_shard("s0", 1))
     assert time.monotonic() - started > OUTAGE_S / 2
+    assert f"store: cannot look up {shard_path('s0', 1)} now, retrying: the store is away or overloaded" in caplog.text
     for number in (0, 1):
         assert read_shards(store, "s0", [number]).equals(make_shard("s0", number))
         with pytest.raises(AlreadyExists):
