@@ -3,6 +3,7 @@
 Before: storage/policies.py publishes a policy; after: it hands the cache's copy to a Searcher.
 """
 
+import fcntl
 import logging
 import os
 import re
@@ -10,8 +11,8 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,22 +59,42 @@ def folder_fault(folder: Path) -> str | None:
 def into_cache(cached: Path, fill: Callable[[Path], object]) -> Path:
     """The cache's copy at this path. If there is none, or it is damaged, `fill` writes one into an empty folder.
 
-    A kill leaves the copy whole or absent.
+    Of several processes of this machine one fills, and the others wait for it. A kill leaves the copy whole or absent.
     """
-    if cached.is_dir() and (fault := _copy_fault(cached)):
-        logger.warning("the copy %s of a policy is damaged and is fetched again: %s", cached, fault)
-        drop(cached)
-    if not cached.is_dir():
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cached.parent))
-        try:
-            fill(incoming)
-            with suppress(OSError):  # another process of this machine was faster; its copy is used
-                os.rename(incoming, cached)
-        finally:
-            shutil.rmtree(incoming, ignore_errors=True)
-        _trim(cached.parent)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with _one_process(cached.parent / f".tmp-lock-{cached.name}"):
+        if cached.is_dir() and (fault := _copy_fault(cached)):
+            logger.warning("the copy %s of a policy is damaged and is fetched again: %s", cached, fault)
+            drop(cached)
+        if not cached.is_dir():
+            incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cached.parent))
+            try:
+                fill(incoming)
+                with suppress(OSError):  # a process that could not wait was faster; its copy is used
+                    os.rename(incoming, cached)
+            finally:
+                shutil.rmtree(incoming, ignore_errors=True)
+            _trim(cached.parent)
     return cached
+
+
+@contextmanager
+def _one_process(lock: Path) -> Iterator[None]:
+    """Waits until no other process of this machine is in this context. The end of a process ends its lock.
+
+    Where a lock cannot be taken (the disk is full, or the file system has none), it does not wait.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock.mkdir(exist_ok=True)
+            folder = os.open(lock, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a process that waits for the removed lock finds the copy when it goes on
+                lock.rmdir()
 
 
 def _copy_fault(cached: Path) -> str | None:
