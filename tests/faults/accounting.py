@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -163,10 +164,14 @@ def resumed_too_early(objects: Mapping[str, bytes], stored: list[tuple[float, st
 
 
 def step_ends(objects: Mapping[str, bytes]) -> list[float]:
-    """When each training step ended, of every attempt, in order."""
-    keys = [key for key in objects if key.startswith("metrics/training/")]
-    tables = (pq.ParquetFile(pa.BufferReader(objects[key])).read(["ended_at"]) for key in keys)
-    return sorted(row["ended_at"].timestamp() for table in tables for row in table.to_pylist())
+    """When each training step ended, of every attempt, in order. Torn entries, which verify names, are left out."""
+    ends = []
+    for key in objects:
+        if key.startswith("metrics/training/"):
+            with suppress(pa.ArrowInvalid):
+                table = pq.ParquetFile(pa.BufferReader(objects[key])).read(["ended_at"])
+                ends += [end.timestamp() for end in table["ended_at"].to_pylist()]
+    return sorted(ends)
 
 
 def longest_stall(

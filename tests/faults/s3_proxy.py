@@ -291,8 +291,8 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def _serve(self) -> None:
-        request = self.proxy.request_of(self.command, self.path, list(self.headers.items()), self._body())
         with suppress(ConnectionError, TimeoutError, http.client.HTTPException):  # then the connection ends
+            request = self.proxy.request_of(self.command, self.path, list(self.headers.items()), self._body())
             if answer := self.proxy.serve(request):
                 self._send(answer)
                 return
@@ -320,15 +320,26 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def _body(self) -> bytes:
+        """Raises: ConnectionError: the client was killed in the middle. S3 stores nothing of such a request."""
         if "chunked" in self.headers.get("Transfer-Encoding", "").lower():
             parts = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            while self.rfile.readline().strip():  # trailers
+            while size := int(self._line().split(b";")[0], 16):
+                parts.append(self._bytes(size))
+                self._line()
+            while self._line().strip():  # trailers
                 pass
             return b"".join(parts)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return self._bytes(int(self.headers.get("Content-Length") or 0))
+
+    def _line(self) -> bytes:
+        if line := self.rfile.readline():
+            return line
+        raise ConnectionError
+
+    def _bytes(self, size: int) -> bytes:
+        if len(found := self.rfile.read(size)) == size:
+            return found
+        raise ConnectionError
 
     def log_message(self, *_) -> None:
         pass

@@ -13,6 +13,7 @@ Run: pytest tests/faults/test_soak.py
 """
 
 import json
+import socket
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -109,6 +110,20 @@ def test_requests_pass_unchanged(client, through, bucket):
     assert [item["Key"] for item in through.list_objects_v2(Bucket=bucket)["Contents"]] == [SHARD]
     through.delete_object(Bucket=bucket, Key=SHARD)
     assert "Contents" not in client.list_objects_v2(Bucket=bucket)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    "half", [b"Content-Length: 5\r\n\r\nsha", b"Transfer-Encoding: chunked\r\n\r\n5\r\nsha"], ids=["whole", "chunked"]
+)
+def test_a_client_that_dies_in_the_middle_of_a_put_stores_nothing(half, proxy, client, bucket):
+    """S3 stores nothing of such a request; passed on as it is, it would be a whole put of fewer bytes."""
+    address = urlsplit(proxy.url)
+    with socket.create_connection((address.hostname, address.port)) as dying:
+        dying.sendall(f"PUT /{bucket}/{SHARD} HTTP/1.1\r\nHost: {address.netloc}\r\n".encode() + half)
+        dying.shutdown(socket.SHUT_WR)
+        assert dying.recv(1) == b""  # the proxy has ended the connection, without an answer
+    assert "Contents" not in client.list_objects_v2(Bucket=bucket) and not proxy.stored
 
 
 REFUSALS = {
