@@ -67,15 +67,19 @@ def into_cache(cached: Path, fill: Callable[[Path], object]) -> Path:
             logger.warning("the copy %s of a policy is damaged and is fetched again: %s", cached, fault)
             drop(cached)
         if not cached.is_dir():
-            incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cached.parent))
-            try:
-                fill(incoming)
-                with suppress(OSError):  # a process that could not wait was faster; its copy is used
-                    os.rename(incoming, cached)
-            finally:
-                shutil.rmtree(incoming, ignore_errors=True)
+            _fill(cached, fill)
             _trim(cached.parent)
     return cached
+
+
+def _fill(cached: Path, fill: Callable[[Path], object]) -> None:
+    incoming = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cached.parent))
+    try:
+        fill(incoming)
+        with suppress(OSError):  # a process that could not wait was faster; its copy is used
+            os.rename(incoming, cached)
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
 
 
 @contextmanager
