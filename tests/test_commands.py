@@ -96,7 +96,9 @@ class Project:
         (folder / "my_rewards.py").write_text(brief)
         (study,) = re.findall(r"```toml\n(.+?)```", read("docs/extending.md"), re.DOTALL)
         (folder / "two_betas.toml").write_text(study)
-        shutil.copy(REPOSITORY / "tests" / "smoke" / "gsm8k.jsonl", folder / "train.jsonl")
+        problems = (REPOSITORY / "tests" / "smoke" / "gsm8k.jsonl").read_text()  # a batch draws more distinct prompts
+        again = problems.replace('"question": "', '"question": "Once more: ')
+        (folder / "train.jsonl").write_text(problems + again)
         told = {"prompt": ["1 + 1 =", "2 + 2 ="], "response": [" 2\n", " 4\n"], "reward": [1.0, 1.0]}
         pq.write_table(pa.table(told), folder / "told.parquet")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {

@@ -69,6 +69,6 @@ def test_it_trains_in_a_folder_that_is_no_checkout(installed, tmp_path):
     versions = tba("sql", "w", "SELECT DISTINCT code_version FROM trajectories", "--format", "csv")
     assert versions.splitlines()[1:] == [f"tba {metadata.version('tba')}"]
     assert tba("report", "w").strip().endswith("report.html")
-    assert tba("down").startswith("Nothing")
+    assert tba("down").startswith("No process of this project's stack was running")
     untracked = subprocess.run(["git", "status", "--short"], cwd=folder, capture_output=True, text=True, check=True)
     assert untracked.stdout.split() == ["??", "prefect.toml", "??", "sitecustomize.py"]
