@@ -18,7 +18,7 @@ from storage.store import RunStore
 
 # A failed Searcher is replaced. Repeated failure without progress (a committed round) is not transient.
 MAX_REPLACEMENTS = 3
-# Flow runs in one answer; the server's own limit.
+# Flow runs in one answer: the default of PREFECT_SERVER_API_DEFAULT_LIMIT, above which the server refuses.
 PAGE = 200
 
 

@@ -69,7 +69,7 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
 
 @pytest.mark.parametrize(("arrive_s", "most_looks", "late_s"), [(3, 16, 0.2), (60, 90, 2.1), (3600, 1900, 2.1)])
 def test_a_long_wait_costs_few_looks(model_folder, monkeypatch, arrive_s, most_looks, late_s):
-    """A look costs a remote store requests; five looks a second would cost dollars a day."""
+    """A look costs a remote store some requests, and these cost money."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:
