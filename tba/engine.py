@@ -81,7 +81,9 @@ class PolicyLoader:
                 yield name, tensor
 
         self.reload_weights(weights_iterator=passing())
-        parameters = dict(self.model_runner.get_model().named_parameters())
+        model = self.model_runner.get_model()
+        _pack_tied_head(model)
+        parameters = dict(model.named_parameters())
         for name, tensor in read_weights(folder):
             parameter = parameters.get(name)
             if parameter is not None and parameter.shape == tensor.shape and not (parameter.cpu() == tensor).all():
@@ -89,6 +91,20 @@ class PolicyLoader:
                     f"engine: {name} differs from {folder} after loading, so the engine does not serve the policy"
                 )
         return served.hexdigest()
+
+
+def _pack_tied_head(model) -> None:
+    """Packs an output layer that shares the embedding's weights again.
+
+    vLLM 0.32 does so for layers whose own weights were loaded. On a CPU this one would keep the first policy's weights.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for layer in model.modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
 
 
 class VllmEngine:
