@@ -23,7 +23,7 @@ from storage.rules import Limits
 from storage.store import RunStore
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
-    from tba.searcher import Searcher, ServedPolicy
+    from tba.searcher import SampledRound, Searcher
 
 # After this many invalid rounds in a row, the fault of the reward or engine is not transient.
 MAX_SPOILED_ROUNDS = 3
@@ -48,24 +48,42 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False,
         if requests.is_to_leave(run_store, name):
             get_run_logger().info("this Searcher was asked to leave and ends; its rounds are committed")
             break
+        if policy.final:
+            searcher.drop_rounds()  # nobody trains on them
         if feed.is_new and evaluates and (policy.step == 0 or policy.final or budget.allows()):
             budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
         if policy.final:
             break
-        as_asset(run_store, name, number, policy)(search_round)(run_store, searcher, number, feed.served)
+        search_round(run_store, searcher, feed, name, number)
         number += 1
+    searcher.drop_rounds()
     return number - first
 
 
-def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef):
-    """A decorator: makes a function the Prefect task of a round, whose shard is an asset that depends on the policy."""
+def search_round(store: RunStore, searcher: "Searcher", feed: PolicyFeed, name: str, number: int) -> None:
+    """Samples, scores, validates and commits one shard.
+
+    Raises: RuntimeError: no shard passed validation in `MAX_SPOILED_ROUNDS` tries.
+    """
+    for _ in range(MAX_SPOILED_ROUNDS):
+        sampled = searcher.sample(number, ahead=not feed.is_synchronous, while_waiting=feed.poll)
+        if as_asset(store, name, number, feed.paths(sampled.policies))(finish_round)(store, searcher, sampled):
+            return
+    raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/")
+
+
+def as_asset(store: RunStore, name: str, number: int, sampled_by: list[str]):
+    """A decorator: makes a function the Prefect task of a round, whose shard is an asset that depends on policies.
+
+    sampled_by: paths of the policies that sampled the round.
+    """
     shard = Asset(
         key=asset_key(store, shards.shard_path(name, number)),
         properties=AssetProperties(name=f"{store.run}/{name}, round {number}"),
     )
     return materialize(
         shard,
-        asset_deps=[asset_key(store, policy.path)],
+        asset_deps=[asset_key(store, path) for path in sampled_by],
         task_run_name=f"round {number}",
         cache_policy=NO_CACHE,
         persist_result=False,
@@ -74,23 +92,23 @@ def as_asset(store: RunStore, name: str, number: int, policy: policies.PolicyRef
     )
 
 
-def search_round(store: RunStore, searcher: "Searcher", number: int, served: "ServedPolicy") -> None:
-    """Samples, scores, validates and commits one shard. A retry repeats the round: its shard's name is the same.
+def finish_round(store: RunStore, searcher: "Searcher", sampled: "SampledRound") -> bool:
+    """Scores, validates and commits one shard. A retry commits the same responses; its shard's name is the same.
 
-    Raises: RuntimeError: no shard passed validation in `MAX_SPOILED_ROUNDS` tries.
+    Returns False: the shard failed validation and is in quarantine.
     """
-    for _ in range(MAX_SPOILED_ROUNDS):
-        found = searcher.round(number, served)
-        table = shards.shard_of(found.trajectories)
-        reasons = quality.validate_shard(table, Limits(searcher.vocabulary_size))
-        if not reasons:
-            commit(store, table, found.metrics)
-            return
+    found = searcher.score(sampled)
+    table = shards.shard_of(found.trajectories)
+    reasons = quality.validate_shard(table, Limits(searcher.vocabulary_size))
+    if reasons:
         kept = shards.quarantine_shard(store, table, reasons)
         get_run_logger().error(
-            "round %d failed validation and is repeated; it is kept in %s: %s", number, kept, "; ".join(reasons)
-        )
-    raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see {kept}")
+            "round %d failed validation and is repeated; it is kept in %s: %s",
+            sampled.number, kept, "; ".join(reasons),
+        )  # fmt: skip
+        return False
+    commit(store, table, found.metrics)
+    return True
 
 
 def evaluate(store: RunStore, searcher: "Searcher", name: str, num_problems: int, policy: policies.PolicyRef) -> float:

@@ -18,6 +18,8 @@ from storage.shards import trajectory_ids
 ANY_VOCABULARY = 2**31  # token ids are int32
 LAST_STEP = 99_999_999  # paths have eight digits for a step
 _INT32_MAX = 2**31 - 1
+_STEPS = ("policy_step", "last_policy_step")
+_FINGERPRINTS = ("policy_fingerprint", "last_policy_fingerprint")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _TOKENS = ("prompt_tokens", "response_tokens")
 _LOGPROBS = ("behavior_logprobs", "reference_logprobs")
@@ -90,8 +92,8 @@ RULES = (
     ),
     *(_between(f"{name} are finite and <= 0", f"num_bad_{name}", 0, 0) for name in _LOGPROBS),
     _among("finish_reason is stop or length", "finish_reason", "stop", "length"),
-    _among("policy_step is a step of the run", "bad_policy_step", ""),
-    _between("policy_fingerprint is not empty", "num_policy_fingerprint", 1, _INT32_MAX),
+    *(_among(f"{name} is a step of the run", f"bad_{name}", "") for name in _STEPS),
+    *(_between(f"{name} is not empty", f"num_{name}", 1, _INT32_MAX) for name in _FINGERPRINTS),
     _among("temperature is finite and > 0", "bad_temperature", ""),
     _among("top_p is > 0 and <= 1", "bad_top_p", ""),
     _between("schema_version is one that this version reads", "schema_version", 1, SCHEMA_VERSION),
@@ -143,9 +145,11 @@ def facts_of(table: pa.Table, limits: Limits, index: np.ndarray | None = None) -
         facts[f"num_bad_{name}"] = _count_outside(table[name], -_FLOAT32_MAX, 0)
     facts["num_bad_rewards"] = _count_not_finite(table["rewards"])
     facts["id_of_place"] = trajectory_ids(table["searcher"], table["round"], places)
-    step, temperature, top_p = (table[name] for name in ("policy_step", "temperature", "top_p"))
-    facts["bad_policy_step"] = _complaints(step, is_between(step, 0, limits.last_step))
-    facts["num_policy_fingerprint"] = pc.utf8_length(table["policy_fingerprint"])
+    temperature, top_p = table["temperature"], table["top_p"]
+    for name in _STEPS:
+        facts[f"bad_{name}"] = _complaints(table[name], is_between(table[name], 0, limits.last_step))
+    for name in _FINGERPRINTS:
+        facts[f"num_{name}"] = pc.utf8_length(table[name])
     positive = pc.and_(pc.is_finite(temperature), pc.greater(temperature, 0))
     facts["bad_temperature"] = _complaints(temperature, positive)
     facts["bad_top_p"] = _complaints(top_p, pc.and_(pc.greater(top_p, 0), pc.less_equal(top_p, 1)))

@@ -10,8 +10,14 @@ import pyarrow.compute as pc
 # Version of TRAJECTORY, kept in each row. Raise it when a column is added, removed or changed. A shard of an older
 # version is read with ADDED's values in missing columns. A shard of a newer version is refused: its columns may mean
 # other things.
-SCHEMA_VERSION = 2
-ADDED = {"system_prompt": (2, "")}  # of each added column: its first version, and its value in older shards
+SCHEMA_VERSION = 3
+# Of each added column, in TRAJECTORY's order: its first version, and the column whose values it has in older shards;
+# None: it is empty text.
+ADDED = {
+    "last_policy_step": (3, "policy_step"),
+    "last_policy_fingerprint": (3, "policy_fingerprint"),
+    "system_prompt": (2, None),
+}
 
 _TIME = pa.timestamp("us", tz="UTC")
 
@@ -28,8 +34,10 @@ TRAJECTORY = pa.schema(
         "reward": pa.float32(),
         "rewards": pa.map_(pa.string(), pa.float32()),  # components of the reward
         "finish_reason": pa.string(),  # stop, or length (cut at the task's limit)
-        "policy_step": pa.int64(),  # of the weights that sampled it
+        "policy_step": pa.int64(),  # of the weights that sampled its first token
         "policy_fingerprint": pa.string(),  # checksum of the weights actually served
+        "last_policy_step": pa.int64(),  # of the weights that sampled its last token: a new policy may come in between
+        "last_policy_fingerprint": pa.string(),
         "searcher": pa.string(),
         "round": pa.int64(),
         "temperature": pa.float32(),
@@ -194,9 +202,10 @@ def as_trajectories(table: pa.Table) -> pa.Table:
             f"has schema version {version}, and this version of tba reads versions up to {SCHEMA_VERSION}: upgrade "
             "tba on this machine"
         )
-    for name, (since, value) in ADDED.items():
-        if version < since and name not in table.column_names:
-            column = pa.repeat(pa.scalar(value, TRAJECTORY.field(name).type), table.num_rows)
+    for name, (since, same_as) in ADDED.items():
+        names = table.column_names
+        if version < since and name not in names and (same_as is None or same_as in names):
+            column = pa.repeat("", table.num_rows) if same_as is None else table[same_as]
             table = table.add_column(TRAJECTORY.get_field_index(name), TRAJECTORY.field(name), column)
     if not table.schema.equals(TRAJECTORY):
         raise ValueError(f"has other columns than a shard of schema version {version}: {_differences(table.schema)}")

@@ -129,8 +129,9 @@ def _check_some_shards(
         found.ids.append(table["trajectory_id"])
         if searcher in found.copied:
             continue  # sampled by another run's policies
-        sampled_by = zip(table["policy_step"].to_pylist(), table["policy_fingerprint"].to_pylist(), strict=True)
-        found.policies = dict.fromkeys(sampled_by, path) | found.policies  # the first shard of each is named
+        for which in ("", "last_"):
+            columns = (table[f"{which}policy_{name}"].to_pylist() for name in ("step", "fingerprint"))
+            found.policies = dict.fromkeys(zip(*columns, strict=True), path) | found.policies  # names its first shard
 
 
 def duplicates(shards: Shards) -> Iterator[Fault]:

@@ -1,10 +1,16 @@
-"""Generation: vLLM if it is installed, else transformers' generate. Both replace the policy's weights in place."""
+"""Generation: vLLM if it is installed, else transformers' generate. Both replace the policy's weights in place.
+
+vLLM samples several batches of prompts at once, a token a step, and takes in a policy between two steps: a response in
+flight goes on with the new weights and the keys and values that it has. Each token's log-probability is that of the
+weights that sampled it. Such a mixture of policies is a behavior policy like any other to the Trajectory Balance loss.
+"""
 
 import importlib.util
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -16,12 +22,21 @@ ENGINE_SHARE = 0.6
 
 
 @dataclass(frozen=True)
+class ServedPolicy:
+    """A policy that the engine serves or has served."""
+
+    step: int
+    fingerprint: str  # of the weights that the engine took in
+
+
+@dataclass(frozen=True)
 class Response:
     """One sampled continuation of a prompt."""
 
     tokens: list[int]  # including the stop token
     logprobs: list[float]  # of each token as it was sampled: after temperature and top-p
     finish_reason: str  # "stop" or "length"
+    policies: list[tuple[int, ServedPolicy]]  # in order: place of the first token that each policy sampled
 
 
 @dataclass(frozen=True)
@@ -36,13 +51,22 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """Holds one policy and samples from it."""
+    """Holds one policy and samples from it. One thread at a time may call it."""
 
-    def load(self, folder: Path) -> str:
-        """Serves the policy in `folder` from now on; returns the fingerprint of the weights that it loaded."""
+    def load(self, folder: Path, policy_step: int) -> ServedPolicy:
+        """Serves the policy in `folder` from now on, also for the rest of responses in flight."""
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[list[Response]]:
-        """`num_samples` responses to each prompt, in the prompts' order. `sampling`: for all, or one for each."""
+    def start(self, prompts: list[list[int]], sampling: Sequence[Sampling], *, first: bool) -> int:
+        """Begins a batch: `num_samples` responses to each prompt. Returns its number.
+
+        `first`: before the prompts of other batches that have not begun.
+        """
+
+    def step(self) -> dict[int, list[list[Response]]]:
+        """Samples on. Returns the batches that are whole now: by number, each prompt's responses, in order."""
+
+    def abort(self) -> None:
+        """Ends all batches without their responses."""
 
 
 def make_engine(
@@ -57,10 +81,6 @@ def make_engine(
     if importlib.util.find_spec("vllm"):
         return VllmEngine(folder, **limits, gpu_share=gpu_share)
     return TransformersEngine(folder, **limits)
-
-
-def _of_each(prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
-    return [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
 
 
 class PolicyLoader:
@@ -138,46 +158,124 @@ class VllmEngine:
             trust_remote_code=False,
             worker_extension_cls="tba.engine.PolicyLoader",
         )
+        self._engine = self._llm.llm_engine
+        self._policies: list[ServedPolicy] = []  # each that was loaded; its place is its version's name in vLLM
+        self._numbers = count()
+        self._max_sequences = max_sequences
+        self._waiting: deque[tuple[str, list[int], Sampling]] = deque()  # prompts that vLLM does not have yet, by name
+        self._batches: dict[int, list[list[Response] | None]] = {}  # each prompt's responses; None: not sampled yet
+        self._finished: list = []  # outputs of vLLM that `step` has not taken in
 
-    def load(self, folder: Path) -> str:
-        fingerprints = self._llm.collective_rpc("load_policy", args=(str(folder),))
-        self._llm.reset_prefix_cache()  # the cache's entries are the last policy's
-        return fingerprints[0]
+    def load(self, folder: Path, policy_step: int) -> ServedPolicy:
+        """Raises: RuntimeError: the engine does not serve the policy. `abort` before the next step."""
+        self._pause()
+        (fingerprint, *_) = self._llm.collective_rpc("load_policy", args=(str(folder),))
+        self._policies.append(ServedPolicy(policy_step, fingerprint))
+        self._engine.set_weight_version(self._version)
+        self._engine.wake_up(tags=["scheduling"])
+        return self._policies[-1]
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[list[Response]]:
-        from vllm import SamplingParams
+    def _pause(self) -> None:
+        """Takes in what has been sampled, so that no token counts as the next policy's.
 
-        parameters = [
-            SamplingParams(
-                n=of_prompt.num_samples,
-                temperature=of_prompt.temperature,
-                top_p=of_prompt.top_p,
-                max_tokens=of_prompt.max_tokens,
-                stop_token_ids=of_prompt.stop_tokens,
-                logprobs=0,
-                detokenize=False,
-            )
-            for of_prompt in _of_each(prompts, sampling)
-        ]
-        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
-        return [[self._response(completion) for completion in output.outputs] for output in outputs]
+        With asynchronous scheduling vLLM has up to two steps in flight.
+        """
+        self._engine.sleep(level=0, mode="keep")
+        for _ in range(2):
+            self._finished += self._engine.step()
+
+    @property
+    def _version(self) -> str:
+        """The served policy's name in vLLM."""
+        return str(len(self._policies) - 1)
+
+    def start(self, prompts: list[list[int]], sampling: Sequence[Sampling], *, first: bool) -> int:
+        number = next(self._numbers)
+        asked = zip(range(len(prompts)), prompts, sampling, strict=True)
+        waiting = [(f"{number}/{place}", prompt, of_prompt) for place, prompt, of_prompt in asked]
+        self._batches[number] = [None] * len(prompts)
+        self._waiting.extendleft(reversed(waiting)) if first else self._waiting.extend(waiting)
+        return number
+
+    def _fill(self) -> None:
+        """Hands prompts to vLLM while it has room: those that still wait begin with a policy that is loaded meanwhile.
+
+        The salt keeps the keys and values that another policy computed for the same prompt from a new response.
+        """
+        while self._waiting and self._engine.get_num_unfinished_requests() < self._max_sequences:
+            name, prompt, sampling = self._waiting.popleft()
+            asked = {"prompt_token_ids": prompt, "cache_salt": self._version}
+            self._engine.add_request(name, asked, self._parameters(sampling))
 
     @staticmethod
-    def _response(completion) -> Response:
+    def _parameters(sampling: Sampling):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=sampling.num_samples,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sampling.stop_tokens,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def step(self) -> dict[int, list[list[Response]]]:
+        self._fill()
+        finished, self._finished = self._finished + self._engine.step(), []
+        for output in finished:
+            number, place = map(int, output.request_id.split("/"))
+            completions = sorted(output.outputs, key=lambda completion: completion.index)
+            self._batches[number][place] = [self._response(completion) for completion in completions]
+        whole = [number for number, found in self._batches.items() if None not in found]
+        return {number: self._batches.pop(number) for number in whole}
+
+    def abort(self) -> None:
+        names = [f"{number}/{place}" for number, found in self._batches.items() for place in range(len(found))]
+        self._engine.abort_request(names)
+        for of in (self._waiting, self._batches, self._finished):
+            of.clear()
+
+    def _response(self, completion) -> Response:
         tokens = list(completion.token_ids)
         logprobs = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
-        return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason)
+        policies = [(span.start, self._policies[int(span.version)]) for span in completion.weight_versions]
+        return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason, policies)
 
 
-class TransformersEngine:
+class WholeBatches:
+    """An engine's batches if it samples each in one step, by `sample`."""
+
+    def __init__(self) -> None:
+        self._numbers, self._waiting = count(), deque()
+
+    def start(self, prompts: list[list[int]], sampling: Sequence[Sampling], *, first: bool) -> int:
+        number = next(self._numbers)
+        self._waiting.insert(0 if first else len(self._waiting), (number, prompts, sampling))
+        return number
+
+    def step(self) -> dict[int, list[list[Response]]]:
+        number, *asked = self._waiting.popleft()
+        return {number: self.sample(*asked)}
+
+    def abort(self) -> None:
+        self._waiting.clear()
+
+
+class TransformersEngine(WholeBatches):
     """transformers' generate: slower, but available with torch alone."""
 
     def __init__(self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
 
+        super().__init__()
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
+        self._served = ServedPolicy(-1, "")  # not the published one: the model's own weights
         self._max_sequences = max_sequences
         self._device = default_device()
         dtype = compute_dtype(self._device)
@@ -186,17 +284,21 @@ class TransformersEngine:
         # The folder's generation_config.json may change the sampling (a repetition penalty, min_p): it is not used.
         self._model.generation_config = GenerationConfig()
 
-    def load(self, folder: Path) -> str:
+    def load(self, folder: Path, policy_step: int) -> ServedPolicy:
+        """Raises: RuntimeError: the folder has other weights than the model."""
         missing, unexpected = self._model.load_state_dict(dict(read_weights(folder)), strict=False)
         tied = set(self._model.all_tied_weights_keys)
         if unexpected or set(missing) - tied:
             raise RuntimeError(f"engine: {folder} has other weights than the model: {unexpected + missing}")
         named = dict(self._model.named_parameters())
-        return fingerprint((name, named[name].to(tensor.dtype)) for name, tensor in read_weights(folder))
+        weights = ((name, named[name].to(tensor.dtype)) for name, tensor in read_weights(folder))
+        self._served = ServedPolicy(policy_step, fingerprint(weights))
+        return self._served
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[list[Response]]:
+    def sample(self, prompts: list[list[int]], sampling: Sequence[Sampling]) -> list[list[Response]]:
+        """`num_samples` responses to each prompt."""
         responses: list[list[Response]] = []
-        asked = zip(prompts, _of_each(prompts, sampling), strict=True)
+        asked = zip(prompts, sampling, strict=True)
         for common, alike in groupby(asked, key=lambda pair: pair[1]):  # generate has one sampling for all
             of_sampling = [prompt for prompt, _ in alike]
             at_once = max(1, self._max_sequences // common.num_samples)
@@ -228,8 +330,7 @@ class TransformersEngine:
         flat = [self._response(*row, sampling) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
         return [flat[start : start + sampling.num_samples] for start in range(0, len(flat), sampling.num_samples)]
 
-    @staticmethod
-    def _response(tokens: list[int], logprobs: list[float], sampling: Sampling) -> Response:
+    def _response(self, tokens: list[int], logprobs: list[float], sampling: Sampling) -> Response:
         stops = [place for place, token in enumerate(tokens) if token in sampling.stop_tokens]
         length = stops[0] + 1 if stops else len(tokens)
-        return Response(tokens[:length], logprobs[:length], "stop" if stops else "length")
+        return Response(tokens[:length], logprobs[:length], "stop" if stops else "length", [(0, self._served)])

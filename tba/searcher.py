@@ -3,16 +3,22 @@
 Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.py commits the round.
 
     produces      one shard of trajectories a round
-    consumes      prompts of the task, and the newest policy when a round begins
+    consumes      prompts of the task, and the newest policy
     waits for     nothing: Trajectory Balance learns from the responses of any policy
     unblocks      the Trainer's first batch; later no process waits for it
 
+The engine does not wait, either. Two rounds are in it: when the prompts of one have all begun, those of the next one
+begin in the free places. Meanwhile a thread of its own scores and commits the round before, and loads policies: a
+response may begin with one policy and end with a later one.
+
 A Searcher keeps no state that a run needs: a round's prompts follow from (seed, searcher, round). It can be killed,
-added or removed at any time.
+added or removed at any time. If it is killed, the rounds that it has not committed are sampled again.
 """
 
 import random
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +26,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import SearchSettings
-from tba.engine import Engine, Response, Sampling
+from tba.engine import Engine, Response, Sampling, ServedPolicy
+from tba.generator import Batch, Generator
 from tba.near_duplicates import NearDuplicates
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
+
+POLL_S = 0.5  # between two looks for a policy while a round is sampled
 
 
 @dataclass(frozen=True)
@@ -43,14 +52,6 @@ class Models:
     tokenizer: PreTrainedTokenizerBase
     engine: Engine
     reference: ReferencePolicy
-
-
-@dataclass(frozen=True)
-class ServedPolicy:
-    """The policy that the engine serves, as `Searcher.load` returns it."""
-
-    step: int
-    fingerprint: str  # of the weights that the engine took in
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,30 @@ class Answer:
     reference_logprobs: list[float]
     reward: float
     components: dict[str, float]
+
+
+@dataclass(frozen=True)
+class PendingRound:
+    """A round whose prompts are in the engine."""
+
+    questions: list[Question]
+    began_at: datetime
+    batch: Future[Batch]
+
+
+@dataclass(frozen=True)
+class SampledRound:
+    """The responses of a round, before they are scored."""
+
+    number: int
+    questions: list[Question]
+    responses: list[list[Response]]  # to each question
+    times: dict  # storage's SEARCH_ROUND columns that are known by now
+
+    @property
+    def policies(self) -> set[ServedPolicy]:
+        """The policies that sampled the round."""
+        return {policy for of in self.responses for response in of for _, policy in response.policies}
 
 
 @dataclass(frozen=True)
@@ -102,39 +127,68 @@ class Searcher:
     ) -> None:
         """`temperature`: the objective's T; the reference's logits are divided by it."""
         self._identity, self.task, self._settings = identity, task, settings
-        self._tokenizer, self._engine, self._reference = models.tokenizer, models.engine, models.reference
+        self._tokenizer, self._reference = models.tokenizer, models.reference
+        self._generator = Generator(models.engine)
         self._max_response_tokens, self._temperature = max_response_tokens, temperature
+        self._pending: dict[int, PendingRound] = {}  # by number
+        self._served: ServedPolicy | None = None
+        self._sampled_until = datetime.min.replace(tzinfo=UTC)  # when the last round's sampling ended
         self._stop_tokens = stop_tokens(task, models.tokenizer)
         self.vocabulary_size = models.reference.vocabulary_size  # loads it
         distance = settings.near_duplicate_distance
         self._near_duplicates = NearDuplicates(distance) if distance else None
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
-        """Loads the policy in `folder` into the engine, for the next round."""
-        return ServedPolicy(policy_step, self._engine.load(folder))
+        """Loads the policy in `folder` into the engine. Responses in flight go on with it."""
+        self._served = self._generator.load(folder, policy_step)
+        return self._served
 
-    def round(self, number: int, policy: ServedPolicy) -> Round:
-        """Samples one round from the policy that was loaded last, and adds rewards and reference log-probabilities.
+    def sample(
+        self, number: int, *, ahead: bool = False, while_waiting: Callable[[], object] = lambda: None
+    ) -> SampledRound:
+        """Waits for the responses of a round. `while_waiting` is called every `POLL_S`; it may load a policy.
 
-        Raises: ValueError: a reward failed, or is not a finite number.
+        `ahead`: meanwhile, and until it is asked for, the engine samples the next round, too.
         """
-        started = datetime.now(UTC)
-        questions = self._questions(number)
-        asked = [question.problem.encode(self._tokenizer, question.system_prompt) for question in questions]
-        sampling_started = datetime.now(UTC)
-        responses = self._engine.sample(asked, [question.sampling for question in questions])
-        sampling_ended = datetime.now(UTC)
-        answers = self._answers(questions, responses)
-        kept = self._distinct(number, answers)
+        started, policy = datetime.now(UTC), self._served
+        self._begin(number)
+        if ahead:
+            self._begin(number + 1)
+        while not wait([self._begin(number).batch], POLL_S).done or self._pending[number].batch.cancelled():
+            while_waiting()
+        pending = self._pending.pop(number)
+        responses, ended = pending.batch.result()
+        if ahead:
+            self._begin(number + 2)
+        # Prompts begin in order, so the engine has worked on this round since the last one was sampled.
+        began, self._sampled_until = max(pending.began_at, self._sampled_until), ended
+        times = {"policy_step": policy.step, "started_at": started, "sampling_started_at": began}
+        return SampledRound(number, pending.questions, responses, times | {"sampling_ended_at": ended})
+
+    def drop_rounds(self) -> None:
+        """Ends the rounds in flight without their responses."""
+        self._generator.cancel()
+        self._pending.clear()
+
+    def _begin(self, number: int) -> PendingRound:
+        """Puts a round's prompts into the engine, unless they are in it: a load that failed has ended them."""
+        if number not in self._pending or self._pending[number].batch.cancelled():
+            questions = self._questions(number)
+            asked = [question.problem.encode(self._tokenizer, question.system_prompt) for question in questions]
+            batch = self._generator.start(asked, [question.sampling for question in questions])
+            self._pending[number] = PendingRound(questions, datetime.now(UTC), batch)
+        return self._pending[number]
+
+    def score(self, sampled: SampledRound) -> Round:
+        """Adds rewards and reference log-probabilities. Raises: ValueError: a reward failed, or is not finite."""
+        answers = self._answers(sampled.questions, sampled.responses)
+        kept = self._distinct(sampled.number, answers)
         return Round(
-            [self._trajectory(number, policy, answer) for answer in kept],
-            {
+            [self._trajectory(sampled.number, answer) for answer in kept],
+            sampled.times
+            | {
                 "searcher": self._identity.name,
-                "round": number,
-                "policy_step": policy.step,
-                "started_at": started,
-                "sampling_started_at": sampling_started,
-                "sampling_ended_at": sampling_ended,
+                "round": sampled.number,
                 "ended_at": datetime.now(UTC),
                 "num_trajectories": len(kept),
                 "num_response_tokens": sum(len(answer.response.tokens) for answer in kept),
@@ -210,7 +264,7 @@ class Searcher:
         """`num_samples` responses of the policy that was loaded last to each problem; greedy at temperature 0."""
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         sampling = Sampling(num_samples, temperature, 1.0, self._max_response_tokens, self._stop_tokens)
-        return self._engine.sample(prompts, sampling)
+        return self._generator.sample(prompts, [sampling] * len(prompts))
 
     def rewards(self, problems: list[Problem], responses: list[Response]) -> list[float]:
         """The run's reward of each response to the problem at its place."""
@@ -221,8 +275,9 @@ class Searcher:
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         return self._reference.logprobs(prompts, [response.tokens for response in responses], 1.0)
 
-    def _trajectory(self, number: int, policy: ServedPolicy, answer: Answer) -> dict:
+    def _trajectory(self, number: int, answer: Answer) -> dict:
         question, response = answer.question, answer.response
+        first, last = (response.policies[place][1] for place in (0, -1))
         return {
             "prompt_id": question.problem.prompt_id,
             "prompt": question.problem.prompt,
@@ -234,8 +289,10 @@ class Searcher:
             "reward": answer.reward,
             "rewards": answer.components,
             "finish_reason": response.finish_reason,
-            "policy_step": policy.step,
-            "policy_fingerprint": policy.fingerprint,
+            "policy_step": first.step,
+            "policy_fingerprint": first.fingerprint,
+            "last_policy_step": last.step,
+            "last_policy_fingerprint": last.fingerprint,
             "searcher": self._identity.name,
             "round": number,
             "temperature": question.sampling.temperature,

@@ -140,6 +140,7 @@ class FileSource:
     def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
         of_all = dict.fromkeys(TRAJECTORY.names) | {
             "policy_fingerprint": "demonstration",
+            "last_policy_fingerprint": "demonstration",
             "temperature": 1.0,
             "top_p": 1.0,
             "system_prompt": "",

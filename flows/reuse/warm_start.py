@@ -5,7 +5,7 @@
     warm_start/done.json                            the number of trajectories copied; the sources are no longer needed
 
 The run has copies, so it does not need its sources afterwards. The plan determines the shards' names, so an interrupted
-copy continues, and no trajectory counts twice. `policy_step` of a copy is 0, that of the run's first policy; the
+copy continues, and no trajectory counts twice. A copy's policy steps are 0, that of the run's first policy; the
 fingerprint stays that of the policy that sampled the response. Trajectories of this run's held-out problems are left
 out.
 """
@@ -128,6 +128,7 @@ class Copy:
             "searcher": [searcher] * rows.num_rows,
             "round": [number] * rows.num_rows,
             "policy_step": [0] * rows.num_rows,
+            "last_policy_step": [0] * rows.num_rows,
         }
         return replace_columns(source.trajectories(rows, self._scorer), here)
 

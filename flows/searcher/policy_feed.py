@@ -4,7 +4,7 @@ Before: storage/policies.py publishes a policy; after: tba/searcher.py serves it
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,15 @@ from storage.patience import patience_s
 from storage.store import RunStore
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
-    from tba.searcher import Searcher, ServedPolicy
+    from tba.engine import ServedPolicy
+    from tba.searcher import Searcher
 
 # A Searcher ends by itself this long after the Trainer's last heartbeat. The heartbeat may have to wait for the store.
 TRAINER_SILENT_S = max(180, 60 + patience_s())
 POLL_S = 0.5
 # A policy that was removed or damaged is tried again after this long, unless another one is published before.
 LOST_S = 10.0
+LOAD_SHARE = 0.05  # of the time since the last policy, for the next one in the middle of a round
 
 
 class TrainerPulse:
@@ -47,19 +49,24 @@ class PolicyFeed:
     A removed or damaged policy does not stop the Searcher. It goes on with the policy that it serves, and tries the
     other one again after `LOST_S`. If it serves none, it waits: a waiting Trainer publishes a lost policy again
     (flows/trainer/outbox.py), and a training one publishes its next policy.
+
+    A new policy is served from the next round's begin, also by responses in flight; in the middle of a round, only
+    where loading takes less than `LOAD_SHARE` of the time, because the engine does not sample while it loads.
     """
 
     def __init__(self, store: RunStore, searcher: "Searcher", *, is_synchronous: bool = False) -> None:
         """`is_synchronous`: each policy samples one round only."""
-        self._store, self._searcher, self._is_synchronous = store, searcher, is_synchronous
+        self._store, self._searcher, self.is_synchronous = store, searcher, is_synchronous
         self._pulse = TrainerPulse(store)
         self._policy: policies.PolicyRef | None = None  # None: the engine serves no policy, or a part of one
         self._lost: policies.PolicyRef | None = None
         self._lost_at = 0.0
         self._warned = ""
-        self.served: ServedPolicy | None = None
+        self._paths: dict[ServedPolicy, str] = {}  # of each policy that the engine has served
+        self._loaded_at, self._load_s = 0.0, 0.0
+        self._returned: policies.PolicyRef | None = None
         self.is_new = False
-        """Whether the last call of `next` changed the policy."""
+        """Whether the last call of `next` returned another policy than the call before."""
 
     def next(self) -> policies.PolicyRef | None:
         """The policy for the next round, which the engine serves. Waits for one.
@@ -67,14 +74,38 @@ class PolicyFeed:
         Returns None: the Trainer has been silent for `TRAINER_SILENT_S`. Raises: RuntimeError: the engine's weights
         differ from the published ones.
         """
+        served = self._wait()
+        self.is_new, self._returned = served != self._returned, served
+        return served
+
+    def poll(self) -> None:
+        """Makes the engine serve a new policy in the middle of a round, if loading takes little of the time.
+
+        Raises: RuntimeError: the engine's weights differ from the published ones, or it serves no policy any more and
+        none can be loaded.
+        """
+        if self._policy is None and self._wait() is None:
+            raise RuntimeError("searcher: a policy was loaded in part, and no other one was published")
+        if self.is_synchronous or time.monotonic() - self._loaded_at < self._load_s / LOAD_SHARE:
+            return
+        newest = self._newest()
+        if newest is not None and not newest.final and self._is_to_try(newest):
+            self._deliver(newest)
+
+    def _wait(self) -> policies.PolicyRef | None:
+        """The policy that the engine serves: a new one, if there is one. None: the Trainer has been silent for long."""
         while not self._pulse.is_silent():
             newest = self._newest()
-            self.is_new = newest is not None and self._is_to_try(newest) and self._deliver(newest)
-            if self.is_new or self._may_go_on(newest):
+            is_delivered = newest is not None and self._is_to_try(newest) and self._deliver(newest)
+            if is_delivered or self._may_go_on(newest):
                 return self._policy
             time.sleep(POLL_S)
         get_run_logger().warning("no heartbeat from a Trainer for %d s: this Searcher ends", TRAINER_SILENT_S)
         return None
+
+    def paths(self, served: Iterable["ServedPolicy"]) -> list[str]:
+        """The paths, inside the run, of policies that the engine has served."""
+        return sorted(self._paths[policy] for policy in served)
 
     def _newest(self) -> policies.PolicyRef | None:
         try:
@@ -88,7 +119,7 @@ class PolicyFeed:
 
     def _may_go_on(self, newest: policies.PolicyRef | None) -> bool:
         """Whether the next round may be of the policy that is served already."""
-        if self._policy is None or self._is_synchronous:
+        if self._policy is None or self.is_synchronous:
             return False
         return newest in (None, self._policy) or not newest.final  # rounds after the final policy are not trained on
 
@@ -96,13 +127,15 @@ class PolicyFeed:
         """Makes the engine serve the policy. Returns False if the policy cannot be fetched now."""
         try:
             folder = policies.fetch_policy(self._store, policy, policy_cache(self._store.run))
-            self._policy = None  # until the engine has all of the new weights
-            self.served = load_once_more(self._store, self._searcher, folder, policy, self._warn)
+            self._policy, began = None, time.monotonic()  # until the engine has all of the new weights
+            served = load_once_more(self._store, self._searcher, folder, policy, self._warn)
         except (NotFound, FileNotFoundError, DamagedPolicy, UnsafePath) as error:
             self._lost, self._lost_at = policy, time.monotonic()
             self._warn(f"policy step {policy.step} cannot be fetched: {error}")
             return False
-        self._policy = policy
+        self._policy, self._paths[served] = policy, policy.path
+        self._loaded_at = time.monotonic()
+        self._load_s = self._loaded_at - began
         return True
 
     def _warn(self, message: str) -> None:
@@ -134,6 +167,7 @@ def load(searcher: "Searcher", folder: Path, policy: policies.PolicyRef) -> "Ser
     """
     served = searcher.load(folder, policy.step)
     if served.fingerprint != policy.fingerprint:
+        searcher.drop_rounds()  # they go on with these weights
         raise RuntimeError(
             f"searcher: the engine serves weights {served.fingerprint}, but policy step {policy.step} was published as "
             f"{policy.fingerprint}: {policy.path} is damaged or was changed after it was published"

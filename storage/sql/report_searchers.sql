@@ -5,9 +5,8 @@ SELECT
     sum(num_trajectories)::BIGINT AS num_trajectories,
     sum(num_response_tokens)::BIGINT AS num_response_tokens,
     epoch(max(ended_at) - min(started_at)) AS present_s,
-    sum(epoch(sampling_ended_at - sampling_started_at)) AS sampling_s,
-    sum(epoch(ended_at - sampling_ended_at)) AS scoring_s,
-    sum(epoch(sampling_started_at - started_at)) AS preparing_s
+    sum(greatest(epoch(sampling_ended_at - started_at), 0)) AS sampling_s, -- 0: sampled while the round before was scored
+    sum(epoch(ended_at - greatest(sampling_ended_at, started_at))) AS scoring_s -- its engine samples the next round
 FROM report_rounds
 GROUP BY searcher
 ORDER BY searcher;

@@ -1,6 +1,10 @@
 -- Every committed trajectory: one prompt with one sampled response and its reward.
 CREATE VIEW trajectories AS
-SELECT * REPLACE (coalesce(system_prompt, '') AS system_prompt) -- shards of schema version 1 have none
+SELECT * REPLACE ( -- older shards lack these columns
+    coalesce(system_prompt, '') AS system_prompt,
+    coalesce(last_policy_step, policy_step) AS last_policy_step,
+    coalesce(last_policy_fingerprint, policy_fingerprint) AS last_policy_fingerprint
+)
 FROM stored_trajectories;
 
 COMMENT ON VIEW trajectories IS 'Every committed trajectory: one prompt with one sampled response and its reward.';
@@ -15,8 +19,10 @@ COMMENT ON COLUMN trajectories.reference_logprobs IS 'Log-probability of each re
 COMMENT ON COLUMN trajectories.reward IS 'The reward that is trained on.';
 COMMENT ON COLUMN trajectories.rewards IS 'Components of the reward, by name.';
 COMMENT ON COLUMN trajectories.finish_reason IS 'stop, or length: the response was cut at the length limit.';
-COMMENT ON COLUMN trajectories.policy_step IS 'Step of the policy that sampled the response.';
-COMMENT ON COLUMN trajectories.policy_fingerprint IS 'Checksum of the weights that the engine served.';
+COMMENT ON COLUMN trajectories.policy_step IS 'Step of the policy that sampled the response''s first token.';
+COMMENT ON COLUMN trajectories.policy_fingerprint IS 'Checksum of the weights that the engine served for it.';
+COMMENT ON COLUMN trajectories.last_policy_step IS 'Step of the policy that sampled its last token: the engine takes in policies while it samples.';
+COMMENT ON COLUMN trajectories.last_policy_fingerprint IS 'Checksum of the weights that the engine served for the last token.';
 COMMENT ON COLUMN trajectories.searcher IS 'Name of the Searcher.';
 COMMENT ON COLUMN trajectories.round IS 'Number of the Searcher''s round; one round is one shard.';
 COMMENT ON COLUMN trajectories.temperature IS 'Sampling temperature.';

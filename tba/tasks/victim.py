@@ -22,7 +22,7 @@ class Victim:
         tokenizer, engine = self._loaded
         stop = [tokenizer.eos_token_id]
         sampling = Sampling(num_answers, TEMPERATURE, TOP_P, MAX_ANSWER_TOKENS, stop)
-        responses = engine.sample([self._encode(attack) for attack in attacks], sampling)
+        responses = engine.sample([self._encode(attack) for attack in attacks], [sampling] * len(attacks))
         return [
             [tokenizer.decode(response.tokens, skip_special_tokens=True) for response in of_attack]
             for of_attack in responses

@@ -76,6 +76,8 @@ def make_shard(searcher: str, round_number: int, num_prompts: int) -> pa.Table:
         "finish_reason": "stop",
         "policy_step": round_number,
         "policy_fingerprint": "0" * 16,
+        "last_policy_step": round_number,
+        "last_policy_fingerprint": "0" * 16,
         "searcher": searcher,
         "round": round_number,
         "temperature": 1.0,

@@ -123,6 +123,8 @@ def _shard(random, searcher, round_number, num_rows, length, step, steps, senten
         "finish_reason": "stop",
         "policy_step": step,
         "policy_fingerprint": _fingerprint(step),
+        "last_policy_step": step,
+        "last_policy_fingerprint": _fingerprint(step),
         "searcher": searcher,
         "round": round_number,
         "temperature": 1.0,

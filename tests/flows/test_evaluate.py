@@ -31,8 +31,7 @@ from flows.search import EvaluationBudget
 from storage import attempts, ledger, policies
 from storage.store import RunStore
 from storage.summary import summarise
-from tba.engine import Response
-from tba.searcher import ServedPolicy
+from tba.engine import Response, ServedPolicy
 from tba.tasks.base import Problem
 from tests.storage.helpers import NOON, OWNER, make_search_round, make_training_step
 
@@ -51,7 +50,7 @@ class Told:
     def answers(self, problems, num_samples=1, temperature=0.0):
         assert (temperature == 0) == (num_samples == 1)
         said = ([self._said[p.prompt_id][n] for n in range(num_samples)] for p in problems)
-        return [[Response([len(text)], [-0.5], text) for text in of_problem] for of_problem in said]
+        return [[Response([len(text)], [-0.5], text, []) for text in of_problem] for of_problem in said]
 
     def text(self, response):
         return response.finish_reason  # where this test keeps it
@@ -65,6 +64,9 @@ class Told:
     def load(self, folder, policy_step):
         self.loaded = policy_step
         return ServedPolicy(policy_step, f"{policy_step + self.differs:032d}")
+
+    def drop_rounds(self):
+        pass
 
 
 def config(tmp_path, **task) -> RunConfig:
@@ -179,6 +181,12 @@ class Measured:
         self.step = step
         return ServedPolicy(step, f"{step:032d}")
 
+    def sample(self, number, **_):
+        return SimpleNamespace(policies=set())
+
+    def drop_rounds(self):
+        pass
+
     def evaluate(self, num_problems):
         return {
             "split": "heldout",
@@ -208,6 +216,7 @@ def test_training_evaluates_as_its_share_allows_and_keeps_the_best(tmp_path, mon
     def round_(*_):
         now[0] += 10.0
         publish(store, tmp_path / "policy", policies.latest_policy(store).step + 1, final=now[0] >= 90)
+        return True
 
     searcher = Searcher({0: 0.25, 4: 0.75})
     monkeypatch.setattr(search, "start_searcher_task", lambda *_: searcher)

@@ -22,7 +22,7 @@ import tba.engine
 from flows.cli import train
 from flows.cli.app import app
 from flows.run.preflight import check_inputs
-from flows.search import evaluate, search_round
+from flows.search import evaluate, finish_round
 from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import start_searcher
 from flows.trainer.__main__ import learn
@@ -61,7 +61,8 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     store.create_run(config.recorded())
     with disable_run_logger():
         searcher = start_searcher(config, "s0", 0)
-        search_round(store, searcher, 0, searcher.load(model, 0))
+        searcher.load(model, 0)
+        assert finish_round(store, searcher, searcher.sample(0))
         learn(config.store, config.run, os.getppid())
         policy = PolicyFeed(store, searcher).next()
         evaluate(store, searcher, "s0", 2, policy)

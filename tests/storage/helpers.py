@@ -35,6 +35,8 @@ def make_shard(searcher: str = "s0", round_number: int = 0, num_rows: int = 4, *
                 "finish_reason": "stop",
                 "policy_step": round_number,
                 "policy_fingerprint": "f" * 32,
+                "last_policy_step": columns.get("policy_step", round_number),
+                "last_policy_fingerprint": columns.get("policy_fingerprint", "f" * 32),
                 "searcher": searcher,
                 "round": round_number,
                 "temperature": 1.0,

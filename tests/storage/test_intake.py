@@ -168,7 +168,9 @@ def test_limits_are_read_from_the_run(store):
 
 
 def test_a_shard_of_version_1_is_read_with_an_empty_system_prompt(store, tmp_path):
-    old = make_shard("s0", 0, schema_version=1).drop_columns(["system_prompt"])
+    old = make_shard("s0", 0, schema_version=1).drop_columns(
+        ["system_prompt", "last_policy_step", "last_policy_fingerprint"]
+    )
     store.put(shard_path("s0", 0), parquet_bytes(old))
     commit_shard(store, make_shard("s0", 1, system_prompt="Be brief."))
     assert read_shards(store, "s0", [0]).equals(make_shard("s0", 0, schema_version=1))
@@ -179,6 +181,16 @@ def test_a_shard_of_version_1_is_read_with_an_empty_system_prompt(store, tmp_pat
     export(store, tmp_path / "run.duckdb")
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
         assert reader.execute(prompts).fetchall() == [(0, ""), (1, "Be brief.")]
+
+
+def test_a_shard_of_version_2_was_sampled_by_one_policy_each(store):
+    old = make_shard("s0", 0, policy_step=3, policy_fingerprint="a" * 32, schema_version=2)
+    store.put(shard_path("s0", 0), parquet_bytes(old.drop_columns(["last_policy_step", "last_policy_fingerprint"])))
+    last = {"last_policy_step": 5, "last_policy_fingerprint": "b" * 32}
+    commit_shard(store, make_shard("s0", 1, policy_step=4, policy_fingerprint="c" * 32, **last))
+    assert read_shards(store, "s0", [0]).equals(old)
+    found = "SELECT DISTINCT policy_step, last_policy_step, last_policy_fingerprint[1] FROM trajectories ORDER BY 1"
+    assert [tuple(row.values()) for row in queries.query(store, found).to_pylist()] == [(3, 3, "a"), (4, 5, "b")]
 
 
 def test_an_export_of_two_versions_ledgers_has_the_newer_ones_columns(store, tmp_path):

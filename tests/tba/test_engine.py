@@ -4,6 +4,8 @@
 - Greedy output is the model's own; vLLM's equals transformers' on the same weights, before and after a swap.
 - Log-probabilities are the sampled tokens' under the temperature they were sampled at.
 - A response ends with the token that stopped it, or at the limit; there are `num_samples` to a prompt.
+- vLLM takes in a policy while it samples: no response is lost, each says which of its tokens which policy sampled, and
+  the log-probabilities are those of these policies, one after the other on the same keys and values.
 
 python -m pytest tests/tba/test_engine.py
 """
@@ -16,7 +18,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tba.engine import Sampling, TransformersEngine, make_engine
+import tba.engine
+from tba.engine import Response, Sampling, ServedPolicy, TransformersEngine, make_engine
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.models import embedded_model
 from tba.precision import compute_dtype
@@ -52,7 +55,14 @@ def tokens(base) -> list[list[int]]:
 
 
 def greedy_tokens(engine, tokens) -> list[list[int]]:
-    return [only.tokens for (only,) in engine.sample(tokens, GREEDY)]
+    return [only.tokens for (only,) in sample(engine, tokens, GREEDY)]
+
+
+def sample(engine, tokens: list[list[int]], sampling: Sampling) -> list[list[Response]]:
+    number, found = engine.start(tokens, [sampling] * len(tokens), first=False), {}
+    while not found:
+        found = engine.step()
+    return found[number]
 
 
 def plain_greedy(base: Path, other: Path, tokens: list[list[int]]) -> dict[Path, list[list[int]]]:
@@ -81,19 +91,19 @@ def plain_greedy(base: Path, other: Path, tokens: list[list[int]]) -> dict[Path,
 def test_transformers_swaps_policies_in_place(base, other, tokens):
     engine, expected = TransformersEngine(base, **LIMITS), plain_greedy(base, other, tokens)
     for folder in (base, other, base):
-        assert engine.load(folder) == fingerprint(read_weights(folder))
+        assert engine.load(folder, 4) == ServedPolicy(4, fingerprint(read_weights(folder)))
         assert greedy_tokens(engine, tokens) == expected[folder]
 
 
 def test_transformers_refuses_weights_of_another_model(base, tmp_path):
     write_weights({"lm_head.bias": torch.zeros(3)}, tmp_path)
     with pytest.raises(RuntimeError, match="other weights than the model"):
-        TransformersEngine(base, **LIMITS).load(tmp_path)
+        TransformersEngine(base, **LIMITS).load(tmp_path, 4)
 
 
 def check_samples(engine, base, tokens) -> None:
-    engine.load(base)
-    responses = engine.sample(tokens, Sampling(6, 0.7, 1.0, 4, [2, NEWLINE]))
+    served = engine.load(base, 4)
+    responses = sample(engine, tokens, Sampling(6, 0.7, 1.0, 4, [2, NEWLINE]))
     assert [len(of_prompt) for of_prompt in responses] == [6, 6]
     policy = load_policy(base, compute_dtype())
     groups = [Group(prompt, [r.tokens for r in of_prompt]) for prompt, of_prompt in zip(tokens, responses, strict=True)]
@@ -105,6 +115,7 @@ def check_samples(engine, base, tokens) -> None:
     for of_prompt, of_group in zip(responses, expected, strict=True):
         for response, logprobs in zip(of_prompt, of_group, strict=True):
             stopped = response.tokens[-1] in (2, NEWLINE)
+            assert response.policies == [(0, served)]
             assert response.finish_reason == ("stop" if stopped else "length")
             assert stopped or len(response.tokens) == 4
             assert not set(response.tokens[:-1]) & {2, NEWLINE}
@@ -129,20 +140,92 @@ def test_transformers_samples_with_their_logprobs(base, tokens):
     check_samples(TransformersEngine(base, **LIMITS), base, tokens)
 
 
+def check_swap(base: Path, moved: Path, tokens: list[list[int]]) -> None:
+    """In float32, so that rounding hides nothing.
+
+    The engine has room for 16 of 24 responses: some begin with the one policy, some with the other one.
+    """
+    tba.engine.compute_dtype = lambda *_: torch.float32
+    engine = make_engine(base, **LIMITS)
+    sampling = Sampling(6, 0.7, 1.0, 12, [2])
+    first = engine.load(base, 1)
+    number = engine.start([*tokens, *tokens], [sampling] * 4, first=False)
+    assert not any(engine.step() for _ in range(5))
+    second, found = engine.load(moved, 2), {}
+    while not found:
+        found = engine.step()
+    responses = [(prompt, r) for prompt, of in zip([*tokens, *tokens], found[number], strict=True) for r in of]
+    assert len(responses) == 24 and {len(of) for of in found[number]} == {6}
+    begun = {tuple(r.policies) for _, r in responses}
+    assert begun <= {((0, first),), ((0, first), (5, second)), ((0, second),)} and len(begun) >= 2
+    models = {first: load_policy(base, torch.float32), second: load_policy(moved, torch.float32)}
+    for model in models.values():
+        model.set_attn_implementation("sdpa")
+    mixed = [(prompt, response) for prompt, response in responses if len(response.policies) == 2]
+    assert len(mixed) >= 8
+    right, wrong = [], []
+    for prompt, response in mixed:
+        sampled = torch.tensor(response.logprobs)
+        right.append((sampled - mixture_logprobs(models, prompt, response)).abs())
+        for one in (first, second):
+            alone = Response(response.tokens, [], "", [(0, one)])
+            wrong.append((sampled - mixture_logprobs(models, prompt, alone)).abs().mean())
+    print("nats a token:", torch.cat(right).max().item(), "by one policy:", torch.stack(wrong).min().item())
+    assert torch.cat(right).max() < 0.02, f"{torch.cat(right).max()} nats a token"
+    assert torch.stack(wrong).min() > 0.02, "neither policy alone sampled them"
+
+
+@torch.inference_mode()
+def mixture_logprobs(models: dict, prompt: list[int], response: Response) -> torch.Tensor:
+    """Log-probability of each token by the policy that sampled it, on the keys and values of those before. [T]"""
+    sequence, cache, logits = torch.tensor([prompt + response.tokens]), None, []
+    starts = [start for start, _ in response.policies[1:]] + [len(response.tokens)]
+    place = 0  # in the sequence: tokens before it are in the cache
+    for (_, served), end in zip(response.policies, starts, strict=True):
+        model, stop = models[served], len(prompt) + end - 1  # the token at `stop` is the last that this policy samples
+        output = model(sequence[:, place:stop], past_key_values=cache, use_cache=True)
+        cache, place = output.past_key_values, stop
+        logits.append(output.logits[0].float())
+    logprobs = (torch.cat(logits)[len(prompt) - 1 :] / 0.7).log_softmax(-1)  # [T, V]
+    return logprobs.gather(-1, torch.tensor(response.tokens).unsqueeze(-1)).squeeze(-1)
+
+
+def moved_weights(base: Path, folder: Path) -> Path:
+    """A policy whose every layer differs from the base's, by a twentieth."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: (tensor.float() * (1 + 0.05 * torch.randn(tensor.shape, generator=generator))).bfloat16()
+        for name, tensor in read_weights(base)
+    }
+    write_weights(weights, folder)
+    for file in base.glob("*.json"):
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
 def check_vllm(base, other, tokens) -> None:
     engine, expected = make_engine(base, **LIMITS), plain_greedy(base, other, tokens)
     for folder in (base, other, base):
-        assert engine.load(folder) == fingerprint(read_weights(folder))
+        assert engine.load(folder, 4) == ServedPolicy(4, fingerprint(read_weights(folder)))
         assert greedy_tokens(engine, tokens) == expected[folder]
     check_samples(engine, base, tokens)
 
 
-@pytest.mark.slow
-def test_vllm_swaps_policies_in_place_and_agrees_with_transformers(base, other, tokens):
+def run_apart(check, *arguments) -> None:
+    """In a process of its own: vLLM's start looks into every module, and the web server of other tests refuses that."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed; transformers' generate is used instead")
-    # In a process of its own: vLLM's start looks into every module, and the web server of other tests refuses that.
-    process = multiprocessing.get_context("spawn").Process(target=check_vllm, args=(base, other, tokens))
+    process = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == 0, "its traceback is in the captured output"
+
+
+@pytest.mark.slow
+def test_vllm_swaps_policies_in_place_and_agrees_with_transformers(base, other, tokens):
+    run_apart(check_vllm, base, other, tokens)
+
+
+@pytest.mark.slow
+def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path):
+    run_apart(check_swap, base, moved_weights(base, tmp_path), tokens)

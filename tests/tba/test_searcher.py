@@ -20,14 +20,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from storage.shards import shard_of
 from tba.config import SearchSettings
-from tba.engine import Response, Sampling
+from tba.engine import Response, ServedPolicy, WholeBatches
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
-from tba.searcher import Identity, Models, Searcher, ServedPolicy
+from tba.searcher import Identity, Models, Round, Searcher
 from tba.tasks.base import Problem, stop_tokens
 
-SERVED = ServedPolicy(8, "fingerprint")
 WORDS = ["[UNK]", "</s>", "one", "two", "three", "four", "five"]
 
 
@@ -42,21 +41,21 @@ class Counting:
         return [float(response == problem.answer) for problem, response in zip(problems, responses, strict=True)]
 
 
-class Parrot:
+class Parrot(WholeBatches):
     """An engine that says the word after the prompt's, then the one before it: one right, one wrong."""
 
-    def load(self, folder):
-        return "fingerprint"
+    def load(self, folder, policy_step):
+        self.served = ServedPolicy(policy_step, f"{policy_step:032d}")
+        return self.served
 
     def sample(self, prompts, sampling):
-        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-        self.asked = each
+        self.asked = sampling
         return [
             [
-                Response([prompt[0] + (1 if n == 0 else -1), 1], [-0.5, -0.1], "stop")
+                Response([prompt[0] + (1 if n == 0 else -1), 1], [-0.5, -0.1], "stop", [(0, self.served)])
                 for n in range(of_prompt.num_samples)
             ]
-            for prompt, of_prompt in zip(prompts, each, strict=True)
+            for prompt, of_prompt in zip(prompts, sampling, strict=True)
         ]
 
 
@@ -80,7 +79,8 @@ def reference(tmp_path_factory):
 
 
 def make_searcher(tokenizer, reference, task=None, name="s0", engine=None, **settings) -> Searcher:
-    return Searcher(
+    """A Searcher that serves policy step 8."""
+    searcher = Searcher(
         Identity(name, seed=1, code_version="test"),
         RewardedTask(task or Counting()),
         Models(tokenizer, engine or Parrot(), ReferencePolicy(reference)),
@@ -88,18 +88,24 @@ def make_searcher(tokenizer, reference, task=None, name="s0", engine=None, **set
         max_response_tokens=4,
         temperature=0.5,
     )
+    searcher.load(reference, policy_step=8)
+    return searcher
+
+
+def run_round(searcher: Searcher, number: int) -> Round:
+    return searcher.score(searcher.sample(number))
 
 
 def test_a_round_is_whole_and_right(tokenizer, reference):
     searcher = make_searcher(tokenizer, reference)
-    found = searcher.round(5, searcher.load(reference, policy_step=8))
+    found = run_round(searcher, 5)
     rows = found.trajectories
     shard = shard_of(rows)  # raises where it does not fit
     assert shard["trajectory_id"].to_pylist() == [f"s0-00000005-{index:05d}" for index in range(6)]
     assert [row["reward"] for row in rows] == [1.0, 0.0, 0.0] * 2
-    assert {row["policy_step"] for row in rows} == {8} and {row["policy_fingerprint"] for row in rows} == {
-        "fingerprint"
-    }
+    for which in ("", "last_"):
+        of_policy = {(row[f"{which}policy_step"], row[f"{which}policy_fingerprint"]) for row in rows}
+        assert of_policy == {(8, f"{8:032d}")}
     assert found.metrics["num_trajectories"] == 6 and found.metrics["reward_mean"] == pytest.approx(1 / 3)
     policy = load_policy(reference)
     for row in rows:
@@ -131,9 +137,7 @@ def test_the_reference_scores_a_bounded_pass_at_a_time(reference, monkeypatch, p
 
 def test_a_retried_round_asks_the_same_and_others_do_not(tokenizer, reference):
     def prompts(name: str, number: int) -> list[str]:
-        return [
-            row["prompt"] for row in make_searcher(tokenizer, reference, name=name).round(number, SERVED).trajectories
-        ]
+        return [row["prompt"] for row in run_round(make_searcher(tokenizer, reference, name=name), number).trajectories]
 
     assert prompts("s0", 7) == prompts("s0", 7)
     assert len({tuple(prompts(name, number)) for name in ("s0", "s1") for number in range(8)}) > 3
@@ -147,7 +151,7 @@ def test_exploration_is_drawn_by_prompt_and_recorded_by_row(tokenizer, reference
     )  # fmt: skip
     asked, recorded = [], []
     for number in range(25):
-        rows = searcher.round(number, SERVED).trajectories
+        rows = run_round(searcher, number).trajectories
         asked += [(sampling.temperature, sampling.top_p) for sampling in engine.asked for _ in range(3)]
         recorded += [(row["temperature"], row["top_p"]) for row in rows]
     assert asked == recorded
@@ -158,7 +162,7 @@ def test_exploration_is_drawn_by_prompt_and_recorded_by_row(tokenizer, reference
         drawn = [value for value in values if value != usual]
         assert 30 < len(drawn) < 70 and len(set(drawn)) == len(drawn)  # 100 at one half: 4 standard deviations are 20
         assert all(low <= value <= high for value in drawn)
-    retried = searcher.round(3, SERVED).trajectories  # draws the same
+    retried = run_round(searcher, 3).trajectories  # draws the same
     assert retried[0]["temperature"] == recorded[3 * 12][0]
     searcher.evaluate(2)
     assert {sampling.temperature for sampling in engine.asked} == {0.0}
@@ -178,13 +182,13 @@ def test_system_prompts_are_sampled_behind_and_not_trained_behind(tokenizer, ref
     )
     drawn = []
     for number in range(25):
-        rows = searcher.round(number, SERVED).trajectories
+        rows = run_round(searcher, number).trajectories
         for heard, row in zip(engine.heard, rows[::3], strict=True):
             system = tokenizer.encode(row["system_prompt"]) if row["system_prompt"] else []
             assert heard == system + row["prompt_tokens"] == system + tokenizer.encode(row["prompt"])
             drawn.append(row["system_prompt"])
     assert set(drawn) == {"", "five", "four"} and 30 < drawn.count("") < 70
-    assert {row["system_prompt"] for row in plain.round(0, SERVED).trajectories} == {""}
+    assert {row["system_prompt"] for row in run_round(plain, 0).trajectories} == {""}
     policy = load_policy(reference)
     for row in rows:
         ((expected,),) = response_logprobs(policy, [Group(row["prompt_tokens"], [row["response_tokens"]])], 0.5)
@@ -234,7 +238,7 @@ def test_a_reward_that_is_no_number_stops_the_round(tokenizer, reference, reward
     task = Counting()
     task.rewards = lambda problems, responses: rewards
     with pytest.raises(ValueError, match=message):
-        make_searcher(tokenizer, reference, task).round(0, SERVED)
+        run_round(make_searcher(tokenizer, reference, task), 0)
 
 
 def test_a_stop_string_of_several_tokens_is_refused(tokenizer):

@@ -231,16 +231,15 @@ def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatc
 def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
     rounds = []
 
-    def search_round(store: RunStore, searcher, number: int, served) -> None:
+    def search_round(store: RunStore, searcher, feed, name: str, number: int) -> None:
         if number == 3:
             requests.ask_to_leave(store, "s1")  # in the middle of a round
         rounds.append(number)
 
     served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
-    monkeypatch.setattr(search, "start_searcher_task", lambda *_: None)
-    feed = SimpleNamespace(next=lambda: served, is_new=False, served=None)
+    monkeypatch.setattr(search, "start_searcher_task", lambda *_: SimpleNamespace(drop_rounds=lambda: None))
+    feed = SimpleNamespace(next=lambda: served, is_new=False)
     monkeypatch.setattr(search, "PolicyFeed", lambda *_, **__: feed)
-    monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
     monkeypatch.setattr(search, "search_round", search_round)
     monkeypatch.setattr(search, "get_run_logger", lambda: logging.getLogger("test"))
     assert search.search.fn(store.url, store.run, name="s1") == 4

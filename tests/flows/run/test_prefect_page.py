@@ -306,14 +306,13 @@ def test_each_alarm_that_goes_on_is_an_event_and_a_warning(tmp_path, monkeypatch
     assert len(warned) == 3 and warned[0] == "first"
 
 
-def test_a_rounds_shard_is_an_asset_that_comes_from_its_policy(tmp_path):
+def test_a_rounds_shard_is_an_asset_that_comes_from_its_policies(tmp_path):
     from flows.search import as_asset
 
     store = RunStore((tmp_path / "with space").as_uri(), "some")
-    policy = policies.PolicyRef(4, "policies/step=00000004", "f" * 32, False, 1, "")
-    task = as_asset(store, "s0", 3, policy)(lambda: None)
-    (shard,), (cause,) = task.assets, task.asset_deps
+    task = as_asset(store, "s0", 3, ["policies/step=00000004", "policies/step=00000006"])(lambda: None)
+    (shard,), causes = task.assets, task.asset_deps
     root = f"{tmp_path.as_uri()}/with_20space/some"  # an asset's key has no percent sign
     assert shard.key == f"{root}/trajectories/searcher=s0/round=00000003.parquet"
-    assert cause.key == f"{root}/policies/step=00000004"
+    assert [cause.key for cause in causes] == [f"{root}/policies/step=0000000{step}" for step in (4, 6)]
     assert task.task_run_name == "round 3" and task.retries == 2

@@ -23,7 +23,7 @@ from flows.searcher import policy_feed
 from flows.searcher.policy_feed import PolicyFeed
 from storage import attempts, policies
 from storage.store import RunStore
-from tba.searcher import ServedPolicy
+from tba.engine import ServedPolicy
 
 
 class Engine:
@@ -36,7 +36,11 @@ class Engine:
         self.loads += 1
         if self.fails_with:
             raise self.fails_with
-        return ServedPolicy(step, (folder / "model.safetensors").read_text())
+        self.served = ServedPolicy(step, (folder / "model.safetensors").read_text())
+        return self.served
+
+    def drop_rounds(self):
+        pass
 
 
 @pytest.fixture
@@ -84,15 +88,16 @@ def lead_out(store: RunStore, ref: policies.PolicyRef) -> None:
 
 @pytest.mark.parametrize("spoil", [remove, cut, lead_out])
 def test_a_searcher_goes_on_with_what_it_serves(local_store, publish, fetches, spoil):
-    feed = PolicyFeed(local_store, Engine())
+    engine = Engine()
+    feed = PolicyFeed(local_store, engine)
     first = publish(local_store, 0)
     assert feed.next() == first and feed.is_new
     spoil(local_store, lost := publish(local_store, 1))
     for _ in range(20):
-        assert feed.next() == first and not feed.is_new and feed.served.step == 0
+        assert feed.next() == first and not feed.is_new and engine.served.step == 0
     assert fetches == [first, lost]
     newest = publish(local_store, 2)
-    assert feed.next() == newest and feed.is_new and feed.served.step == 2
+    assert feed.next() == newest and feed.is_new and engine.served.step == 2
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
@@ -175,7 +180,7 @@ def test_this_machines_copy_that_changed_is_fetched_anew(moto_store, publish, tm
     (copy / "model.safetensors").write_text("x" * 32)  # of the same size
     engine = Engine()
     feed = PolicyFeed(moto_store, engine)
-    assert feed.next() == ref and feed.served.fingerprint == ref.fingerprint and engine.loads == 2
+    assert feed.next() == ref and engine.served.fingerprint == ref.fingerprint and engine.loads == 2
     moto_store.put(f"{ref.path}/model.safetensors", b"x" * 32)
     policies.drop_cached_policy(ref, tmp_path / "cache")
     with pytest.raises(RuntimeError, match="is damaged or was changed"):

@@ -24,7 +24,7 @@ from prefect.logging import disable_run_logger
 import tba.engine
 from flows.config import RunConfig, continued, read_recorded
 from flows.report.render import render
-from flows.search import search_round
+from flows.search import finish_round
 from flows.searcher.policy_feed import load
 from flows.searcher.start import start_searcher
 from storage import attempts, policies, requests
@@ -67,10 +67,10 @@ def train(config: RunConfig, store: RunStore, attempt: int, rounds: range, last_
     try:
         wait_for(lambda: (at := beat(store)).get("attempt") == attempt and at["state"] == "waiting", trainer)
         searcher, policy = start_searcher(config, "s0", 1), policies.latest_policy(store)
-        served = load(searcher, Path(store.local_path(policy.path)), policy)
+        load(searcher, Path(store.local_path(policy.path)), policy)
         with disable_run_logger():
             for number in rounds:
-                search_round(store, searcher, number, served)
+                assert finish_round(store, searcher, searcher.sample(number))
         wait_for(lambda: beat(store)["step"] == last_step, trainer)
         requests.ask_to_stop(store)
         assert trainer.wait(WAIT_S) == 0

@@ -141,8 +141,8 @@ class SlowDelivery(StoreOutbox):
         shutil.copytree(fetch_policy(self._store, self._held[-1], self._folder / "cache"), self._path(step))
         while len(self._held) > 1 and self._held[1].step <= step - self._lag:
             self._held.pop(0)
-        served = self._searcher.load(self._path(self._held[0].step), self._held[0].step)
-        found = self._searcher.round(self._round, served)
+        self._searcher.load(self._path(self._held[0].step), self._held[0].step)
+        found = self._searcher.score(self._searcher.sample(self._round))
         self.rewards.append(found.metrics["reward_mean"])
         commit_shard(self._store, shard_of(found.trajectories))
         self._round += 1
