@@ -1,0 +1,180 @@
+"""How well does a Searcher fill its engine? `make bench-search`: beside bare vLLM with the same requests.
+
+    ROUNDS=6 make bench-search
+
+SmolLM2-135M-Instruct, rounds of 16 prompts and 4 responses, of 4 to 256 tokens (geometric), a reward of 2 ms each, and
+the reference policy on the second core. Three sides take turns in one process, on one engine:
+
+    bare      vLLM's own queue has all requests from the start
+    rounds    one round after the other: the engine waits for its longest response, and for scoring
+    ahead     the next round's prompts are in the engine, as in a run; a policy is loaded in the middle of each round
+
+A side is measured while requests wait, or are due. The last line is one JSON object:
+
+    tokens_per_s_ratio   tokens a second of `ahead`, without its loads, over those of `bare`
+    underfilled_share    of the time of `ahead`, without its loads: fewer than half of the sequences are busy
+    before               the same of `rounds`
+    swap_pause_s         median time for which the engine does not sample because it loads a policy
+"""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from statistics import median
+
+from tba.config import SearchSettings
+from tba.models import embedded_model
+
+PROMPTS, SAMPLES = 16, 4
+SHORTEST, LONGEST, MEAN = 4, 256, 48
+REWARD_S = 0.002
+
+
+class Slow:
+    """Sums, with a reward that takes its time."""
+
+    name, version, stop, max_response_tokens = "slow", "1", (), LONGEST
+
+    def __init__(self) -> None:
+        from tba.tasks.base import Problem
+
+        self.train = tuple(Problem(f"p{n}", f"{n} + 17 = {n + 17}\n63 + {n} =", "") for n in range(1000))
+        self.heldout = self.train[:1]
+
+    def rewards(self, problems, responses):
+        time.sleep(REWARD_S * len(responses))
+        return [0.0] * len(responses)
+
+
+def make_engine(folder: Path):
+    from tba.engine import VllmEngine
+
+    class Watched(VllmEngine):
+        """Knows for each step when it began and ended, and how many responses were in it; and its pauses."""
+
+        def __init__(self, *arguments, **limits) -> None:
+            super().__init__(*arguments, **limits)
+            self.steps, self.pauses = [], []
+
+        def step(self):
+            self._fill()
+            busy = min(self._engine.get_num_unfinished_requests(), PROMPTS * SAMPLES)
+            began = time.monotonic()
+            found = super().step()
+            self.steps.append((began, time.monotonic(), busy))
+            return found
+
+        def load(self, *policy):
+            began = time.monotonic()
+            served = super().load(*policy)
+            self.pauses.append(time.monotonic() - began)
+            return served
+
+    limits = {"max_tokens": LONGEST + 32, "max_sequences": PROMPTS * SAMPLES, "seed": 0, "threads": 1}
+    return Watched(folder, **limits, gpu_share=1.0)
+
+
+def make_searcher(engine, folder: Path):
+    from transformers import AutoTokenizer
+
+    from tba.engine import Sampling
+    from tba.reference_policy import ReferencePolicy
+    from tba.rewards import RewardedTask
+    from tba.searcher import Identity, Models, Searcher
+
+    class Long(Searcher):
+        """Its responses are as long as they are told to be."""
+
+        def _explored(self, chance: random.Random):
+            length = min(LONGEST, SHORTEST + int(chance.expovariate(1 / (MEAN - SHORTEST))))
+            return Sampling(SAMPLES, 1.0, 1.0, length, []), ""
+
+    return Long(
+        Identity("s0", 0, "bench"),
+        RewardedTask(Slow()),
+        Models(AutoTokenizer.from_pretrained(folder), engine, ReferencePolicy(folder)),
+        SearchSettings(prompts_per_round=PROMPTS, samples_per_prompt=SAMPLES),
+        max_response_tokens=LONGEST,
+        temperature=1.0,
+    )
+
+
+def measured(engine, began: float, ended: float) -> dict:
+    """What the engine did from `began` to `ended`, by time.monotonic."""
+    steps = [step for step in engine.steps if began <= step[0] and step[1] <= ended]
+    filled = sum(end - start for start, end, busy in steps if busy >= PROMPTS * SAMPLES / 2)
+    return {
+        "tokens_per_s": sum(busy for *_, busy in steps) / (ended - began),
+        "underfilled_share": 1 - filled / (ended - began),
+        "seconds": ended - began,
+    }
+
+
+def run_bare(engine, searcher, rounds: range) -> dict:
+    questions = [question for number in rounds for question in searcher._questions(number)]
+    for place, question in enumerate(questions):
+        asked = {"prompt_token_ids": question.prompt_tokens}
+        engine._engine.add_request(str(place), asked, engine._parameters(question.sampling))
+    began, ended = time.monotonic(), None
+    while engine._engine.has_unfinished_requests():
+        busy = min(engine._engine.get_num_unfinished_requests(), PROMPTS * SAMPLES)
+        if busy < PROMPTS * SAMPLES:
+            ended = ended or time.monotonic()  # no request waits any more
+        start = time.monotonic()
+        engine._engine.step()
+        engine.steps.append((start, time.monotonic(), busy))
+    return measured(engine, began, ended)
+
+
+def run_rounds(engine, searcher, rounds: range, folder: Path | None) -> dict:
+    """`folder`: of a policy that is loaded before each round; None: one round after the other, and no policy."""
+    paused, began = len(engine.pauses), time.monotonic()
+    for number in rounds:
+        if folder and number > rounds[0]:
+            searcher.load(folder, number)
+        searcher.score(searcher.sample(number, ahead=folder is not None))
+    ended = time.monotonic()
+    searcher.drop_rounds()
+    return measured(engine, began, ended) | {"paused_s": sum(engine.pauses[paused:])}
+
+
+def main() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    folder = embedded_model(Path(__file__).parents[2] / ".tba" / ".local" / "models")
+    engine = make_engine(folder)
+    searcher = make_searcher(engine, folder)
+    searcher.load(folder, 0)
+    number = int(os.environ.get("ROUNDS", "6"))
+    searcher.score(searcher.sample(0))  # warms up
+    sides = {
+        "bare": run_bare(engine, searcher, range(1, number + 1)),
+        "rounds": run_rounds(engine, searcher, range(1, number + 1), None),
+        "ahead": run_rounds(engine, searcher, range(1, number + 1), folder),
+    }
+    for name, found in sides.items():
+        print(name, json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
+    ahead = sides["ahead"]
+    sampling_s = ahead["seconds"] - ahead["paused_s"]
+    print(
+        json.dumps(
+            {
+                "tokens_per_s_ratio": ahead["tokens_per_s"]
+                * ahead["seconds"]
+                / sampling_s
+                / sides["bare"]["tokens_per_s"],
+                "underfilled_share": ahead["underfilled_share"] - ahead["paused_s"] / ahead["seconds"],
+                "swap_pause_s": median(engine.pauses[1:]),
+                "before": {
+                    "tokens_per_s_ratio": sides["rounds"]["tokens_per_s"] / sides["bare"]["tokens_per_s"],
+                    "underfilled_share": sides["rounds"]["underfilled_share"],
+                },
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
