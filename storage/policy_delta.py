@@ -43,6 +43,7 @@ from storage.policy_folder import (
     cached_path,
     drop,
     into_cache,
+    link_or_copy,
     manifest_text,
     parse_manifest,
     read_manifest,
@@ -54,6 +55,7 @@ from storage.store import RunStore, transfer_all
 # the weights' bytes for anchors. Twice as many deltas would save it 6 %, and cost the machine twice as many requests.
 ANCHOR_EVERY = 8
 _CHUNK_BYTES = 2**24  # three chunks are in memory, whatever the policy's size
+_ANCHOR_TRIES = 3
 _LARGEST_SHARE = 0.5  # of the weights' bytes; a larger delta is not worth its chain
 _CODEC = pa.Codec("zstd", compression_level=1)
 
@@ -321,14 +323,13 @@ def _rebuild(
 ) -> str | None:
     """Writes the weights of the chain's policy at `start`, changed by all deltas after it. Returns how they are wrong.
 
-    copy: of that policy; None: the cache's, downloaded if there is none. Meanwhile `policy` is locked, and the other
-    one is older, so no two processes wait for each other.
+    copy: of that policy; None: it is an anchor, which is downloaded unless it is in the cache.
     """
     base, paths = manifest.chain[start], [link.path for link in manifest.chain[start + 1 :]] + [policy.path]
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as parts:
         folders = [Path(parts, Path(path).name) for path in paths]
         transfer_all(lambda pair: store.download_folder(*pair, only=manifest.deltas), zip(paths, folders, strict=True))
-        copy = copy or into_cache(_copy_of(base, folder), partial(_download_anchor, store, base))
+        copy = copy or _anchor(store, base, manifest.digests, Path(parts, "anchor"), _copy_of(base, folder))
         for name, published in manifest.digests.items():
             deltas, target = [inside(part, name + DELTA) for part in folders], inside(folder, name)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -340,6 +341,22 @@ def _rebuild(
             if digest != published:
                 return f"{name}, rebuilt from {base.path} and {len(paths)} deltas, is not the published file"
     return None
+
+
+def _anchor(store: RunStore, anchor: Link, names: Iterable[str], folder: Path, copy: Path) -> Path:
+    """A folder with links to the weights of the cache's copy, which another process may remove meanwhile.
+
+    The lock of a newer policy is held, and this one's is taken: no two processes wait for each other.
+    """
+    folder.mkdir()
+    for _ in range(_ANCHOR_TRIES):
+        into_cache(copy, partial(_download_anchor, store, anchor))
+        with suppress(FileNotFoundError):
+            for name in names:
+                inside(folder, name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(inside(copy, name), inside(folder, name))
+            return folder
+    raise NotFound(f"other processes have removed {copy} from the cache {_ANCHOR_TRIES} times, to make room")
 
 
 def _is_intact(copy: Path) -> bool:

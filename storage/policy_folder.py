@@ -224,8 +224,8 @@ def drop(cached: Path) -> bool:
     return True
 
 
-def link_or_copy(source: str, target: str) -> None:
-    """For shutil.copytree: links a file if the filesystem allows it, else copies it."""
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Links a file if the filesystem allows it, else copies it."""
     try:
         os.link(source, target)
     except OSError:  # on another filesystem, or on one without links
@@ -233,12 +233,16 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def _trim(cache_dir: Path) -> None:
-    newest_first = sorted(cache_dir.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    changed_at: dict[Path, float] = {}
+    for folder in cache_dir.iterdir():
+        with suppress(FileNotFoundError):  # another process has removed it since
+            changed_at[folder] = folder.stat().st_mtime
+    newest_first = sorted(changed_at, key=changed_at.get, reverse=True)
     policies = [folder for folder in newest_first if POLICY_NAME.match(folder.name)]
     dead_downloads = [
         folder
         for folder in newest_first
-        if folder.name.startswith(".tmp-") and time.time() - folder.stat().st_mtime > _STALE_DOWNLOAD_S
+        if folder.name.startswith(".tmp-") and time.time() - changed_at[folder] > _STALE_DOWNLOAD_S
     ]
     for folder in policies[_CACHED_POLICIES:] + dead_downloads:
-        shutil.rmtree(folder, ignore_errors=True)
+        drop(folder)
