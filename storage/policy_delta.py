@@ -130,22 +130,19 @@ def travel_form(
     from the store and has a sound copy in the cache. Otherwise the policy is published whole.
     """
     weights = sorted(name for name in policy.files if name.endswith(".safetensors"))
-    if base is not None and cache_dir is not None and _may_lead(base, policy):
+    if base is not None and cache_dir is not None:
         try:
             published = _published(store, base)
             copy = cached_path(base.path, base.fingerprint, cache_dir)
             chain = [*published.chain, replace(base, whole=published.whole)][-LONGEST_CHAIN:]
-            digests = _write_deltas(copy, folder, published.digests, weights)
-            return replace(policy, digests=digests, chain=chain, whole=False)
+            # ValueError: another attempt's base, or this policy itself, which is published again because it was lost
+            policy_with_chain = replace(policy, digests=published.digests, chain=chain, whole=False)
+            return replace(policy_with_chain, digests=_write_deltas(copy, folder, published.digests))
         except (DamagedRecord, OSError, ValueError) as error:
             logger.info("policy step %d is published whole: %s", policy.step, error)
+            for name in weights:
+                (folder / (name + DELTA)).unlink(missing_ok=True)
     return replace(policy, digests={name: file_digest(folder / name) for name in weights})
-
-
-def _may_lead(base: Link, policy: Manifest) -> bool:
-    """Whether it is of the same attempt, and not this policy, which is published again because it was lost."""
-    attempt, step = age(base.path)
-    return attempt == policy.attempt and step < policy.step
 
 
 def _published(store: RunStore, base: Link) -> Manifest:
@@ -156,22 +153,22 @@ def _published(store: RunStore, base: Link) -> Manifest:
     return manifest
 
 
-def _write_deltas(copy: Path, folder: Path, published: dict[str, str], weights: list[str]) -> dict[str, str]:
+def _write_deltas(copy: Path, folder: Path, published: dict[str, str]) -> dict[str, str]:
     """Writes the deltas from the base's copy. Returns the digests of the new weights' files.
 
     published: digests of the base's files. Raises: ValueError: no delta can be made, or it is hardly smaller. OSError.
     """
-    sizes = {name: (folder / name).stat().st_size for name in weights}
-    if sizes.keys() != published.keys() or any((copy / name).stat().st_size != sizes[name] for name in weights):
-        raise ValueError("its weights' files are not those of the policy before")
+    sizes = {name: (folder / name).stat().st_size for name in published}
+    if any((copy / name).stat().st_size != size for name, size in sizes.items()):
+        raise ValueError("its files have other sizes than those of the policy before")
     digests = {}
-    for name in weights:
+    for name in published:
         write = partial(write_delta, copy / name, folder / name, folder / (name + DELTA))
         found, digests[name] = with_room(write, f"the changes of {name}")
         if found != published[name]:
             drop(copy)
             raise ValueError(f"the copy {copy} of the policy before was damaged")
-    share = sum((folder / (name + DELTA)).stat().st_size for name in weights) / max(1, sum(sizes.values()))
+    share = sum((folder / (name + DELTA)).stat().st_size for name in published) / max(1, sum(sizes.values()))
     if share > _LARGEST_SHARE:
         raise ValueError(f"its changes take {share:.0%} of its bytes")
     return digests
