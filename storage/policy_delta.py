@@ -206,7 +206,7 @@ def can_be_fetched(store: RunStore, policy: Link) -> bool:
 
 def _is_complete(store: RunStore, link: Link) -> bool:
     manifest = store.read_json(f"{link.path}/{MANIFEST}", Manifest)
-    if manifest is None or manifest.pruned or manifest.fingerprint != link.fingerprint or link.whole > manifest.whole:
+    if manifest is None or manifest.pruned or manifest.fingerprint != link.fingerprint:
         return False
     return {f"{link.path}/{name}" for name in manifest.stored} <= set(store.list(link.path))
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from storage import attempts, policy_delta
+from storage.errors import Superseded
 from storage.policies import (
     best_policy,
     fetch_policy,
@@ -116,6 +117,22 @@ def test_every_eighth_is_whole_and_nobody_waits_for_it(trainer, memory_run, tmp_
     ]
 
 
+def test_a_superseded_trainer_makes_no_policy_whole(trainer, memory_run, tmp_path, monkeypatch):
+    refs, put_file = [trainer.publish(step) for step in range(8)], memory_run._files.put_file
+
+    def is_overtaken(path: str, local: Path) -> None:
+        if path == "policies/step=00000008/model.safetensors":
+            attempts.start_attempt(memory_run, 0, OWNER)
+            attempts.start_attempt(memory_run, 4, OWNER)
+        put_file(path, local)
+
+    monkeypatch.setattr(memory_run._files, "put_file", is_overtaken)
+    with pytest.raises(Superseded):
+        trainer.publish(8)
+    assert not published_policies(memory_run)["policies/step=00000008"]["whole"]
+    assert is_right(fetch_policy(memory_run, latest_policy(memory_run), tmp_path / "cache"), 8) and len(refs) == 8
+
+
 def test_on_the_machine_that_published_nothing_is_downloaded(trainer, memory_run, downloads):
     for step in range(4):
         assert is_right(fetch_policy(memory_run, trainer.publish(step), trainer.cache), step)
@@ -176,6 +193,7 @@ def test_a_policy_that_cannot_be_stored_whole_does_not_become_the_best(trainer, 
 def test_if_most_weights_change_the_policy_is_whole(trainer, memory_run):
     trainer.publish(0)
     assert files(memory_run, trainer.publish(1, values=weights(0)[::-1].copy())) == WHOLE
+    assert sorted(path.name for path in fetch_policy(memory_run, trainer.served, trainer.cache).iterdir()) == WHOLE
     assert files(memory_run, trainer.publish(2, values=weights(0)[:-2].copy())) == WHOLE  # another size
 
 
