@@ -3,7 +3,7 @@
 Before: storage/policies.py publishes or fetches a policy; after: storage/policy_folder.py keeps the copy in the cache.
 
 policies/step=00000040/model.safetensors          whole: the first policy of an attempt, the final one
-policies/step=00000042/model.safetensors.delta    what differs from the policy before; all other files as in a whole one
+policies/step=00000042/model.safetensors.delta    what differs from the policy before; so for a large tokenizer.json
 policies/step=00000056/model.safetensors{,.delta} both: every eighth, and the best one; published as a delta, then whole
 
 policy.json has the chain, which is the policies before this one, and the digests of the rebuilt files. The last policy
@@ -56,7 +56,10 @@ from storage.store import RunStore, transfer_all
 ANCHOR_EVERY = 8
 _CHUNK_BYTES = 2**24  # three chunks are in memory, whatever the policy's size
 _ANCHOR_TRIES = 3
-_LARGEST_SHARE = 0.5  # of the weights' bytes; a larger delta is not worth its chain
+_LARGEST_SHARE = 0.5  # of the files' bytes; a larger delta is not worth its chain
+# Larger files travel as deltas, too: a tokenizer, which does not change, may have more bytes than the weights' delta.
+# config.json, which the Trainer reads from the store, is far smaller.
+_LARGE_BYTES = 2**20
 _CODEC = pa.Codec("zstd", compression_level=1)
 
 logger = logging.getLogger(__name__)
@@ -129,7 +132,7 @@ def travel_form(
     It has a chain, and the folder gets the deltas, if the base is an earlier policy of the same attempt, can be fetched
     from the store and has a sound copy in the cache. Otherwise the policy is published whole.
     """
-    weights = sorted(name for name in policy.files if name.endswith(".safetensors"))
+    large = [name for name, size in policy.files.items() if name.endswith(".safetensors") or size > _LARGE_BYTES]
     if base is not None and cache_dir is not None:
         try:
             published = _published(store, base)
@@ -140,9 +143,9 @@ def travel_form(
             return replace(policy_with_chain, digests=_write_deltas(copy, folder, published.digests))
         except (DamagedRecord, OSError, ValueError) as error:
             logger.info("policy step %d is published whole: %s", policy.step, error)
-            for name in weights:
+            for name in large:
                 (folder / (name + DELTA)).unlink(missing_ok=True)
-    return replace(policy, digests={name: file_digest(folder / name) for name in weights})
+    return replace(policy, digests={name: file_digest(folder / name) for name in large})
 
 
 def _published(store: RunStore, base: Link) -> Manifest:
@@ -154,7 +157,7 @@ def _published(store: RunStore, base: Link) -> Manifest:
 
 
 def _write_deltas(copy: Path, folder: Path, published: dict[str, str]) -> dict[str, str]:
-    """Writes the deltas from the base's copy. Returns the digests of the new weights' files.
+    """Writes the deltas from the base's copy. Returns the digests of the new files.
 
     published: digests of the base's files. Raises: ValueError: no delta can be made, or it is hardly smaller. OSError.
     """

@@ -25,7 +25,7 @@ from storage.paths import inside, is_plain
 
 MANIFEST = "policy.json"
 POLICY_NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
-DELTA = ".delta"  # suffix of a file that holds the changes of a weights' file (storage/policy_delta.py)
+DELTA = ".delta"  # suffix of a file that holds the changes of another (storage/policy_delta.py)
 LONGEST_CHAIN = 16  # links; two anchors are among them (storage/policy_delta.py)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # The served policy and the next one. So the base of a delta is there: the policy that this machine had before.
@@ -55,7 +55,7 @@ class Manifest:
     final: bool = False  # older versions did not record it
     pruned: bool = False
     whole: bool = True  # whether the folder has the weights; if not, a chain leads to them
-    digests: dict[str, str] = field(default_factory=dict)  # BLAKE3 of each weights' file; none in a local folder
+    digests: dict[str, str] = field(default_factory=dict)  # BLAKE3 of weights and large files; none in a local folder
     chain: list[Link] = field(default_factory=list)  # policies before it, oldest first; its delta's base is the last
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ def _chain_fault(manifest: Manifest) -> str | None:
     if len({attempt for attempt, _ in ages}) > 1 or any(one >= next for one, next in pairwise(ages)):
         return "its chain has policies of another attempt, or its steps do not rise"
     weights = {name for name in manifest.files if name.endswith(".safetensors")}
-    if not weights or weights != manifest.digests.keys() or not all(map(is_plain, weights)):
+    if not weights or not weights <= manifest.digests.keys() or not all(map(is_plain, manifest.digests)):
         return "its chain leads to weights without a digest"
     return None
 

@@ -74,6 +74,16 @@ def test_on_a_real_server_as_well(s3_store, tmp_path):
     )
 
 
+def test_a_large_tokenizer_travels_once(trainer, memory_run, tmp_path, downloads, monkeypatch):
+    monkeypatch.setattr(policy_delta, "_LARGE_BYTES", 1)  # so config.json is one
+    refs = [trainer.publish(step) for step in range(3)]
+    assert files(memory_run, refs[2]) == ["config.json.delta", *DELTA[1:]]
+    for step in (0, 1, 2):
+        assert is_right(fetch_policy(memory_run, refs[step], tmp_path / "cache"), step)
+    assert is_right(fetch_policy(memory_run, refs[2], tmp_path / "another"), 2)
+    assert [downloads[f"0{step}/config.json"] for step in range(3)] == [2, 0, 0]
+
+
 def test_a_machine_that_joins_later_replays_the_chain(trainer, memory_run, tmp_path, downloads):
     refs = [trainer.publish(step) for step in range(6)]
     assert is_right(fetch_policy(memory_run, refs[-1], tmp_path / "cache"), 5)
