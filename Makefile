@@ -19,8 +19,9 @@ test test-unit test-apart test-crash soak fuzz: export OMP_NUM_THREADS := 1
 # Bytecode is kept, whatever the shell sets: without it, every process compiles torch and vLLM again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-plan bench-report bench-trainer bench-accuracy \
-	bench-search bench-stability smoke compare-staleness studies compare-sync crash-matrix soak fuzz clean
+.PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-plan bench-policies bench-report \
+	bench-trainer bench-accuracy bench-search bench-stability smoke compare-staleness studies compare-sync crash-matrix \
+	soak fuzz clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -58,6 +59,9 @@ bench-buffer: $(STAMP)  ## Measure the replay buffer by size
 
 bench-plan: $(STAMP)  ## Measure the error of tba plan on six real runs of a small model
 	$(BIN)/python -m tests.benchmarks.bench_plan
+
+bench-policies: $(STAMP)  ## Measure how fast a policy travels over 100 Mbit/s, as a delta and whole
+	$(BIN)/python -m tests.benchmarks.bench_policies
 
 bench-report: $(STAMP)  ## Measure report and diversity of large runs
 	$(BIN)/python -m tests.benchmarks.bench_report

@@ -67,11 +67,12 @@ def patiently(
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def with_room(write: Callable[[], Result], name: str) -> Result:
-    """Returns write(), which writes `name` to the temporary folder; repeated while the disk is full (patience_s).
+def with_room(write: Callable[[], Result], name: str, folder: str | os.PathLike[str] | None = None) -> Result:
+    """Returns write(), which writes `name` to a folder; repeated while the disk is full (patience_s).
 
-    Raises: StoreFull: the disk was full for all that time.
+    folder: None: the one for temporary files. Raises: StoreFull: the disk was full for all that time.
     """
+    place = os.fspath(folder or tempfile.gettempdir())
 
     def try_once() -> Result:
         try:
@@ -79,16 +80,15 @@ def with_room(write: Callable[[], Result], name: str) -> Result:
         except Exception as error:
             if not _is_for_lack_of_room(error):
                 raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir()) from error
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place) from error
 
     try:
-        return patiently(try_once, f"write {name} to {tempfile.gettempdir()}", patience_s())
+        return patiently(try_once, f"write {name} to {place}", patience_s())
     except OSError as error:
         if not _is_for_lack_of_room(error):
             raise
-        raise StoreFull(
-            f"cannot write {name} to {tempfile.gettempdir()}: {FULL.remedy}. TMPDIR names a folder on another disk."
-        ) from error
+        remedy = "" if folder else " TMPDIR names a folder on another disk."
+        raise StoreFull(f"cannot write {name} to {place}: {FULL.remedy}.{remedy}") from error
 
 
 def _is_for_lack_of_room(error: Exception) -> bool:

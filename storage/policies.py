@@ -28,6 +28,7 @@ import json
 import logging
 import math
 import shutil
+import tempfile
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -39,10 +40,24 @@ from typing import Any
 from pydantic import FiniteFloat
 
 from storage.attempts import check_not_superseded, counts, is_superseded, list_attempts
-from storage.errors import DamagedPolicy, DamagedRecord, NotFound, Superseded
-from storage.paths import inside
+from storage.errors import DamagedPolicy, DamagedRecord, NotFound, Superseded, UnsafePath
 from storage.patience import with_room
-from storage.policy_folder import MANIFEST, POLICY_NAME, Manifest, drop, folder_fault, into_cache, link_or_copy
+from storage.policy_delta import can_be_fetched, damaged, fetch, is_anchor_due, lacks_files, make_whole, travel_form
+from storage.policy_folder import (
+    MANIFEST,
+    Link,
+    Manifest,
+    age,
+    cached_path,
+    drop,
+    folder_fault,
+    into_cache,
+    is_policy,
+    is_safe_fingerprint,
+    link_or_copy,
+    manifest_text,
+    read_manifest,
+)
 from storage.store import RESTORE, RunStore, transfer_all
 
 LATEST = "policies/latest.json"
@@ -79,33 +94,45 @@ def policy_ref(step: int, fingerprint: str, *, attempt: int, final: bool = False
 
 
 def publish_policy(
-    store: RunStore, local_folder: str | Path, ref: PolicyRef, cache_dir: str | Path | None = None
+    store: RunStore,
+    local_folder: str | Path,
+    ref: PolicyRef,
+    cache_dir: str | Path | None = None,
+    base: PolicyRef | None = None,
 ) -> PolicyRef:
     """Uploads a policy, then points policies/latest.json to it. Returns the reference with the time of publication.
 
     cache_dir: the folder of fetch_policy's copies on this machine. A copy is put there to save the download. On one
     filesystem the copy links to local_folder's files, so do not write to these again.
+    base: the policy that this Trainer published before. A remote store gets the changes since instead of the weights,
+    where that pays (storage/policy_delta.py); of the final policy it gets both.
     Raises: Superseded: a later attempt has begun, before policy.json or before the pointer was written. (Otherwise
     Searchers would alternate between two Trainers' policies.)
     """
-    local_folder = Path(local_folder)
+    local_folder, is_remote = Path(local_folder), store.local_path(ref.path) is None
     files = {
         file.relative_to(local_folder).as_posix(): file.stat().st_size
         for file in sorted(local_folder.rglob("*"))
         if file.is_file() and file.name != MANIFEST
     }
-    manifest = {"step": ref.step, "fingerprint": ref.fingerprint, "attempt": ref.attempt, "files": files}
-    text = json.dumps(manifest | {"final": ref.final}, indent=2)
-    with_room(lambda: (local_folder / MANIFEST).write_text(text), f"{MANIFEST} of run {store.run}")
-    store.upload_folder(
-        local_folder, ref.path, last=MANIFEST, before_last=lambda: check_not_superseded(store, ref.attempt)
-    )
+    manifest = Manifest(ref.step, ref.fingerprint, ref.attempt, files, ref.final)
+    if is_remote:
+        manifest = travel_form(store, local_folder, manifest, base and _link(base), cache_dir)
+        manifest = replace(manifest, whole=manifest.whole or ref.final)
+    text = manifest_text(manifest)
+    with_room(lambda: (local_folder / MANIFEST).write_bytes(text), f"{MANIFEST} of run {store.run}")
+    check = partial(check_not_superseded, store, ref.attempt)
+    store.upload_folder(local_folder, ref.path, last=MANIFEST, before_last=check, only=manifest.stored)
     ref = replace(ref, published_at=datetime.now(UTC).isoformat())
-    if cache_dir is not None and store.local_path(ref.path) is None:
-        link = partial(shutil.copytree, local_folder, copy_function=link_or_copy, dirs_exist_ok=True)
+    if cache_dir is not None and is_remote:
+        copy = partial(
+            shutil.copytree, copy_function=link_or_copy, dirs_exist_ok=True, ignore=lambda *_: manifest.deltas
+        )
         with suppress(OSError):  # if the disk is full, Searchers download it
-            into_cache(_cached(ref, cache_dir), link)
+            into_cache(_cached(ref, cache_dir), partial(copy, local_folder))
     point_to(store, ref)
+    if is_anchor_due(manifest):  # after the pointer, so that no Searcher waits for it
+        make_whole(store, ref.path, local_folder, before_last=check)
     return ref
 
 
@@ -145,11 +172,8 @@ def latest_policy(store: RunStore) -> PolicyRef | None:
 
 
 def is_stored(store: RunStore, ref: PolicyRef) -> bool:
-    """Whether all files of a published policy exist, by their names."""
-    with suppress(DamagedRecord):
-        manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
-        return manifest is not None and {f"{ref.path}/{name}" for name in manifest.files} <= set(store.list(ref.path))
-    return False
+    """Whether all files of a published policy and of those that its weights are rebuilt from exist, by their names."""
+    return can_be_fetched(store, _link(ref))
 
 
 def is_latest(store: RunStore, ref: PolicyRef) -> bool:
@@ -162,8 +186,8 @@ def is_latest(store: RunStore, ref: PolicyRef) -> bool:
 def _newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
     """The newest policy of later attempts that is not pruned, found without latest.json."""
     folders = [path.removesuffix(f"/{MANIFEST}") for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
-    later = [folder for folder in folders if _is_policy(folder) and _age(folder)[0] > attempt]
-    for folder in sorted(later, key=_age, reverse=True):
+    later = [folder for folder in folders if is_policy(folder) and age(folder)[0] > attempt]
+    for folder in sorted(later, key=age, reverse=True):
         with suppress(DamagedRecord):
             found = store.read_json(f"{folder}/{MANIFEST}", Manifest)
             if found is not None and not found.pruned:
@@ -181,24 +205,12 @@ def _read_pointer(store: RunStore, path: str, kind: type[PolicyRef]) -> Any:
 
 def _checked(ref: PolicyRef, where: str) -> PolicyRef:
     """The policy, if its names, which come from the store, can become a path. Raises: DamagedRecord: they cannot."""
-    if not _is_policy(ref.path) or _age(ref.path)[1] != ref.step or set(ref.fingerprint) & set("/\\\0"):
+    if not is_policy(ref.path) or age(ref.path)[1] != ref.step or not is_safe_fingerprint(ref.fingerprint):
         raise DamagedRecord(
             f"{where} names the policy {ref.path!r} of step {ref.step} and fingerprint {ref.fingerprint!r}, which is "
             f"no policy's name. {RESTORE}"
         )
     return ref
-
-
-def _is_policy(folder: str) -> bool:
-    """Whether the folder's name is that of a policy. Other folders are ignored."""
-    parent, _, name = folder.rpartition("/")
-    return parent == "policies" and bool(POLICY_NAME.fullmatch(name))
-
-
-def _age(folder: str) -> tuple[int, int]:
-    """Attempt and step. A policy of a later attempt is newer, whatever its step."""
-    name = POLICY_NAME.fullmatch(Path(folder).name)
-    return int(name["attempt"] or 1), int(name["step"])
 
 
 def best_policy(store: RunStore) -> BestPolicy | None:
@@ -230,10 +242,15 @@ def release_policy(store: RunStore, searcher: str) -> None:
         store.delete(_held_path(searcher))
 
 
-def keep_if_best(store: RunStore, ref: PolicyRef, accuracy: float, num_problems: int) -> bool:
+def keep_if_best(
+    store: RunStore, ref: PolicyRef, accuracy: float, num_problems: int, cache_dir: str | Path | None = None
+) -> bool:
     """Points policies/best.json to a held policy, unless another has a higher accuracy. Returns whether it did.
 
-    A policy whose accuracy is not finite, because a reward was NaN, does not become the best.
+    cache_dir: as of fetch_policy, for a policy that is stored as a delta: its weights are uploaded before. None: it is
+    rebuilt in a temporary folder.
+    A policy whose accuracy is not finite, because a reward was NaN, or whose weights cannot be fetched any more, does
+    not become the best.
     """
     if not math.isfinite(accuracy):
         return False
@@ -244,9 +261,22 @@ def keep_if_best(store: RunStore, ref: PolicyRef, accuracy: float, num_problems:
         best = None
     if best is not None and best.accuracy > accuracy:
         return False
+    try:
+        _store_weights(store, ref, cache_dir)
+    except (NotFound, DamagedPolicy, DamagedRecord, UnsafePath) as error:
+        logger.warning("this policy does not become the best one, because it cannot be stored whole: %s", error)
+        return False
     found = BestPolicy(**asdict(ref), accuracy=accuracy, num_problems=num_problems)
     store.put(BEST, json.dumps(asdict(found), indent=2).encode())
     return True
+
+
+def _store_weights(store: RunStore, ref: PolicyRef, cache_dir: str | Path | None) -> None:
+    """Uploads a policy's weights if only a delta is stored."""
+    manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
+    if manifest is None or not manifest.whole:
+        with tempfile.TemporaryDirectory(prefix="tba-best-") as temporary:
+            make_whole(store, ref.path, fetch_policy(store, ref, cache_dir or temporary))
 
 
 def _held_path(searcher: str) -> str:
@@ -261,15 +291,22 @@ def fetch_policy(store: RunStore, ref: PolicyRef, cache_dir: str | Path) -> Path
     """
     _checked(ref, f"run {store.run} in {store.url}")
     own = store.local_path(ref.path)
-    if own is not None:
-        _check_whole(store, ref, own)
-        return own
+    if own is None or _is_delta(own):
+        return fetch(store, _link(ref), cache_dir)
+    try:
+        fault = folder_fault(own)
+    except FileNotFoundError as error:
+        raise lacks_files(store, _link(ref), error) from error
+    if fault:
+        raise damaged(store, _link(ref), fault)
+    return own
 
-    def download(folder: Path) -> None:
-        store.download_folder(ref.path, folder)
-        _check_whole(store, ref, folder)
 
-    return into_cache(_cached(ref, cache_dir), download)
+def _is_delta(folder: Path) -> bool:
+    """Whether a folder lacks the weights: the run was copied from a remote store."""
+    with suppress(FileNotFoundError, ValueError):
+        return not read_manifest(folder).whole
+    return False
 
 
 def drop_cached_policy(ref: PolicyRef, cache_dir: str | Path) -> bool:
@@ -278,23 +315,11 @@ def drop_cached_policy(ref: PolicyRef, cache_dir: str | Path) -> bool:
 
 
 def _cached(ref: PolicyRef, cache_dir: str | Path) -> Path:
-    # the fingerprint separates runs of one name in different stores
-    return inside(Path(cache_dir), f"{Path(ref.path).name}-{ref.fingerprint[:16]}")
+    return cached_path(ref.path, ref.fingerprint, cache_dir)
 
 
-def _check_whole(store: RunStore, ref: PolicyRef, folder: Path) -> None:
-    try:
-        fault = folder_fault(folder)
-    except FileNotFoundError as error:
-        raise NotFound(
-            f"policy {ref.path} of run {store.run} in {store.url} lacks files ({error}): it was pruned, or "
-            "its files were removed by hand. Fetch the latest policy."
-        ) from error
-    if fault:
-        raise DamagedPolicy(
-            f"policy {ref.path} of run {store.run} in {store.url}: {fault}. The store lost or changed it; publish the "
-            "policy again."
-        )
+def _link(ref: PolicyRef) -> Link:
+    return Link(ref.path, ref.fingerprint, whole=False)
 
 
 def published_policies(store: RunStore) -> dict[str, dict]:
@@ -311,28 +336,35 @@ def published_policies(store: RunStore) -> dict[str, dict]:
 def prune_policies(store: RunStore, keep: int) -> None:
     """Deletes the weights of all policies except the newest `keep`, the best one and those that Searchers hold.
 
-    The policy.json of a pruned policy stays, marked as pruned. Policies of a later attempt are newer, whatever their
-    step. A partial policy, whose Trainer was killed, is deleted. No policy is pruned while best.json or a file in held/
-    is damaged.
+    Policies that the weights of a kept one are rebuilt from are kept, too. The policy.json of a pruned policy stays,
+    marked as pruned. Policies of a later attempt are newer, whatever their step. A partial policy, whose Trainer was
+    killed, is deleted. No policy is pruned while best.json, a file in held/ or a kept policy.json is damaged.
     """
     files: dict[str, list[str]] = defaultdict(list)
     for path in store.list("policies"):
         folder = "/".join(path.split("/")[:2])
-        if _is_policy(folder):
+        if is_policy(folder):
             files[folder].append(path)
-    unpruned = [folder for folder, paths in files.items() if paths != [f"{folder}/{MANIFEST}"]]
-    doomed = sorted(unpruned, key=_age)[:-keep]
-    if not doomed:
-        return
-    store.put(_PRUNING, json.dumps(doomed).encode())
+    unpruned = sorted((folder for folder, paths in files.items() if paths != [f"{folder}/{MANIFEST}"]), key=age)
     try:
-        kept = _evaluated(store)
+        kept = _with_needed(store, set(unpruned[-keep:]))
+        doomed = [folder for folder in unpruned if folder not in kept]
+        if not doomed:
+            return
+        store.put(_PRUNING, json.dumps(doomed).encode())
+        kept |= _with_needed(store, _evaluated(store) - kept)
     except DamagedRecord as error:
-        logger.warning("no policy is pruned for now, because held or best policies cannot be read: %s", error)
+        logger.warning("no policy is pruned for now, because held, best or newest ones cannot be read: %s", error)
         return
     for folder in doomed:
         if folder not in kept:
             _delete_weights(store, folder, files[folder])
+
+
+def _with_needed(store: RunStore, folders: set[str]) -> set[str]:
+    """The policies, and those that their weights are rebuilt from."""
+    manifests = (store.read_json(f"{folder}/{MANIFEST}", Manifest) for folder in sorted(folders))
+    return folders | {link.path for manifest in manifests if manifest is not None for link in manifest.needs}
 
 
 def _delete_weights(store: RunStore, folder: str, files: list[str]) -> None:

@@ -1,9 +1,10 @@
-"""A policy's folder: whether it is whole, and the cache of such folders on a machine.
+"""A policy's folder: its policy.json, whether it is whole, and the cache of such folders on a machine.
 
 Before: storage/policies.py publishes a policy; after: it hands the cache's copy to a Searcher.
 """
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -13,47 +14,151 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from storage.errors import UnsafePath
-from storage.paths import inside
+from storage.paths import inside, is_plain
 
 MANIFEST = "policy.json"
 POLICY_NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
-_CACHED_POLICIES = 2  # the served policy, and the next one
+DELTA = ".delta"  # suffix of a file that holds the changes of another (storage/policy_delta.py)
+LONGEST_CHAIN = 16  # links; two anchors are among them (storage/policy_delta.py)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# The served policy and the next one. So the base of a delta is there: the policy that this machine had before.
+_CACHED_POLICIES = 2
 _STALE_DOWNLOAD_S = 3600  # a download of this age belongs to a process that has died
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Link:
+    """A policy, as a later one's policy.json names it."""
+
+    path: str  # of its folder, inside the run
+    fingerprint: str
+    whole: bool  # whether its folder had the weights when the later policy was published
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """The content of policy.json."""
+    """The content of policy.json. Raises: ValueError: its chain is none that a Trainer writes."""
 
     step: int
     fingerprint: str
     attempt: int
-    files: dict[str, int]  # size of each, by its path in the folder
+    files: dict[str, int]  # size of each of the whole policy, by its path in the folder
     final: bool = False  # older versions did not record it
     pruned: bool = False
+    whole: bool = True  # whether the folder has the weights; if not, a chain leads to them
+    digests: dict[str, str] = field(default_factory=dict)  # BLAKE3 of weights and large files; none in a local folder
+    chain: list[Link] = field(default_factory=list)  # policies before it, oldest first; its delta's base is the last
+
+    def __post_init__(self) -> None:
+        if not self.digests.keys() <= self.files.keys() or not all(map(_DIGEST.fullmatch, self.digests.values())):
+            raise ValueError("its digests are not those of its files")
+        if (self.chain or not self.whole) and (fault := _chain_fault(self)):
+            raise ValueError(fault)
+
+    @property
+    def anchor(self) -> int:
+        """The place in the chain of the newest policy with weights."""
+        return max(number for number, link in enumerate(self.chain) if link.whole)
+
+    @property
+    def needs(self) -> list[Link]:
+        """The policies before it without which its weights cannot be rebuilt."""
+        return [] if self.whole else self.chain[self.anchor :]
+
+    @property
+    def deltas(self) -> set[str]:
+        return {name + DELTA for name in self.digests} if self.chain else set()
+
+    @property
+    def stored(self) -> set[str]:
+        """The names of the files that its folder has in the store, without policy.json."""
+        return self.deltas | (set(self.files) if self.whole else self.files.keys() - self.digests.keys())
+
+
+def _chain_fault(manifest: Manifest) -> str | None:
+    """The names become paths, and the steps rise, so that a chain has no loop. The attempt has no other's policies."""
+    chain = manifest.chain
+    names_hold = all(is_policy(link.path) and is_safe_fingerprint(link.fingerprint) for link in chain)
+    if not names_hold or len(chain) > LONGEST_CHAIN or not any(link.whole for link in chain):
+        return f"its chain does not have 1 to {LONGEST_CHAIN} policies, or none of them has the weights"
+    ages = [age(link.path) for link in chain] + [(manifest.attempt, manifest.step)]
+    if len({attempt for attempt, _ in ages}) > 1 or any(one >= next for one, next in pairwise(ages)):
+        return "its chain has policies of another attempt, or its steps do not rise"
+    weights = {name for name in manifest.files if name.endswith(".safetensors")}
+    if not weights or not weights <= manifest.digests.keys() or not all(map(is_plain, manifest.digests)):
+        return "its chain leads to weights without a digest"
+    return None
+
+
+def is_policy(folder: str) -> bool:
+    """Whether the folder's name is that of a policy. Other folders are ignored."""
+    parent, _, name = folder.rpartition("/")
+    return parent == "policies" and bool(POLICY_NAME.fullmatch(name))
+
+
+def age(folder: str) -> tuple[int, int]:
+    """Attempt and step. A policy of a later attempt is newer, whatever its step."""
+    name = POLICY_NAME.fullmatch(Path(folder).name)
+    return int(name["attempt"] or 1), int(name["step"])
+
+
+def is_safe_fingerprint(text: str) -> bool:
+    """Whether it can be a part of a file's name."""
+    return not set(text) & set("/\\\0")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises: FileNotFoundError: there is none. ValueError: it cannot be read; the message says why."""
+    return parse_manifest((folder / MANIFEST).read_bytes())
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Raises: ValueError: it cannot be read; the message says why."""
+    try:
+        return TypeAdapter(Manifest).validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({error.errors()[0]['msg']})") from error
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """policy.json, without what every policy in a local folder has."""
+    usual = {"pruned": False, "whole": True, "digests": {}, "chain": []}
+    return json.dumps(
+        {name: value for name, value in asdict(manifest).items() if usual.get(name) != value}, indent=2
+    ).encode()
 
 
 def folder_fault(folder: Path) -> str | None:
-    """How the policy's files differ from the published ones; None: they do not.
+    """How the policy's files differ from the published ones by their sizes; None: they do not.
 
     Raises: FileNotFoundError: a file is missing. UnsafePath: the list of files names one outside the folder.
     """
     try:
-        manifest = TypeAdapter(Manifest).validate_json((folder / MANIFEST).read_bytes())
-    except ValidationError as error:
-        return f"{MANIFEST} cannot be read ({error.errors()[0]['msg']})"
-    for name, published in manifest.files.items():
+        return sizes_fault(folder, read_manifest(folder).files)
+    except ValueError as error:
+        return str(error)
+
+
+def sizes_fault(folder: Path, sizes: dict[str, int]) -> str | None:
+    """folder_fault, of the files with these published sizes."""
+    for name, published in sizes.items():
         if (found := inside(folder, name).stat().st_size) != published:
             return f"{name} has {found} bytes, but {published} were published"
     return None
+
+
+def cached_path(path: str, fingerprint: str, cache_dir: str | Path) -> Path:
+    """Where the cache has its copy of a policy. The fingerprint separates runs of one name in different stores."""
+    return inside(Path(cache_dir), f"{Path(path).name}-{fingerprint[:16]}")
 
 
 def into_cache(cached: Path, fill: Callable[[Path], object]) -> Path:
@@ -119,8 +224,8 @@ def drop(cached: Path) -> bool:
     return True
 
 
-def link_or_copy(source: str, target: str) -> None:
-    """For shutil.copytree: links a file if the filesystem allows it, else copies it."""
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Links a file if the filesystem allows it, else copies it."""
     try:
         os.link(source, target)
     except OSError:  # on another filesystem, or on one without links
@@ -128,12 +233,16 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def _trim(cache_dir: Path) -> None:
-    newest_first = sorted(cache_dir.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    changed_at: dict[Path, float] = {}
+    for folder in cache_dir.iterdir():
+        with suppress(FileNotFoundError):  # another process has removed it since
+            changed_at[folder] = folder.stat().st_mtime
+    newest_first = sorted(changed_at, key=changed_at.get, reverse=True)
     policies = [folder for folder in newest_first if POLICY_NAME.match(folder.name)]
     dead_downloads = [
         folder
         for folder in newest_first
-        if folder.name.startswith(".tmp-") and time.time() - folder.stat().st_mtime > _STALE_DOWNLOAD_S
+        if folder.name.startswith(".tmp-") and time.time() - changed_at[folder] > _STALE_DOWNLOAD_S
     ]
     for folder in policies[_CACHED_POLICIES:] + dead_downloads:
-        shutil.rmtree(folder, ignore_errors=True)
+        drop(folder)

@@ -148,36 +148,40 @@ class RunStore:
         *,
         last: str | None = None,
         before_last: Callable[[], object] = lambda: None,
+        only: Iterable[str] | None = None,
     ) -> None:
-        """Copies every file of a local folder, replacing existing files.
+        """Copies files of a local folder, replacing existing files.
 
         last: path inside the folder of the file to copy after all others; its presence means "complete".
         before_last: called right before `last` is copied; if it raises, the folder stays incomplete.
+        only: paths inside the folder of the files to copy; None: all.
         """
         local = Path(local)
-        names = sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
+        names = (path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
+        chosen = set(names if only is None else only) - {last}
         with self._errors("upload to", folder):
-            transfer_all(lambda name: self._files.put_file(f"{folder}/{name}", local / name), set(names) - {last})
+            transfer_all(lambda name: self._files.put_file(f"{folder}/{name}", local / name), sorted(chosen))
             if last is not None:
                 before_last()
                 self._files.put_file(f"{folder}/{last}", local / last)
 
-    def download_folder(self, folder: str, local: str | Path) -> None:
-        """Copies every file of a folder to a local one. Raises: NotFound: the folder is empty.
+    def download_folder(self, folder: str, local: str | Path, *, only: Iterable[str] | None = None) -> None:
+        """Copies files of a folder to a local one. Raises: NotFound: the folder is empty, or lacks one of `only`.
 
-        Files with names that lead out of the local folder are left out.
+        only: paths inside the folder; None: all. Of all, files with names that lead out of the local folder are left
+        out; in `only`, such a name raises UnsafePath.
         """
-        paths = self.list(folder)
-        if not paths:
+        paths = self.list(folder) if only is None else [check_path(f"{folder}/{name}") for name in sorted(only)]
+        if not paths and only is None:
             raise NotFound(f"cannot download {self._where(folder)}: it does not exist")
 
         def download(path: str) -> None:
             target = inside(Path(local), path.removeprefix(f"{folder}/"))
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._files.get_file(path, target)
+            with self._errors(f"download to {local}", path):
+                self._files.get_file(path, target)
 
-        with self._errors(f"download to {local}", folder):
-            transfer_all(download, paths)
+        transfer_all(download, paths)
 
     def local_path(self, path: str) -> Path | None:
         """The path of a file or folder on this machine; None: the store is elsewhere."""

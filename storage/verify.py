@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from storage import attempts, checkpoints, ledger, policies, schema
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, StoreError
 from storage.intake import limits_of
-from storage.policy_folder import Manifest
+from storage.policy_folder import Manifest, age, is_policy
 from storage.reward_versions import VERSION
 from storage.shards import round_of
 from storage.store import RunStore, transfer_all
@@ -206,25 +206,30 @@ def _next_kept(number: int, refused: set[int]) -> int:
 
 
 def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Callable) -> Iterator[Fault]:
-    for path, manifest in published.items():
-        if manifest.get("pruned"):
-            continue
-        ref = policies.PolicyRef(manifest["step"], path, manifest["fingerprint"], False, manifest["attempt"], "")
-        try:
-            with tempfile.TemporaryDirectory(prefix="tba-verify-") as cache:  # one at a time: they are large
-                found = fingerprint(policies.fetch_policy(store, ref, cache))
-        except (NotFound, DamagedPolicy) as error:
-            if not policies.published_policies(store)[path].get("pruned"):  # meanwhile, by the Trainer
-                yield Fault("damaged policy", path, str(error))
-        except StoreError:
-            raise
-        except Exception as error:  # a broken file may raise any exception
-            yield Fault("damaged policy", path, f"its weights do not load ({type(error).__name__}: {error})")
-        else:
-            if found != manifest["fingerprint"]:
-                yield Fault(
-                    "changed weights", path, f"they were published as {manifest['fingerprint']} and are {found} now"
-                )
+    stored = [path for path, manifest in published.items() if is_policy(path) and not manifest["pruned"]]
+    with tempfile.TemporaryDirectory(prefix="tba-verify-") as cache:
+        # one after the other, as they were published: the cache keeps two, and one is rebuilt from the one before
+        for path in sorted(stored, key=age):
+            if fault := _policy_fault(store, path, published[path], fingerprint, cache):
+                yield fault
+
+
+def _policy_fault(store: RunStore, path: str, manifest: dict, fingerprint: Callable, cache: str) -> Fault | None:
+    ref = policies.PolicyRef(manifest["step"], path, manifest["fingerprint"], False, manifest["attempt"], "")
+    try:
+        found = fingerprint(policies.fetch_policy(store, ref, cache))
+    except (NotFound, DamagedPolicy) as error:
+        if not policies.published_policies(store)[path].get("pruned"):  # meanwhile, by the Trainer
+            return Fault("damaged policy", path, str(error))
+    except StoreError:
+        raise
+    except Exception as error:  # a broken file may raise any exception
+        return Fault("damaged policy", path, f"its weights do not load ({type(error).__name__}: {error})")
+    else:
+        if found != manifest["fingerprint"]:
+            message = f"they were published as {manifest['fingerprint']} and are {found} now"
+            return Fault("changed weights", path, message)
+    return None
 
 
 def _read_pointer(store: RunStore, path: str) -> dict | str | None:

@@ -31,7 +31,8 @@ from tba.weights import fingerprint, write_weights
 KEPT_CHECKPOINTS = 2
 # The newest; the one before it, which a Searcher may still be fetching; and a spare one.
 KEPT_POLICIES = 3
-# Seconds between two checks of a waiting Trainer that Searchers can still fetch its policy: three requests each.
+# Seconds between two checks of a waiting Trainer that Searchers can still fetch its policy: four requests each, and two
+# for each policy that its weights are rebuilt from.
 LOOK_S = 10.0
 
 log = logging.getLogger("tba.learn")
@@ -146,6 +147,7 @@ class StoreOutbox:
 
         with filled_folder("policy", self._store.run, fill) as folder:
             policy = policies.policy_ref(step, fingerprint(weights.items()), attempt=self._attempt, final=final)
-            self._served = policies.publish_policy(self._store, folder, policy, policy_cache(self._store.run))
+            cache, before = policy_cache(self._store.run), self._served
+            self._served = policies.publish_policy(self._store, folder, policy, cache, before)
         attempts.check_not_superseded(self._store, self._attempt)
         policies.prune_policies(self._store, keep=KEPT_POLICIES)

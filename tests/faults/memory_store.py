@@ -26,6 +26,9 @@ class MemoryFiles:
             raise FileExistsError(path)
         self.data[path] = data
 
+    def put_file(self, path: str, local: Path) -> None:
+        self.put(path, local.read_bytes())
+
     def get(self, path: str) -> bytes:
         if path not in self.data:
             raise FileNotFoundError(path)

@@ -208,6 +208,9 @@ POLICY = {"step": 4, "path": "policies/step=00000004", "fingerprint": "f" * 32, 
           "published_at": "2026-01-01T00:00:00+00:00"}  # fmt: skip
 BEST = POLICY | {"accuracy": 0.5, "num_problems": 8}
 MANIFEST = {"step": 4, "fingerprint": "f" * 32, "attempt": 1, "files": {"config.json": 2}}
+CHAIN = {"step": 4, "fingerprint": "f" * 32, "attempt": 1, "files": {"model.safetensors": 2}, "whole": False,
+         "digests": {"model.safetensors": "0" * 64},
+         "chain": [{"path": "policies/step=00000002", "fingerprint": "e" * 32, "whole": True}]}  # fmt: skip
 ATTEMPT = {"attempt": 1, "resumed_from": 0, "owner": OWNER, "created_at": "2026-01-01T00:00:00+00:00"}
 BEAT = {"state": "training", "step": 3, "attempt": 1, "owner": OWNER, "at": "2026-01-01T00:00:00+00:00", "message": ""}
 REFUSAL = {"shard": shards.shard_path("s0", 0), "reasons": ["reward is finite"], "refused_by": "attempt 1"}
@@ -236,6 +239,10 @@ RECORDS = {
         lambda store: policies.hold_policy(store, policies.PolicyRef(**POLICY), "s0"))),
     "manifest": (f"{POLICY['path']}/policy.json", MANIFEST, readers(
         policies.published_policies, lambda store: policies.prune_policies(store, 1), fetched)),
+    "chain": (f"{POLICY['path']}/policy.json", CHAIN, readers(
+        policies.published_policies, lambda store: policies.prune_policies(store, 1), fetched,
+        lambda store: policies.is_stored(store, policies.PolicyRef(**POLICY)),
+        lambda store: policies.keep_if_best(store, policies.PolicyRef(**POLICY), 0.5, 8))),
     "attempt": ("trainer/attempt=00000001.json", ATTEMPT, readers(
         attempts.list_attempts, attempts.latest_attempt, attempts.trainer, attempts.first_attempt_at,
         lambda store: attempts.run_is_alive(store, 0), ledger.evaluations)),

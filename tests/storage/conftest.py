@@ -1,11 +1,16 @@
 """Fixtures that several tests of storage share."""
 
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from storage import policy_delta
 from storage.policies import policy_ref, publish_policy
 from storage.store import RunStore
+from tests.faults.memory_store import memory_store
+from tests.storage.travelling import Trainer
 
 
 @pytest.fixture
@@ -21,3 +26,33 @@ def publish(tmp_path):
         return publish_policy(store, folder, ref, cache_dir)
 
     return publish
+
+
+@pytest.fixture
+def memory_run() -> RunStore:
+    """A new run in a store in memory, which is remote: its files have no path here."""
+    return memory_store()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Small chunks, so that a file has several, the last one shorter."""
+    monkeypatch.setattr(policy_delta, "_CHUNK_BYTES", 10_000)
+
+
+@pytest.fixture
+def trainer(memory_run, small_chunks, tmp_path) -> Trainer:
+    return Trainer(memory_run, tmp_path / "trainer")
+
+
+@pytest.fixture
+def downloads(memory_run, monkeypatch) -> Counter:
+    """How often each file was downloaded."""
+    found, get_file = Counter(), memory_run._files.get_file
+
+    def counted(path: str, local: Path) -> None:
+        found[path.removeprefix("policies/step=000000")] += 1
+        get_file(path, local)
+
+    monkeypatch.setattr(memory_run._files, "get_file", counted)
+    return found

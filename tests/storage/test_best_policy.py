@@ -6,9 +6,12 @@
 
 import json
 import threading
+from collections import Counter
+from collections.abc import Container
 from itertools import combinations
+from pathlib import Path
+from random import Random
 
-from storage.errors import NotFound
 from storage.policies import (
     best_policy,
     fetch_policy,
@@ -19,13 +22,14 @@ from storage.policies import (
     release_policy,
 )
 from storage.store import RunStore
+from tests.faults.memory_store import MemoryFiles, memory_store
 from tests.storage.helpers import has_weights
 
 
-def evaluate(store: RunStore, ref, accuracy: float) -> None:
+def evaluate(store: RunStore, ref, accuracy: float, cache: Path | None = None) -> None:
     """What a Searcher does around an evaluation."""
     if hold_policy(store, ref, "s0"):
-        keep_if_best(store, ref, accuracy, num_problems=256)
+        keep_if_best(store, ref, accuracy, 256, cache)
     release_policy(store, "s0")
 
 
@@ -81,14 +85,11 @@ def test_a_pruned_policy_cannot_be_held(store, publish):
     assert not hold_policy(store, old, "s0")
 
 
-class Shelf:
-    """A store in memory, whose every request waits until it is its thread's turn."""
+class Shelf(MemoryFiles):
+    """Files in memory. Every request waits until it is its thread's turn; transfers of whole files do not."""
 
-    url, run = "memory:", "run"
-    read_json = RunStore.read_json
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = files
+    def __init__(self, data: dict[str, bytes]) -> None:
+        self.data = data
         self.may, self.did = {}, threading.Semaphore(0)
         self.at_work: set[str] = set()
 
@@ -118,22 +119,39 @@ class Shelf:
 
     def get(self, path: str) -> bytes:
         self._turn()
-        if path not in self.files:
-            raise NotFound(path)
-        return self.files[path]
+        return super().get(path)
 
     def put(self, path: str, data: bytes) -> None:
         self._turn()
-        self.files[path] = data
+        super().put(path, data)
 
-    def list(self, folder: str) -> list[str]:
+    def files(self, folder: str, start_after: str) -> list[str]:
         self._turn()
-        return sorted(path for path in self.files if path.startswith(f"{folder}/"))
+        return super().files(folder, start_after)
 
     def delete(self, path: str) -> None:
         self._turn()
-        if self.files.pop(path, None) is None:
-            raise NotFound(path)
+        if self.data.pop(path, None) is None:
+            raise FileNotFoundError(path)
+
+
+def best_after(turns: Container[int], num_turns: int, stored: dict[str, bytes], evaluate_now) -> int:
+    """The step of the best policy after an evaluation and a pruning, in this order of their requests."""
+    store, shelf = memory_store(), Shelf(dict(stored))
+    store._files = shelf
+    shelf.start("trainer", lambda: prune_policies(store, keep=1))
+    for _ in range(2):  # the listing and the newest policy, which an evaluation does not change
+        shelf.step("trainer")
+    shelf.start("searcher", lambda: evaluate_now(store))
+    for turn in range(num_turns):
+        shelf.step("searcher" if turn in turns else "trainer")
+    while shelf.at_work:
+        shelf.step(min(shelf.at_work))
+    best = best_policy(store)
+    assert f"{best.path}/model.safetensors" in shelf.data, turns
+    found = published_policies(store)[best.path]
+    assert found["whole"] and not found["pruned"], turns
+    return best.step
 
 
 def test_whatever_order_pruning_and_evaluation_come_in_best_json_names_a_whole_policy(local_store, publish):
@@ -141,18 +159,26 @@ def test_whatever_order_pruning_and_evaluation_come_in_best_json_names_a_whole_p
     evaluate(local_store, was_best, 0.25)
     prune_policies(local_store, keep=2)
     stored = {path: local_store.get(path) for path in local_store.list("policies")}
-    evaluated, outcomes = refs[0], set()
-    PRUNING, EVALUATING = 7, 6  # requests: until a policy is marked as pruned; all
-    for turns in combinations(range(PRUNING + EVALUATING), EVALUATING):
-        shelf = Shelf(dict(stored))
-        shelf.start("trainer", lambda shelf=shelf: prune_policies(shelf, keep=1))
-        shelf.start("searcher", lambda shelf=shelf: evaluate(shelf, evaluated, 0.5))
-        for turn in range(PRUNING + EVALUATING):
-            shelf.step("searcher" if turn in turns else "trainer")
-        while shelf.at_work:
-            shelf.step(min(shelf.at_work))
-        best = best_policy(shelf)
-        assert f"{best.path}/model.safetensors" in shelf.files, turns
-        assert not published_policies(shelf)[best.path]["pruned"], turns
-        outcomes.add(best.step)
+    PRUNING, EVALUATING = 7, 7  # requests: from the announcement until a policy is marked as pruned; all
+    orders = combinations(range(PRUNING + EVALUATING), EVALUATING)
+    outcomes = {
+        best_after(turns, PRUNING + EVALUATING, stored, lambda store: evaluate(store, refs[0], 0.5)) for turns in orders
+    }
     assert outcomes == {0, 1}  # pruning came first, and evaluation did
+
+
+def test_the_same_where_the_policies_are_deltas(memory_run, trainer, tmp_path):
+    refs = [trainer.publish(step) for step in range(10)]  # the ninth is whole, so the tenth does not need the second
+    evaluate(memory_run, refs[0], 0.25)
+    fetch_policy(memory_run, refs[1], tmp_path / "cache")
+    PRUNING, EVALUATING = 12, 9  # of the pruned policies, the second is marked as the second one
+    random, outcomes = Random(0), Counter()
+    for _ in range(500):
+        turns = set(random.sample(range(PRUNING + EVALUATING), EVALUATING))
+        stored = dict(memory_run._files.data)
+        outcomes[
+            best_after(
+                turns, len(turns) + PRUNING, stored, lambda store: evaluate(store, refs[1], 0.5, tmp_path / "cache")
+            )
+        ] += 1
+    assert outcomes.keys() == {0, 1}

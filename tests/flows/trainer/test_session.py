@@ -9,7 +9,7 @@ Claims
 - a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
 - an error of its writers stops the Trainer, also where it waits
 - a Trainer that waits notices every few seconds that its policy was removed, and mends the pointer to it
-- what is published is what the Trainer hands over, and its fingerprint
+- what is published is what the Trainer hands over, and its fingerprint; to a remote store its changes
 - a run's processes take a GPU each, its Trainer the first; where there are fewer, each has its share of the memory
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
@@ -45,6 +45,7 @@ from tba.batch import Batch
 from tba.precision import to_bfloat16
 from tba.training_loop import TooEarly
 from tba.weights import fingerprint, read_weights
+from tests.faults.memory_store import memory_store
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import make_batch, make_training_step
 
@@ -263,6 +264,26 @@ def test_what_is_published_is_what_the_trainer_hands_over(store, outbox, tmp_pat
     ((_, weight),) = read_weights(folder)
     assert torch.equal(weight, published)
     assert (folder / "config.json").exists() and ref.fingerprint == fingerprint([("weight", weight)])
+
+
+def test_a_remote_store_gets_the_changes_and_after_a_loss_the_weights(heart, alarms, tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
+    monkeypatch.setattr("flows.trainer.outbox.policy_cache", lambda run: tmp_path / "cache")
+    remote, weight = memory_store(), torch.randn(10_000).bfloat16()
+    (tmp_path / "template").mkdir()
+    with contextlib.closing(StoreOutbox(remote, RunConfig(), 1, tmp_path / "template", heart, alarms)) as outbox:
+        for step in (7, 9):
+            weight[step] += 1
+            outbox.publish(step, {"weight": weight.clone()}, final=False)
+            ref = published(outbox, remote)
+        delta, manifest = f"{ref.path}/model.safetensors.delta", f"{ref.path}/policy.json"
+        assert remote.list(ref.path) == [delta, manifest] and not outbox.has_lost_policy()
+        remote.delete(delta)
+        assert outbox.has_lost_policy()
+        outbox.publish(9, {"weight": weight}, final=False)
+        assert remote.list(published(outbox, remote).path) == [f"{ref.path}/model.safetensors", manifest]
+    ((_, found),) = read_weights(policies.fetch_policy(remote, ref, tmp_path / "another"))
+    assert torch.equal(found, weight)
 
 
 def published(outbox, store) -> policies.PolicyRef:
