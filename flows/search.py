@@ -17,6 +17,7 @@ from flows.config import StoreUrl, load_run
 from flows.run.prefect_page_lineage import asset_key
 from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import start_searcher_task
+from infra.machine import policy_cache
 from storage import ledger, policies, quality, requests, shards
 from storage.errors import AlreadyExists
 from storage.rules import Limits
@@ -122,7 +123,8 @@ def evaluate(store: RunStore, searcher: "Searcher", name: str, num_problems: int
     is_held = policies.hold_policy(store, policy, name)
     result = searcher.evaluate(num_problems) | {"attempt": policy.attempt, "policy_step": policy.step}
     accuracy, num_problems = result["accuracy"], result["num_problems"]
-    is_best = is_held and policies.keep_if_best(store, policy, accuracy, num_problems)
+    cache = policy_cache(store.run)
+    is_best = is_held and policies.keep_if_best(store, policy, accuracy, num_problems, cache)
     with contextlib.suppress(AlreadyExists):
         ledger.record_evaluation(store, result)
     policies.release_policy(store, name)

@@ -66,8 +66,8 @@ chosen AS (
 )
 SELECT
     chosen.*,
-    first_policy_step,
-    last_policy_step,
+    policies.first_policy_step,
+    policies.last_policy_step,
     response,
     reward,
     list_sum(behavior_logprobs) AS behavior_logprob

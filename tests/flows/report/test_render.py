@@ -97,7 +97,7 @@ def test_the_numbers_are_those_of_the_store(run_store):
     for cell in tables["rewards"]:
         shares[cell["bin"]] = shares.get(cell["bin"], 0) + cell["share"]
     assert list(shares.values()) == pytest.approx([1] * len(shares))
-    assert tables["searchers"][0]["sampling_s"] == pytest.approx(8 * 7.7)  # of the rounds of helper's making
+    assert tables["searchers"][0]["sampling_s"] == pytest.approx(8 * 8.0)  # from each turn to its last response
     assert tables["trainer"][0] == {"present_s": pytest.approx(90 + 2), "step_s": 48.0, "wait_s": pytest.approx(9.2)}
     age = tables["buffer_age"]
     assert age[0]["age_median"] == 0 and age[-1]["age_low"] <= age[-1]["age_median"] <= age[-1]["age_high"] <= 23
