@@ -9,6 +9,7 @@ whole policies are measured once. Fetches, and publishing where it says so, go t
     fetch_s_100mbit          to a cache that has the policy before: until all files are there and checked
     whole_fetch_s_100mbit    to an empty cache, the weights whole
     join_s_100mbit           to an empty cache, an anchor and the deltas after it (num_deltas)
+    eight_fetches_s_100mbit  until the last of eight processes that fetch at once has ended
     downloads_per_host       bytes that eight processes fetch at once through one cache, by those that one fetches
 
 It takes three minutes and 2 GB of the folder for temporary files (TMPDIR). `--mb 4` takes random weights instead.
