@@ -23,6 +23,7 @@ class Generator:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._batches: dict[int, Future[Batch]] = {}  # in the engine, by its number
+        self._is_stepping = False  # a step is due
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
         """Serves the policy in `folder` from now on. Batches in flight go on with it.
@@ -57,16 +58,20 @@ class Generator:
             raise
 
     def _start(self, batch: Future, prompts: list[list[int]], sampling: Sequence[Sampling], first: bool) -> None:
-        is_idle = not self._batches
         try:
             self._batches[self._engine.start(prompts, sampling, first=first)] = batch
         except BaseException as error:
             batch.set_exception(error)
             return
-        if is_idle:
+        self._step_soon()
+
+    def _step_soon(self) -> None:
+        if self._batches and not self._is_stepping:
+            self._is_stepping = True
             self._thread.submit(self._step)
 
     def _step(self) -> None:
+        self._is_stepping = False
         if not self._batches:
             return  # cancelled meanwhile
         try:
@@ -76,8 +81,7 @@ class Generator:
             for batch in self._batches.values():
                 batch.set_exception(error)
             self._batches.clear()
-        if self._batches:
-            self._thread.submit(self._step)
+        self._step_soon()
 
     def _cancel(self) -> None:
         self._engine.abort()

@@ -20,7 +20,7 @@ class Times:
     """Seconds. A list has one entry for each time that was measured."""
 
     steps: list[float]  # from a training step's start to the next one's, less the wait for a batch
-    rounds: list[float]
+    rounds: list[float]  # from a Searcher's turn to a round until it is scored; the engine may have begun it before
     pauses: list[float]  # between two rounds of a Searcher: it commits a shard and looks for a policy
     loads: list[float]  # further seconds where it found a new policy
     publish: float  # from a step's end until Searchers find its policy

@@ -42,7 +42,7 @@ def time_shares(tables: dict[str, list[dict]]) -> list[dict]:
         parts = [("training", trainer["step_s"]), ("waiting for data", trainer["wait_s"])]
         rows.append(_row("Trainer", trainer["present_s"], parts, "publishing, checkpoints, resuming"))
     for row in tables["searchers"]:
-        parts = [("sampling", row["sampling_s"]), ("scoring, beside sampling", row["scoring_s"])]
+        parts = [("sampling", row["sampling_s"]), ("scoring", row["scoring_s"])]
         rows.append(_row(row["searcher"], row["present_s"], parts, "loading policies, evaluating, between rounds"))
     return rows
 

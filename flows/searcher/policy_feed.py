@@ -26,7 +26,8 @@ TRAINER_SILENT_S = max(180, 60 + patience_s())
 POLL_S = 0.5
 # A policy that was removed or damaged is tried again after this long, unless another one is published before.
 LOST_S = 10.0
-LOAD_SHARE = 0.05  # of the time since the last policy, for the next one in the middle of a round
+# A policy is loaded in the middle of a round only if such loads stop the engine for at most this share of the time.
+LOAD_SHARE = 0.05
 
 
 class TrainerPulse:
@@ -50,8 +51,8 @@ class PolicyFeed:
     other one again after `LOST_S`. If it serves none, it waits: a waiting Trainer publishes a lost policy again
     (flows/trainer/outbox.py), and a training one publishes its next policy.
 
-    A new policy is served from the next round's begin, also by responses in flight; in the middle of a round, only
-    where loading takes less than `LOAD_SHARE` of the time, because the engine does not sample while it loads.
+    A new policy is loaded before each round. It is loaded in the middle of a round, too, unless loads would take more
+    than `LOAD_SHARE` of the time: the engine does not sample while it loads. Responses in flight go on with it.
     """
 
     def __init__(self, store: RunStore, searcher: "Searcher", *, is_synchronous: bool = False) -> None:

@@ -5,13 +5,14 @@
 - A policy is loaded between two steps; a row names the policies of its first and its last token.
 - A load that fails ends the batches in flight, and their rounds are sampled again, by the next policy alone.
 - An engine's error reaches who waits for a batch; later batches are sampled.
+- However often batches are dropped, one step follows another: a load waits for one step at most.
 - An evaluation goes before the prompts that wait.
 
 python -m pytest tests/tba/test_generator.py
 """
 
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
@@ -199,6 +200,19 @@ def test_dropped_batches_are_cancelled(engine):
     with pytest.raises(CancelledError):
         batch.result(WAIT_S)
     assert not engine.batches
+
+
+def test_a_load_waits_for_one_step_at_most(engine):
+    generator = Generator(engine)
+
+    def drop_and_start_again() -> int:
+        """In the engine's thread, so before a step that is due. Returns the number of steps that are due then."""
+        for _ in range(5):
+            generator._start(Future(), [[2]], [ANY], False)
+            generator._cancel()
+        return generator._thread._work_queue.qsize()
+
+    assert generator._thread.submit(drop_and_start_again).result(WAIT_S) == 1
 
 
 def test_an_evaluation_goes_first(searcher, engine):

@@ -2,8 +2,8 @@
 
 - residual = -A / beta, with A the mean-baseline advantage of the KL-penalised reward (float64, 1e-9).
 - On-policy its gradient is that of mean-baseline REINFORCE with KL-penalised reward, tapered or not.
-- From uniform, stale and adversarial samples on an enumerable toy the tapered loss converges to p_ref * exp(r / beta) /
-  Z; plain REINFORCE without importance weights does not, nor does a form whose minimum is elsewhere.
+- From uniform, stale, mixed and adversarial samples on an enumerable toy the tapered loss converges to p_ref *
+  exp(r / beta) / Z; plain REINFORCE without importance weights does not, nor does a form whose minimum is elsewhere.
 - The loss over all pairs of responses (contrastive balance) has the plain loss's gradient, but for a factor.
 - The taper weighs what is to become less likely by min(1, p / p_behavior), and nothing else.
 - The gradient does not depend on how prompts are split into micro-batches.
@@ -127,16 +127,21 @@ class Toy:
         return [scale * torch.randn(4**n, 4, dtype=torch.float64) for n in range(3)]
 
     def log_probabilities(self, tables: list[torch.Tensor]) -> torch.Tensor:
-        """[64]: the sum over places of the log-softmax of the row that the earlier tokens pick."""
+        """[64]: of each sequence."""
+        return self.token_logprobs(tables).sum(0)
+
+    def token_logprobs(self, tables: list[torch.Tensor]) -> torch.Tensor:
+        """[3, 64]: by place, the log-softmax of the row that the earlier tokens pick."""
         logs = [table.log_softmax(1) for table in tables]
         a, b, c = torch.tensor(self.sequences).T
-        return logs[0][0, a] + logs[1][a, b] + logs[2][4 * a + b, c]
+        return torch.stack([logs[0][0, a], logs[1][a, b], logs[2][4 * a + b, c]])
 
     def train(self, loss_of, samples: str = "uniform", steps: int = 400) -> float:
         """Total variation between the target and a policy trained on batches of 16 responses.
 
-        samples: "uniform"; "stale", of the policy 100 steps before; "adversarial", of exp(-r / 2 beta), which
-        prefers what the target avoids. None is the policy's or the target's distribution.
+        samples: "uniform"; "stale", of the policy 100 steps before; "mixed", each token of another policy: of 100
+        steps before, of 50, and of now; "adversarial", of exp(-r / 2 beta), which prefers what the target avoids. None
+        is the policy's or the target's distribution.
         """
         torch.manual_seed(2)
         tables = [table.requires_grad_() for table in self.random_tables(0.1)]
@@ -144,11 +149,13 @@ class Toy:
         earlier = []
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = 0.03 * (1 - step / steps)
-            logprob = self.log_probabilities(tables)  # [64]
-            earlier = [*earlier, logprob.detach()][-100:]
+            by_token = self.token_logprobs(tables)  # [3, 64]
+            logprob = by_token.sum(0)  # [64]
+            earlier = [*earlier, by_token.detach()][-100:]
             behavior = {
                 "uniform": torch.zeros(64).double().log_softmax(0),
-                "stale": earlier[0],
+                "stale": earlier[0].sum(0),
+                "mixed": earlier[0][0] + earlier[len(earlier) // 2][1] + earlier[-1][2],
                 "adversarial": (-self.reward / self.beta / 2).log_softmax(0),
             }[samples]
             drawn = torch.multinomial(behavior.exp(), 16, replacement=True)[None]  # [1, 16]
@@ -165,7 +172,7 @@ def reinforce_loss(policy, reference, reward, beta, behavior):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", ["uniform", "stale", "adversarial"])
+@pytest.mark.parametrize("samples", ["uniform", "stale", "mixed", "adversarial"])
 def test_off_policy_samples_lead_to_the_target_distribution(samples):
     assert Toy().train(tapered_loss, samples, steps=3000) < 0.02
 

@@ -8,6 +8,8 @@ Claims
 - after a load that failed half-way nothing is sampled before a whole policy is loaded
 - this machine's copy whose weights changed is fetched anew; weights that the store changed are an error
 - a synchronous Searcher waits for another policy
+- in the middle of a round a new policy is served, but not the final one, and not if loads take much of the time; `next`
+  says afterwards that it is new; after a load that failed half-way another policy is waited for
 
 Run: pytest tests/flows/searcher/test_policy_feed.py
 """
@@ -197,3 +199,53 @@ def test_a_synchronous_searcher_waits_for_another_policy(local_store, publish):
     assert feed.next().step == 1
     another.join()
     assert json.loads(local_store.get(policies.LATEST))["step"] == 1
+
+
+def test_in_the_middle_of_a_round_a_new_policy_is_served(local_store, publish):
+    engine = Engine()
+    feed = PolicyFeed(local_store, engine)
+    publish(local_store, 0)
+    feed.next()
+    second = publish(local_store, 1)
+    feed._load_s = 0.0  # a load takes no time
+    feed.poll()
+    assert engine.served.step == 1
+    assert feed.paths([engine.served]) == [second.path]
+    assert feed.next() == second and feed.is_new, "it is to be evaluated"
+    assert feed.next() == second and not feed.is_new
+    publish(local_store, 2, final=True)
+    feed.poll()
+    assert engine.served.step == 1, "nobody trains on responses of the final policy"
+
+
+def test_loads_take_little_of_a_rounds_time(local_store, publish):
+    engine = Engine()
+    feed = PolicyFeed(local_store, engine)
+    publish(local_store, 0)
+    feed.next()
+    publish(local_store, 1)
+    feed._load_s = 60.0
+    feed.poll()
+    assert engine.served.step == 0
+    feed._loaded_at -= 60.0 / policy_feed.LOAD_SHARE
+    feed.poll()
+    assert engine.served.step == 1
+
+
+def test_in_the_middle_of_a_round_another_policy_replaces_half_a_load(local_store, publish, monkeypatch):
+    engine = Engine()
+    feed = PolicyFeed(local_store, engine)
+    publish(local_store, 0)
+    feed.next()
+    feed._load_s = 0.0
+    publish(local_store, 1)
+    engine.fails_with = FileNotFoundError("pruned while the engine loads it")
+    feed.poll()
+    engine.fails_with = None
+    publish(local_store, 2, final=True)
+    feed.poll()
+    assert engine.served.step == 2, "the final one, too: the engine serves none"
+    feed._policy = None
+    monkeypatch.setattr(policy_feed, "TRAINER_SILENT_S", -1)
+    with pytest.raises(RuntimeError, match="loaded in part, and no other one was published"):
+        feed.poll()
