@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.config import StoreUrl, load_run
 from flows.run.prefect_page_lineage import asset_key
 from flows.searcher.policy_feed import PolicyFeed
-from flows.searcher.start import start_searcher_task
+from flows.searcher.start import samples_ahead, start_searcher_task
 from infra.machine import policy_cache
 from storage import ledger, policies, quality, requests, shards
 from storage.errors import AlreadyExists
@@ -44,7 +44,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False,
     first = number = shards.next_round(run_store, name)
     searcher = start_searcher_task(config, name, first, place)
     feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
-    budget = EvaluationBudget(config.evaluate_share)
+    budget, ahead = EvaluationBudget(config.evaluate_share), samples_ahead(config)
     while policy := feed.next():
         if requests.is_to_leave(run_store, name):
             get_run_logger().info("this Searcher was asked to leave and ends; its rounds are committed")
@@ -55,19 +55,19 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False,
             budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
         if policy.final:
             break
-        search_round(run_store, searcher, feed, name, number)
+        search_round(run_store, searcher, feed, name, number, ahead)
         number += 1
     searcher.drop_rounds()
     return number - first
 
 
-def search_round(store: RunStore, searcher: "Searcher", feed: PolicyFeed, name: str, number: int) -> None:
-    """Samples, scores, validates and commits one shard.
+def search_round(store: RunStore, searcher: "Searcher", feed: PolicyFeed, name: str, number: int, ahead: bool) -> None:
+    """Samples, scores, validates and commits one shard. `ahead`: meanwhile the engine samples the next round.
 
     Raises: RuntimeError: no shard passed validation in `MAX_SPOILED_ROUNDS` tries.
     """
     for _ in range(MAX_SPOILED_ROUNDS):
-        sampled = searcher.sample(number, ahead=not feed.is_synchronous, while_waiting=feed.poll)
+        sampled = searcher.sample(number, ahead=ahead, while_waiting=feed.poll)
         if as_asset(store, name, number, feed.paths(sampled.policies))(finish_round)(store, searcher, sampled):
             return
     raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/")

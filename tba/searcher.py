@@ -7,9 +7,9 @@ Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.p
     waits for     nothing: Trajectory Balance learns from the responses of any policy
     unblocks      the Trainer's first batch; later no process waits for it
 
-The engine does not wait, either. Two rounds are in it: when the prompts of one have all begun, those of the next one
-begin in the free places. Meanwhile a thread of its own scores and commits the round before, and loads policies: a
-response may begin with one policy and end with a later one.
+The engine does not wait, either, unless the Searcher has one core only. Two rounds are in it: when the prompts of one
+have all begun, those of the next one begin in the free places. Meanwhile a thread of its own scores and commits the
+round before, and loads policies: a response may begin with one policy and end with a later one.
 
 A Searcher keeps no state that a run needs: a round's prompts follow from (seed, searcher, round). It can be killed,
 added or removed at any time. If it is killed, the rounds that it has not committed are sampled again.

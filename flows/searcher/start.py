@@ -22,7 +22,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
 
     `place`: the Searcher's number among the Searchers that the run starts itself, from 0; None: after them.
     """
-    threads = cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
+    threads = searcher_threads(config)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gpu_share = take_gpu(*place_among_gpus(config, place))
@@ -60,6 +60,22 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
         max_response_tokens=max_response_tokens,
         temperature=config.train.temperature,
     )
+
+
+def searcher_threads(config: RunConfig) -> int:
+    """CPU threads of each Searcher on this machine; a Trainer beside them has as many, unless they take turns."""
+    return cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
+
+
+def samples_ahead(config: RunConfig) -> bool:
+    """Whether the engine samples the next round while a round is scored.
+
+    Not if engine and scoring share one core. They would only slow each other down, and the Trainer, which learns from
+    the same responses later (docs/LOG.md, 2026-11-25).
+    """
+    from tba.precision import default_device
+
+    return not config.synchronous and (default_device() != "cpu" or searcher_threads(config) > 1)
 
 
 start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)(start_searcher)

@@ -53,6 +53,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     state, message = "failed", ""
     try:
         remove_leftovers(run)
+        log.info("attempt %d of run %s begins at step %d", attempt, run, checkpoint.step)
         # Imported here: torch takes ten seconds, in which the flow sees that the run is ours and starts Searchers.
         from flows.trainer.session import train_run
 

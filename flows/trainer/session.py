@@ -1,6 +1,7 @@
 """Trains a run: joins tba.training_loop to buffer and store, in the process of flows/trainer/__main__.py."""
 
 import contextlib
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from tba.models import model_folder
 from tba.precision import default_device
 from tba.training_loop import train
 
+log = logging.getLogger("tba.learn")
+
 
 def train_run(
     store: RunStore, config: RunConfig, attempt: int, checkpoint: checkpoints.Checkpoint, heart: Heartbeat
@@ -41,12 +44,15 @@ def train_run(
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
         trainer_of(folder, config.train, config.seed) as trainer,
     ):
+        log.info("attempt %d: the model is loaded", attempt)
         if checkpoint != checkpoints.FROM_SCRATCH:
             download = partial(store.download_folder, checkpoint.path)
             with filled_folder("resume", store.run, download) as local:
                 trainer.load(Path(local))
+            log.info("attempt %d: checkpoint of step %d is restored", attempt, checkpoint.step)
         buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
         buffer.rebuild(checkpoint.step)
+        log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
         awaits_shard = attempt > 1 and config.searchers > 0
         train(trainer, StoredExperience(store, buffer, attempt, alarms, awaits_shard=awaits_shard), outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"
