@@ -62,7 +62,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False,
 
 
 def search_round(store: RunStore, searcher: "Searcher", feed: PolicyFeed, name: str, number: int, ahead: bool) -> None:
-    """Samples, scores, validates and commits one shard. `ahead`: meanwhile the engine samples the next round.
+    """Samples, scores, validates and commits one shard. `ahead`: meanwhile the engine samples the next ones.
 
     Raises: RuntimeError: no shard passed validation in `MAX_SPOILED_ROUNDS` tries.
     """

@@ -8,14 +8,14 @@ weights that sampled it. Such a mixture of policies is a behavior policy like an
 import importlib.util
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
 from typing import Protocol
 
 from tba.precision import compute_dtype, default_device
-from tba.weights import Fingerprint, fingerprint, read_weights
+from tba.weights import fingerprint, read_weights
 
 # vLLM's share of a Searcher's GPU memory; the rest is for the reference policy, a victim, and a reward model.
 ENGINE_SHARE = 0.6
@@ -83,50 +83,6 @@ def make_engine(
     return TransformersEngine(folder, **limits)
 
 
-class PolicyLoader:
-    """Mixed into vLLM's worker (worker_extension_cls), so that weights are read where they are served."""
-
-    def load_policy(self, folder: str) -> str:
-        """Streams the weights into the model and returns the fingerprint of these weights.
-
-        The CPU backend packs matrices for its kernels and drops the originals, so some weights of a served model cannot
-        be read back. The others (embeddings, norms) are compared with the files.
-        Raises: RuntimeError: they differ.
-        """
-        served = Fingerprint()
-
-        def passing() -> Iterator:
-            for name, tensor in read_weights(folder):
-                served.add(name, tensor)
-                yield name, tensor
-
-        self.reload_weights(weights_iterator=passing())
-        model = self.model_runner.get_model()
-        _pack_tied_head(model)
-        parameters = dict(model.named_parameters())
-        for name, tensor in read_weights(folder):
-            parameter = parameters.get(name)
-            if parameter is not None and parameter.shape == tensor.shape and not (parameter.cpu() == tensor).all():
-                raise RuntimeError(
-                    f"engine: {name} differs from {folder} after loading, so the engine does not serve the policy"
-                )
-        return served.hexdigest()
-
-
-def _pack_tied_head(model) -> None:
-    """Packs an output layer that shares the embedding's weights again.
-
-    vLLM 0.32 does so for layers whose own weights were loaded. On a CPU this one would keep the first policy's weights.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        for layer in model.modules():
-            if isinstance(layer, ParallelLMHead):
-                layer.quant_method.process_weights_after_loading(layer)
-
-
 class VllmEngine:
     """vLLM in this process: no connection, and no process that outlives a killed Searcher."""
 
@@ -156,7 +112,7 @@ class VllmEngine:
             disable_log_stats=True,
             gpu_memory_utilization=ENGINE_SHARE * gpu_share,  # on a CPU VLLM_CPU_KVCACHE_SPACE decides
             trust_remote_code=False,
-            worker_extension_cls="tba.engine.PolicyLoader",
+            worker_extension_cls="tba.vllm_weights.PolicyLoader",
         )
         self._engine = self._llm.llm_engine
         self._policies: list[ServedPolicy] = []  # each that was loaded; its place is its version's name in vLLM

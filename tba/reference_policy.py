@@ -5,10 +5,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from tba.logprobs import load_policy, response_logprobs
-from tba.precision import default_device
+from tba.precision import compute_dtype, default_device, to_bfloat16
 from tba.shared_prefix import Group, in_passes
 
 # Tokens of a forward pass. In models of 7 B parameters the widest tensors have some 20,000 numbers a token: 0.6 GB
@@ -24,7 +25,14 @@ class ReferencePolicy:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        return load_policy(self._folder).to(default_device())
+        """Its matrices are in the type of their products, so they are not cast again in each pass."""
+        model, device = load_policy(self._folder), default_device()
+        if compute_dtype(device) == torch.bfloat16:
+            head = model.get_output_embeddings()  # the embedding, too, which stays float32 as the Trainer's
+            for module in model.modules():
+                if type(module) is nn.Linear and module is not head:
+                    module.weight = nn.Parameter(to_bfloat16(module.weight.detach()), requires_grad=False)
+        return model.to(device)
 
     @property
     def vocabulary_size(self) -> int:

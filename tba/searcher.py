@@ -7,9 +7,9 @@ Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.p
     waits for     nothing: Trajectory Balance learns from the responses of any policy
     unblocks      the Trainer's first batch; later no process waits for it
 
-The engine does not wait, either, unless the Searcher has one core only. Two rounds are in it: when the prompts of one
-have all begun, those of the next one begin in the free places. Meanwhile a thread of its own scores and commits the
-round before, and loads policies: a response may begin with one policy and end with a later one.
+The engine does not wait, either, unless the Searcher has one core only. The prompts of later rounds wait in it, and
+begin where responses have ended. Meanwhile another thread scores and commits the round before, and loads policies: a
+response may begin with one policy and end with a later one.
 
 A Searcher keeps no state that a run needs: a round's prompts follow from (seed, searcher, round). It can be killed,
 added or removed at any time. If it is killed, the rounds that it has not committed are sampled again.
@@ -34,6 +34,9 @@ from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 
 POLL_S = 0.5  # between two looks for a policy while a round is sampled
+# Rounds whose prompts wait in the engine while it samples a round, so that a long response does not leave it idle. They
+# begin with the policy that is served then.
+AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -148,18 +151,18 @@ class Searcher:
     ) -> SampledRound:
         """Waits for the responses of a round. `while_waiting` is called every `POLL_S`; it may load a policy.
 
-        `ahead`: meanwhile, and until it is asked for, the engine samples the next round, too.
+        `ahead`: meanwhile, and until they are asked for, the engine samples the next `AHEAD` rounds, too.
         """
         started, policy = datetime.now(UTC), self._served
-        self._begin(number)
-        if ahead:
-            self._begin(number + 1)
+        num_ahead = AHEAD if ahead else 0
+        for each in range(number, number + 1 + num_ahead):
+            self._begin(each)
         while not wait([self._begin(number).batch], POLL_S).done or self._pending[number].batch.cancelled():
             while_waiting()
         pending = self._pending.pop(number)
         responses, ended = pending.batch.result()
         if ahead:
-            self._begin(number + 2)
+            self._begin(number + 1 + AHEAD)
         # Prompts begin in order, so the engine has worked on this round since the last one was sampled.
         began, self._sampled_until = max(pending.began_at, self._sampled_until), ended
         times = {"policy_step": policy.step, "started_at": started, "sampling_started_at": began}

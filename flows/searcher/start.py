@@ -68,7 +68,7 @@ def searcher_threads(config: RunConfig) -> int:
 
 
 def samples_ahead(config: RunConfig) -> bool:
-    """Whether the engine samples the next round while a round is scored.
+    """Whether the engine samples the next rounds while a round is scored.
 
     Not if engine and scoring share one core. They would only slow each other down, and the Trainer, which learns from
     the same responses later (docs/LOG.md, 2026-11-25).

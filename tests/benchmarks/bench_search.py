@@ -7,7 +7,7 @@ the reference policy on the second core. Three sides take turns in one process, 
 
     bare      vLLM's own queue has all requests from the start
     rounds    one round after the other: the engine waits for its longest response, and for scoring
-    ahead     the next round's prompts are in the engine, as in a run; a policy is loaded in the middle of each round
+    ahead     the next rounds' prompts wait in the engine, as in a run; a policy is loaded in the middle of each round
 
 A side is measured while requests wait, or are due. The last line is one JSON object:
 

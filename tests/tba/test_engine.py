@@ -6,6 +6,7 @@
 - A response ends with the token that stopped it, or at the limit; there are `num_samples` to a prompt.
 - vLLM takes in a policy while it samples: no response is lost, each says which of its tokens which policy sampled, and
   the log-probabilities are those of these policies, one after the other on the same keys and values.
+- A policy is refused if one of vLLM's matrices, joined or packed, is still that of the policy before.
 
 python -m pytest tests/tba/test_engine.py
 """
@@ -19,6 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 import tba.engine
+import tba.vllm_weights
 from tba.engine import Response, Sampling, ServedPolicy, TransformersEngine, make_engine
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.models import embedded_model
@@ -229,3 +231,29 @@ def test_vllm_swaps_policies_in_place_and_agrees_with_transformers(base, other, 
 @pytest.mark.slow
 def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path):
     run_apart(check_swap, base, moved_weights(base, tmp_path), tokens)
+
+
+def check_refusals(base: Path, moved: Path, tokens: list[list[int]]) -> None:
+    """One layer keeps the first policy's matrix, as the output layer did under vLLM 0.32."""
+    engine, pack = make_engine(base, **LIMITS), tba.vllm_weights._pack_tied_head
+    for name in ("lm_head", "model.layers.3.mlp.gate_up_proj", "model.layers.29.self_attn.o_proj"):
+        kept = []
+
+        def keep(model, name=name, kept=kept) -> None:
+            pack(model)
+            layer = model.get_submodule(name)
+            kept.append(layer.cpu_linear)
+            layer.cpu_linear = kept[0]
+
+        tba.vllm_weights._pack_tied_head = keep
+        engine.load(base, 1)
+        with pytest.raises(RuntimeError, match=f"{name} differs"):
+            engine.load(moved, 2)
+    tba.vllm_weights._pack_tied_head = pack
+    assert engine.load(moved, 3).fingerprint == fingerprint(read_weights(moved))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the CPU backend's packed matrices")
+def test_vllm_refuses_a_policy_of_which_it_lacks_a_matrix(base, tokens, tmp_path):
+    run_apart(check_refusals, base, moved_weights(base, tmp_path), tokens)

@@ -1,6 +1,7 @@
 """Generation beside its caller (tba/generator.py): a Searcher scores a round while the engine samples the next one.
 
-- Rounds are in the engine before they are asked for: two are unfinished at any time, and come in order.
+- Rounds are in the engine before they are asked for, and come in order.
+- A response that outlasts the next round does not leave the engine idle.
 - While a round is scored, the engine samples on.
 - A policy is loaded between two steps; a row names the policies of its first and its last token.
 - A load that fails ends the batches in flight, and their rounds are sampled again, by the next policy alone.
@@ -20,7 +21,7 @@ from tba.config import SearchSettings
 from tba.engine import Response, Sampling, ServedPolicy
 from tba.generator import Generator
 from tba.rewards import RewardedTask
-from tba.searcher import Identity, Models, Searcher
+from tba.searcher import AHEAD, Identity, Models, Searcher
 from tba.tasks.base import Problem
 
 ANY = Sampling(2, 1.0, 1.0, 4, [1])
@@ -30,9 +31,12 @@ WAIT_S = 20
 class StepByStep:
     """An engine that samples a token of each batch a step, when the test says so; a response is four tokens long."""
 
+    places = 100  # of batches that are sampled at once
+
     def __init__(self) -> None:
         self.may_step, self.stepped = threading.Semaphore(0), threading.Semaphore(0)
         self.batches, self.started, self.fails_with = {}, [], None
+        self.longer, self.busy = {}, []  # number of tokens of other batches; batches sampled in each step
 
     def load(self, folder, policy_step):
         if self.fails_with:
@@ -51,9 +55,11 @@ class StepByStep:
             return {}
         if self.fails_with:
             raise self.fails_with
-        for _, policies in self.batches.values():
-            policies.append(self.served)
-        whole = [number for number, (_, policies) in self.batches.items() if len(policies) == 4]
+        busy = list(self.batches)[: self.places]
+        for number in busy:
+            self.batches[number][1].append(self.served)
+        self.busy.append(len(busy))
+        whole = [number for number in busy if len(self.batches[number][1]) == self.longer.get(number, 4)]
         self.stepped.release()
         return {number: self._responses(*self.batches.pop(number)) for number in whole}
 
@@ -130,15 +136,22 @@ def wait_until(condition) -> None:
 def test_the_next_rounds_are_in_the_engine_while_one_is_scored(searcher, engine):
     engine.may_step.release(4)
     first = searcher.sample(0, ahead=True)
-    wait_until(lambda: len(engine.started) == 3)  # of round 0, 1 and 2: 1 was in the engine beside 0
+    wait_until(lambda: len(engine.started) == AHEAD + 2)  # round 0, those beside it, and one more at its end
     engine.may_step.release(4)  # while round 0 is scored
     wait_until(lambda: not {0, 1} & set(engine.batches))
     assert searcher.score(first).metrics["round"] == 0
     second = searcher.sample(1, ahead=True)  # needs no step
     assert second.number == 1 and second.times["sampling_ended_at"] < second.times["started_at"]
-    wait_until(lambda: len(engine.started) == 4)
+    wait_until(lambda: len(engine.started) == AHEAD + 3)
     asked = [prompts for prompts, _ in engine.started]
     assert [[question.prompt_tokens for question in of.questions] for of in (first, second)] == asked[:2]
+
+
+def test_a_long_response_does_not_leave_the_engine_idle(searcher, engine):
+    engine.places, engine.longer = 2, {0: 16}  # as long as four of the next rounds
+    engine.may_step.release(16)
+    assert searcher.sample(0, ahead=True).number == 0
+    assert engine.busy[:16] == [2] * 16
 
 
 def test_a_policy_comes_in_between_two_tokens(searcher, engine, tmp_path):
@@ -219,5 +232,5 @@ def test_an_evaluation_goes_first(searcher, engine):
     engine.may_step.release(8)
     searcher.sample(0, ahead=True)
     searcher.evaluate(2)
-    wait_until(lambda: len(engine.started) == 4)
-    assert [first for _, first in engine.started] == [False, False, False, True]
+    wait_until(lambda: len(engine.started) == AHEAD + 3)
+    assert [first for _, first in engine.started] == [False] * (AHEAD + 2) + [True]

@@ -22,6 +22,7 @@ from storage.shards import shard_of
 from tba.config import SearchSettings
 from tba.engine import Response, ServedPolicy, WholeBatches
 from tba.logprobs import Group, load_policy, response_logprobs
+from tba.precision import compute_dtype
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.searcher import Identity, Models, Round, Searcher
@@ -133,6 +134,17 @@ def test_the_reference_scores_a_bounded_pass_at_a_time(reference, monkeypatch, p
         assert logprobs == pytest.approx(expected.tolist(), abs=0.05)  # bfloat16
     # the largest alone: two prompt tokens and three that a response of four makes
     assert max(passes) <= max(pass_tokens, 5) and sum(passes) >= 2 + 2 + 3 + 2 + 1
+
+
+def test_the_references_matrices_are_cast_once_and_its_numbers_stay_the_policys(reference):
+    policy = ReferencePolicy(reference)
+    found = policy.logprobs([[2, 3]], [[4, 5, 6, 1]], 0.5)
+    ((expected,),) = response_logprobs(load_policy(reference), [Group([2, 3], [[4, 5, 6, 1]])], temperature=0.5)
+    assert found == [expected.tolist()]
+    model = policy._model
+    head = model.get_output_embeddings()
+    matrices = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    assert matrices and {matrix.weight.dtype for matrix in matrices} == {compute_dtype()}
 
 
 def test_a_retried_round_asks_the_same_and_others_do_not(tokenizer, reference):
