@@ -91,11 +91,13 @@ def _kind(annotation: object) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is tuple:
         return f"list of {_kind(arguments[0])}"
+    if origin is dict:
+        return "JSON object"
     return {"str": "text", "bool": "true or false"}.get(annotation.__name__, annotation.__name__)
 
 
 def _value(value: object) -> str:
-    if value is None or value == ():
+    if value is None or value in ((), {}):
         return "none"
     if isinstance(value, tuple):
         return ", ".join(f"`{part}`" for part in value)

@@ -52,20 +52,23 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
-def take_gpu(index: int, num_processes: int) -> float:
-    """Assigns one of this machine's GPUs to this process; processes share GPUs if there are fewer GPUs than processes.
+def take_gpus(first: int, num_needed: int, number: int = 1) -> float:
+    """Assigns so many of this machine's GPUs to this process. GPUs are shared if the run needs more than there are.
 
-    `index` chooses the GPU. Sets CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA. Returns this process's
-    share of the GPU's memory; 1 without a GPU.
+    first: index of the process's first device among those that the run needs here. Sets CUDA_VISIBLE_DEVICES, so call
+    it before this process uses CUDA. Returns this process's share of each GPU's memory; 1 without a GPU.
+    Raises: ValueError: the machine has fewer GPUs.
     """
     import torch
 
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         return 1.0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index % num_gpus]
-    return 1 / math.ceil(num_processes / num_gpus)
+    if number > num_gpus:
+        raise ValueError(f"search.engine: a Searcher needs {number} GPUs, and this machine has {num_gpus}")
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[(first + each) % num_gpus] for each in range(number))
+    return 1 / math.ceil(num_needed / num_gpus)
 
 
 def code_version() -> str:

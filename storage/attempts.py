@@ -47,6 +47,7 @@ class _Attempt:
     owner: Identity
     created_at: Annotated[str, AfterValidator(_is_time)]  # UTC, ISO 8601
     checkpoint: str | None = None  # its folder; "": from scratch; None: an older version did not record it
+    processes: int = 1  # of the Trainer, one device each
 
 
 class _Heartbeat(BaseModel, extra="allow"):
@@ -62,16 +63,23 @@ class _Heartbeat(BaseModel, extra="allow"):
 
 
 def start_attempt(
-    store: RunStore, resumed_from: int, owner: dict, *, previous: int | None = None, checkpoint: str = ""
+    store: RunStore,
+    resumed_from: int,
+    owner: dict,
+    *,
+    previous: int | None = None,
+    checkpoint: str = "",
+    processes: int = 1,
 ) -> int:
     """Begin an attempt of the Trainer at a checkpoint's step (0: from scratch). Returns its number, counted from 1.
 
     owner: the process, as this_process returns it. previous: the attempt that refuse_live_trainer returned; None: the
-    latest. checkpoint: its folder. From then on, entries that earlier attempts write for later steps do not count.
+    latest. checkpoint: its folder. processes: of the Trainer, one device each. From then on, entries that earlier
+    attempts write for later steps do not count.
     Raises: AlreadyTraining: another Trainer has begun since.
     """
     attempt = (latest_attempt(store) if previous is None else previous) + 1
-    record = _Attempt(attempt, resumed_from, Identity(**owner), datetime.now(UTC).isoformat(), checkpoint)
+    record = _Attempt(attempt, resumed_from, Identity(**owner), datetime.now(UTC).isoformat(), checkpoint, processes)
     try:
         store.put_new(_attempt_path(attempt), json.dumps(asdict(record), indent=2).encode())
     except AlreadyExists:
@@ -129,7 +137,7 @@ def latest_attempt(store: RunStore) -> int:
 
 
 def list_attempts(store: RunStore) -> list[dict]:
-    """Every attempt's record (attempt, resumed_from, owner, created_at, checkpoint), oldest first.
+    """Every attempt's record (the fields of `_Attempt`), oldest first.
 
     Raises: DamagedRecord: one cannot be read.
     """
@@ -151,6 +159,12 @@ def trainer(store: RunStore) -> Identity | None:
     """The process of the latest attempt's Trainer; None before the first."""
     latest = list_attempts(store)[-1:]
     return Identity(**latest[0]["owner"]) if latest else None
+
+
+def num_trainers_here(store: RunStore) -> int:
+    """Processes of the latest attempt's Trainer on this machine; 0: it is on another one, or there is none."""
+    latest = list_attempts(store)[-1:]
+    return latest[0]["processes"] if latest and Identity(**latest[0]["owner"]).is_here() else 0
 
 
 def first_attempt_at(store: RunStore) -> datetime:

@@ -9,9 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic_core import from_json
 
 from tba.imports import check_function_name, is_function_name
+
+# Arguments of vllm.LLM that the Searcher needs as they are, or that follow from other settings.
+ENGINES_OWN = {
+    "model": "model",
+    "seed": "seed",
+    "max_num_seqs": "search.prompts_per_round x search.samples_per_prompt",
+    "logprobs_mode": None,
+    "runner": None,
+    "skip_tokenizer_init": None,
+    "trust_remote_code": None,
+    "worker_extension_cls": None,
+}
 
 
 class Settings(BaseModel):
@@ -108,6 +121,13 @@ def importable_name(function: Callable) -> str:
     return f"{module}:{name}"
 
 
+def _as_json(value: object) -> object:
+    try:
+        return from_json(value) if isinstance(value, str) else value
+    except ValueError:  # a word
+        return value
+
+
 class SearchSettings(Settings):
     """How Searchers sample responses."""
 
@@ -138,6 +158,34 @@ class SearchSettings(Settings):
     system_prompts: tuple[str, ...] = Field(
         (), description="System prompts for exploration, one drawn at random; not in training; none: no system prompt."
     )
+
+    engine: dict[str, JsonValue] = Field(
+        {},
+        description="Further arguments of vllm.LLM, as JSON: tensor_parallel_size, kv_cache_dtype, max_model_len, …",
+    )
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine_by_words(cls, engine: object) -> object:
+        """From a command line: --set search.engine.tensor_parallel_size=2 is a number."""
+        return {name: _as_json(value) for name, value in engine.items()} if isinstance(engine, dict) else engine
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_keeps_its_own(cls, engine: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in engine:
+            if name in ENGINES_OWN:
+                setting = ENGINES_OWN[name]
+                raise ValueError(f"search.engine: {name} " + (f"is {setting}" if setting else "cannot be changed"))
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if not (isinstance(engine.get(name, 1), int) and engine.get(name, 1) >= 1):
+                raise ValueError(f"search.engine: {name} is {engine[name]!r}; give a whole number of at least 1")
+        return engine
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs of each Searcher; on a CPU processes."""
+        return self.engine.get("tensor_parallel_size", 1) * self.engine.get("pipeline_parallel_size", 1)
 
     @model_validator(mode="after")
     def _system_prompts_are_drawn(self):

@@ -8,17 +8,15 @@ weights that sampled it. Such a mixture of policies is a behavior policy like an
 import importlib.util
 import os
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import count, groupby
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from tba.precision import compute_dtype, default_device
 from tba.weights import fingerprint, read_weights
-
-# vLLM's share of a Searcher's GPU memory; the rest is for the reference policy, a victim, and a reward model.
-ENGINE_SHARE = 0.6
 
 
 @dataclass(frozen=True)
@@ -70,16 +68,25 @@ class Engine(Protocol):
 
 
 def make_engine(
-    folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int, gpu_share: float = 1.0
+    folder: Path,
+    *,
+    max_tokens: int,
+    max_sequences: int,
+    seed: int,
+    threads: int,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Engine:
     """An engine for policies of the shape in `folder`. No policy is served until `load`.
 
     Args: max_tokens: of prompt and response together. max_sequences: responses in flight at once. threads: CPU threads.
-        gpu_share: share of its GPU's memory that this process may use.
+        arguments: further ones of vllm.LLM.
+    Raises: ValueError: vLLM does not know an argument, or is not installed.
     """
     limits = {"max_tokens": max_tokens, "max_sequences": max_sequences, "seed": seed, "threads": threads}
     if importlib.util.find_spec("vllm"):
-        return VllmEngine(folder, **limits, gpu_share=gpu_share)
+        return VllmEngine(folder, **limits, arguments=arguments)
+    if unknown := set(arguments) - {"gpu_memory_utilization"}:
+        raise ValueError(f"search.engine: {', '.join(sorted(unknown))} are arguments of vLLM, which is not installed")
     return TransformersEngine(folder, **limits)
 
 
@@ -87,7 +94,14 @@ class VllmEngine:
     """vLLM in this process: no connection, and no process that outlives a killed Searcher."""
 
     def __init__(
-        self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int, gpu_share: float
+        self,
+        folder: Path,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        seed: int,
+        threads: int,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -98,19 +112,22 @@ class VllmEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        self._llm = LLM(
-            model=str(folder),
-            dtype=compute_dtype(current_platform.device_type),
-            seed=seed,
-            max_model_len=max_tokens,
-            max_num_seqs=max_sequences,
+        is_cpu = current_platform.is_cpu()
+        usual = {
+            "dtype": compute_dtype(current_platform.device_type),
+            "max_model_len": max_tokens,
             # The CPU's default, 128 tokens, is longer than many a prompt, and only whole blocks are computed once for
             # all samples of a prompt. 32 is the smallest that its kernels take.
-            block_size=32 if current_platform.is_cpu() else None,
+            "block_size": 32 if is_cpu else None,
+            "enforce_eager": is_cpu,  # compiling costs minutes there and gains nothing at this size
+            "disable_log_stats": True,
+        }
+        self._llm = LLM(
+            **(usual | _known(arguments)),
+            model=str(folder),
+            seed=seed,
+            max_num_seqs=max_sequences,
             logprobs_mode="processed_logprobs",
-            enforce_eager=current_platform.is_cpu(),  # compiling costs minutes there and gains nothing at this size
-            disable_log_stats=True,
-            gpu_memory_utilization=ENGINE_SHARE * gpu_share,  # on a CPU VLLM_CPU_KVCACHE_SPACE decides
             trust_remote_code=False,
             worker_extension_cls="tba.vllm_weights.PolicyLoader",
         )
@@ -125,7 +142,7 @@ class VllmEngine:
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
         """Raises: RuntimeError: the engine does not serve the policy. `abort` before the next step."""
         self._pause()
-        (fingerprint, *_) = self._llm.collective_rpc("load_policy", args=(str(folder),))
+        (fingerprint, *_) = self._llm.collective_rpc("load_policy", args=(str(folder),))  # of each worker, all equal
         self._policies.append(ServedPolicy(policy_step, fingerprint))
         self._engine.set_weight_version(self._version)
         self._engine.wake_up(tags=["scheduling"])
@@ -200,6 +217,16 @@ class VllmEngine:
         logprobs = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
         policies = [(span.start, self._policies[int(span.version)]) for span in completion.weight_versions]
         return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason, policies)
+
+
+def _known(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises: ValueError: vllm.LLM has no such argument."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = {field.name for field in fields(EngineArgs)}
+    if unknown := set(arguments) - names:
+        raise ValueError(f"search.engine: vLLM has no argument {', '.join(sorted(unknown))}; it has {sorted(names)}")
+    return dict(arguments)
 
 
 class WholeBatches:

@@ -29,6 +29,7 @@ from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.objective import log_partition, residual, taper, trajectory_balance_loss
 from tba.precision import to_bfloat16
+from tba.weights import as_in_a_checkpoint
 
 # A step whose gradient is not finite is skipped and counted. After so many in a row the run ends, because the policy
 # does not recover.
@@ -221,9 +222,10 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once."""
         tied = set(self._policy.all_tied_weights_keys)
-        return {
+        copies = {
             name: to_bfloat16(tensor.detach()).cpu() for name, tensor in lora.merged(self._policy) if name not in tied
         }
+        return as_in_a_checkpoint(self._policy, copies)
 
     def save(self, folder: Path) -> None:
         """Writes the state to resume from, as safetensors and JSON: weights, optimizer state, step."""

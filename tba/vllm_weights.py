@@ -77,10 +77,15 @@ def _first_difference(model: nn.Module, weights: dict[str, Tensor]) -> str | Non
 
 
 def _layers_with_a_matrix(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    from vllm.model_executor.layers.linear import LinearBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    """Not those that are quantised: their matrices are not the files'."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, (LinearBase, ParallelLMHead)))
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        is_head = isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod)
+        if is_head or isinstance(method, UnquantizedLinearMethod):
+            yield name, layer
 
 
 def _matrices(model: nn.Module, name: str, layer: nn.Module, weights: dict[str, Tensor]) -> list[Tensor]:
@@ -97,22 +102,30 @@ def _matrices(model: nn.Module, name: str, layer: nn.Module, weights: dict[str, 
 def _has_columns_of(layer: nn.Module, matrices: list[Tensor], like: Tensor) -> bool:
     """Whether the layer's matrix has these columns, drawn anew. Its rows may be in another order, as of GPT-NeoX.
 
+    With tensor parallelism it has a part of the rows or of the columns.
     like: has the model's type and device. GPT-2's files have matrices the other way round.
     """
     size = getattr(layer, "input_size", matrices[0].shape[1])
-    start = random.randrange(max(1, size - NUM_COLUMNS + 1))  # noqa: S311 - any will do
-    block = slice(start, min(start + NUM_COLUMNS, size))
-    ones = like.new_zeros(block.stop - start, size)
+    here = getattr(layer, "input_size_per_partition", size)
+    start = random.randrange(max(1, here - NUM_COLUMNS + 1))  # noqa: S311 - any will do
+    ones = like.new_zeros(min(NUM_COLUMNS, here), here)
     ones.diagonal(start).fill_(1)
     served = layer.quant_method.apply(layer, ones, None).T.cpu()  # [rows, and padding, columns]
+    begin = start + (layer.tp_rank * here if here < size else 0)
+    block = slice(begin, begin + len(ones))
     either_way = [of for of in (matrices, [matrix.T for matrix in matrices]) if of[0].shape[1] == size]
     found = [torch.cat([matrix[:, block] for matrix in of]).to(served.dtype) for of in either_way]
-    return any(_same_rows(served[: len(of)], of) for of in found)
+    return any(_same_rows(served, of) for of in found)
 
 
-def _same_rows(one: Tensor, other: Tensor) -> bool:
-    """Whether two matrices [rows, columns] of one type have the same rows, in any order."""
-    key = torch.randint(-(2**62), 2**62, (one.shape[1],))
-    bits = torch.int16 if one.element_size() == 2 else torch.int32
-    hashes = [((matrix + 0.0).contiguous().view(bits).long() * key).sum(1).sort().values for matrix in (one, other)]
-    return torch.equal(*hashes)
+def _same_rows(served: Tensor, whole: Tensor) -> bool:
+    """Whether the rows [rows, columns] that are served are those of the whole matrix, in any order, or a part of them.
+
+    Rows of zeros may come in addition: the output layer has rows for padding.
+    """
+    key = torch.randint(-(2**62), 2**62, (whole.shape[1],))
+    bits = torch.int16 if whole.element_size() == 2 else torch.int32
+    hashes = [((rows + 0.0).contiguous().view(bits).long() * key).sum(1) for rows in (served, whole)]
+    if len(served) >= len(whole):
+        return torch.equal(hashes[0][: len(whole)].sort().values, hashes[1].sort().values)
+    return torch.isin(hashes[0], torch.cat([hashes[1], hashes[1].new_zeros(1)])).all().item()

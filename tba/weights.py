@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -27,6 +31,19 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
     """The weights as one safetensors file that `from_pretrained` and vLLM load."""
     save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def as_in_a_checkpoint(model: "PreTrainedModel", weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's weights as its checkpoints have them, which `from_pretrained` and vLLM read.
+
+    They differ for a mixture of experts: in memory transformers has one tensor of all experts.
+    """
+    if not any(".experts." in name for name in weights):
+        return weights
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # of their own memory: safetensors refuses tensors that share it
+    return {name: part.clone() for name, part in revert_weight_conversion(model, weights).items()}
 
 
 class Fingerprint:

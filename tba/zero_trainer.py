@@ -26,6 +26,7 @@ from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
 from tba.trainer import CHECKPOINT, Trainer
+from tba.weights import as_in_a_checkpoint
 
 # While the first process waits for a batch, the others wait for it. The death of a process is noticed at once.
 PATIENCE = timedelta(days=7)
@@ -120,7 +121,7 @@ class ShardedTrainer(Trainer):
         for name, tensor in lora.merged(self._policy, self._gathered):
             if self._is_first and name not in tied:
                 copies[name] = to_bfloat16(tensor.detach()).cpu()
-        return copies
+        return as_in_a_checkpoint(self._policy, copies)
 
     @_everywhere
     def save(self, folder: Path) -> None:

@@ -24,7 +24,7 @@ def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
         if not equals:
             fail(f"--set {setting}: has no '='; write --set key.path=value, such as --set train.beta=0.1", status=2)
         try:
-            given[key] = json.loads(value) if value == "null" or value.startswith("[") else value
+            given[key] = json.loads(value) if value == "null" or value[:1] in ("[", "{") else value
         except ValueError as error:
             fail(
                 f"--set {setting}: is not JSON; write a list as --set search.exploration_top_p=[0.8,1] ({error})",

@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from infra.machine import code_version, cpu_threads, keep_freed_memory, take_gpu
+from infra.machine import code_version, cpu_threads, keep_freed_memory, take_gpus
 from storage import attempts, quality
 from storage.store import RunStore
 from tba.models import model_folder
@@ -16,16 +16,20 @@ from tba.models import model_folder
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher
 
+# vLLM's share of a Searcher's GPU memory; the rest is for the reference policy, a victim, and a reward model. On a CPU
+# VLLM_CPU_KVCACHE_SPACE decides.
+ENGINE_SHARE = 0.6
+
 
 def start_searcher(config: RunConfig, name: str, next_round: int, place: int | None = None) -> "Searcher":
     """Loads task, engine and reference policy, which takes seconds to minutes.
 
     `place`: the Searcher's number among the Searchers that the run starts itself, from 0; None: after them.
     """
-    threads = searcher_threads(config)
+    threads, num_devices = searcher_threads(config), config.search.num_devices
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    gpu_share = take_gpu(*place_among_gpus(config, place))
+    gpu_share = take_gpus(*place_among_gpus(config, place), num_devices)
     from transformers import AutoTokenizer
 
     from tba.engine import make_engine
@@ -49,8 +53,8 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
         max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
         # Not the run's seed alone: different Searchers, and restarts of one, need different random numbers.
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
-        threads=threads,
-        gpu_share=gpu_share,
+        threads=max(1, threads // num_devices),
+        arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
     )
     return Searcher(
         Identity(name, config.seed, code_version()),
@@ -82,10 +86,10 @@ start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist
 
 
 def place_among_gpus(config: RunConfig, place: int | None) -> tuple[int, int]:
-    """A Searcher's index among the run's processes here, and their number. A Trainer here has the first indices.
+    """Index of a Searcher's first device among the run's here, and their number. A Trainer here has the first indices.
 
     `place`: as for `start_searcher`.
     """
-    owner = attempts.trainer(RunStore(config.store, config.run))
-    trainers = config.train.processes if owner and owner.is_here() else 0
-    return trainers + (config.searchers if place is None else place), trainers + max(config.searchers, 1)
+    trainers, each = attempts.num_trainers_here(RunStore(config.store, config.run)), config.search.num_devices
+    first = trainers + (config.searchers if place is None else place) * each
+    return first, trainers + max(config.searchers, 1) * each

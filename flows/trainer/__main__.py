@@ -45,7 +45,12 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
         refuse_to_lose_training(store, config, policy)
         checkpoint = checkpoints.FROM_SCRATCH
     attempt = attempts.start_attempt(
-        store, checkpoint.step, attempts.this_process(), previous=previous, checkpoint=checkpoint.path
+        store,
+        checkpoint.step,
+        attempts.this_process(),
+        previous=previous,
+        checkpoint=checkpoint.path,
+        processes=processes,
     )
     heart = Heartbeat(store, config, attempt, parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # the flow stops training by SIGTERM; Ctrl-C reaches every process

@@ -73,7 +73,7 @@ def make_engine(folder: Path):
             return served
 
     limits = {"max_tokens": LONGEST + 32, "max_sequences": PROMPTS * SAMPLES, "seed": 0, "threads": 1}
-    return Watched(folder, **limits, gpu_share=1.0)
+    return Watched(folder, **limits)
 
 
 def make_searcher(engine, folder: Path):

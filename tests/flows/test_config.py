@@ -75,3 +75,27 @@ def test_set_understands_the_value_of_every_setting(tmp_path):
     texts = [f"{name}={value}" for name, value in (single | grouped).items() if isinstance(value, str | int | float)]
     assert len(texts) > 40 and "train.zero_stage=2" in texts
     assert config_of({}, texts) == config
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["search.engine.tensor_parallel_size=2", 'search.engine={"tensor_parallel_size": 2}'],
+)
+def test_arguments_of_the_engine_may_be_words_or_json(tmp_path, setting):
+    config = config_of({"store": tmp_path.as_uri()}, [setting, "search.engine.kv_cache_dtype=fp8"])
+    assert config.search.engine == {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"}
+    assert config.search.num_devices == 2 and RunConfig().search.num_devices == 1
+
+
+@pytest.mark.parametrize(
+    "engine, message",
+    [
+        ({"trust_remote_code": True}, "trust_remote_code cannot be changed"),
+        ({"max_num_seqs": 8}, "max_num_seqs is search.prompts_per_round x search.samples_per_prompt"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; give a whole number of at least 1"),
+        ({"pipeline_parallel_size": "two"}, "pipeline_parallel_size is 'two'"),
+    ],
+)
+def test_arguments_that_the_searcher_needs_as_they_are_are_refused(engine, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(search={"engine": engine})

@@ -48,7 +48,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     engine = tba.engine.TransformersEngine
-    monkeypatch.setattr(tba.engine, "make_engine", lambda folder, gpu_share, **limits: engine(folder, **limits))
+    monkeypatch.setattr(tba.engine, "make_engine", lambda folder, arguments, **limits: engine(folder, **limits))
     configs = []
     monkeypatch.setattr(train, "_train", lambda project, config, store: configs.append(config))
     small = "--set search.samples_per_prompt=4 --set search.prompts_per_round=18 --set sampling.responses_per_prompt=4"

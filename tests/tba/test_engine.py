@@ -7,6 +7,8 @@
 - vLLM takes in a policy while it samples: no response is lost, each says which of its tokens which policy sampled, and
   the log-probabilities are those of these policies, one after the other on the same keys and values.
 - A policy is refused if one of vLLM's matrices, joined or packed, is still that of the policy before.
+- vLLM serves a mixture of experts as the Trainer publishes it, and a policy that two processes share.
+- An argument that vLLM does not know is refused by name.
 
 python -m pytest tests/tba/test_engine.py
 """
@@ -17,14 +19,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
 
 import tba.engine
 import tba.vllm_weights
+from tba.config import TrainSettings
 from tba.engine import Response, Sampling, ServedPolicy, TransformersEngine, make_engine
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.models import embedded_model
 from tba.precision import compute_dtype
+from tba.trainer import Trainer
 from tba.weights import fingerprint, read_weights, write_weights
 
 PROMPTS = ["24 + 17 = 41\n63 + 21 = 84\n58 + 36 = 94\n46 + 39 =", "24 + 17 = 41\n63 + 21 = 84\n11 + 12 ="]
@@ -257,3 +261,61 @@ def check_refusals(base: Path, moved: Path, tokens: list[list[int]]) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the CPU backend's packed matrices")
 def test_vllm_refuses_a_policy_of_which_it_lacks_a_matrix(base, tokens, tmp_path):
     run_apart(check_refusals, base, moved_weights(base, tmp_path), tokens)
+
+
+def check_experts(base: Path, first: Path, tokens: list[list[int]]) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=49152, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, num_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(first)
+    trainer, moved = Trainer(first, TrainSettings(), "cpu"), first / "moved"
+    with torch.no_grad():
+        for weight in trainer._trained.values():
+            weight.mul_(1.5)
+    moved.mkdir()
+    write_weights(trainer.weights(), moved)
+    (moved / "config.json").symlink_to(first / "config.json")
+    for file in base.glob("tokenizer*"):
+        (first / file.name).symlink_to(file)
+    engine = make_engine(first, **LIMITS)
+    engine.load(first, 1)
+    check_samples(engine, moved, tokens)
+
+
+@pytest.mark.slow
+def test_vllm_serves_a_mixture_of_experts(base, tokens, tmp_path):
+    run_apart(check_experts, base, tmp_path, tokens)
+
+
+def check_two_processes(base: Path, moved: Path, tokens: list[list[int]]) -> None:
+    arguments = {"tensor_parallel_size": 2}
+    engine = make_engine(base, **LIMITS | {"threads": 1}, arguments=arguments)
+    engine.load(base, 1)
+    check_samples(engine, moved, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two CPU processes; a machine may have one GPU")
+def test_vllm_serves_a_policy_that_two_processes_share(base, tokens, tmp_path):
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    folders = []
+    for name in ("first", "second"):
+        folders.append(tmp_path / name)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folders[-1])
+        for file in base.glob("tokenizer*"):
+            (folders[-1] / file.name).symlink_to(file)
+    run_apart(check_two_processes, *folders, tokens)
+
+
+def check_unknown_argument(base: Path) -> None:
+    with pytest.raises(ValueError, match="vLLM has no argument tensor_paralel_size"):
+        make_engine(base, **LIMITS, arguments={"tensor_paralel_size": 2})
+
+
+@pytest.mark.slow
+def test_an_argument_that_vllm_does_not_know_is_refused(base):
+    run_apart(check_unknown_argument, base)

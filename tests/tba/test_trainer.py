@@ -9,6 +9,7 @@
 - A Trainer that loads what another saved goes on exactly as that one would have.
 - A batch with a NaN leaves the weights alone; ten running stop the training.
 - Published weights hold tied ones once, and load with from_pretrained.
+- A mixture of experts is published under the names of its checkpoints.
 
 python -m pytest tests/tba/test_trainer.py
 """
@@ -18,7 +19,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
@@ -269,3 +270,20 @@ def test_one_changed_bit_changes_the_fingerprint(model_folder):
     before = fingerprint(weights.items())
     weights["model.norm.weight"].view(torch.int32)[3] ^= 1
     assert fingerprint(weights.items()) != before
+
+
+def test_a_mixture_of_experts_is_published_under_the_names_of_its_checkpoints(tmp_path):
+    first, published = tmp_path / "first", tmp_path / "published"
+    config = Qwen3MoeConfig(
+        vocab_size=31, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(first)
+    trainer = make_trainer(first)
+    trainer.train_step(DRAWS)
+    config.save_pretrained(published)
+    write_weights(trainer.weights(), published)
+    assert dict(read_weights(published)).keys() == dict(read_weights(first)).keys()
+    loaded = load_policy(published).state_dict()
+    for name, tensor in trainer._policy.state_dict().items():
+        torch.testing.assert_close(loaded[name], to_bfloat16(tensor).float(), rtol=0, atol=0)

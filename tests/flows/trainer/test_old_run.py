@@ -113,7 +113,7 @@ def faults(store: RunStore) -> list:
 def store(tmp_path, monkeypatch) -> RunStore:
     """An old run, of four steps of eight and one round."""
     engine = tba.engine.TransformersEngine
-    monkeypatch.setattr(tba.engine, "make_engine", lambda folder, gpu_share, **limits: engine(folder, **limits))
+    monkeypatch.setattr(tba.engine, "make_engine", lambda folder, arguments, **limits: engine(folder, **limits))
     monkeypatch.chdir(tmp_path)
     store = RunStore((tmp_path / "store").as_uri(), "old")
     model = save_character_model(tmp_path / "model")

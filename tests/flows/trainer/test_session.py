@@ -358,8 +358,23 @@ def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatc
     found = []
     for place in range(3):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        found.append((machine.take_gpu(*place_among_gpus(config, place)), os.environ["CUDA_VISIBLE_DEVICES"]))
+        found.append((machine.take_gpus(*place_among_gpus(config, place)), os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == list(zip(shares, took, strict=True))
+
+
+def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    engine = {"tensor_parallel_size": 2}
+    config = RunConfig(run=store.run, store=store.url, searchers=2, search={"engine": engine})
+    attempts.start_attempt(store, 0, attempts.this_process(), processes=4)  # run.json does not have it
+    found = []
+    for place in range(2):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        share = machine.take_gpus(*place_among_gpus(config, place), config.search.num_devices)
+        found.append((share, os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert found == [(1, "4,5"), (1, "6,7")]
+    with pytest.raises(ValueError, match="needs 9 GPUs, and this machine has 8"):
+        machine.take_gpus(0, 9, 9)
 
 
 def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
