@@ -67,6 +67,9 @@ class TaskSettings(Settings):
     max_response_tokens: int | None = Field(
         None, ge=1, description="Length limit of a response, in tokens; None: the task's own."
     )
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="Longer prompts are left out, training's and held-out ones; in tokens; None: none is."
+    )
     num_heldout: int = Field(256, ge=1, description="Number of held-out problems in an evaluation.")
 
     @field_validator("rewards", "reward_weights", mode="before")

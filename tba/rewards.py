@@ -92,14 +92,17 @@ class RewardedTask:
         task: Task,
         rewards: Sequence[tuple[Rewarding | FunctionReward, float]] = (),
         missing_eos_reward: float | None = None,
+        num_left_out: int = 0,
     ) -> None:
         """`missing_eos_reward`: reward of a response that was cut at the length limit; None: as of a finished one.
+        `num_left_out`: problems that the task does not have any more, because their prompts are too long.
 
         Raises: ValueError: two rewards have one name.
         """
         self.task = task
         self.name, self.train, self.heldout = task.name, task.train, task.heldout
         self.stop, self.max_response_tokens = task.stop, task.max_response_tokens
+        self.num_left_out = num_left_out
         self._parts = list(rewards) or [(task, 1.0)]
         self._missing_eos_reward = missing_eos_reward
         names = [part.name for part, _ in self._parts]

@@ -29,6 +29,9 @@ def check_inputs(config: RunConfig) -> list[str]:
     tokenizer = _tokenizer(model_folder(config.model))
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     task.check(tokenizer)
+    if task.num_left_out:
+        num_all, limit = task.num_left_out + len(task.train) + len(task.heldout), config.task.max_prompt_tokens
+        warnings.append(f"task.max_prompt_tokens is {limit}: {task.num_left_out} of {num_all} prompts are left out")
     if len(task.train) < config.sampling.prompts_per_batch:
         raise ValueError(
             f"task {config.task.name} has {len(task.train)} training problems, but sampling.prompts_per_batch (B) is "

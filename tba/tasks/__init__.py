@@ -18,19 +18,22 @@ def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "Rewarded
     """The task of a run: its problems and its rewards.
 
     tokenizer: the policy's, which renders chat prompts; None: they are not rendered.
-    Raises: ValueError: no such task or reward, or its data cannot be read; the message names the remedy.
+    Raises: ValueError: no such task or reward, or its data cannot be read, or all prompts are too long; the message
+    names the remedy.
     """
     from tba.rewards import TASK, RewardedTask, load_reward  # they know what a Problem is: not at the top
 
-    task = _task(settings, seed)
+    task, num_left_out = _task(settings, seed), 0
     if tokenizer is not None:
         task.train, task.heldout = ([_rendered(p, tokenizer) for p in part] for part in (task.train, task.heldout))
+        if settings.max_prompt_tokens is not None:
+            num_left_out = _leave_out_long_prompts(task, tokenizer, settings.max_prompt_tokens)
     weights = settings.reward_weights or (1.0,) * len(settings.rewards)
     rewards = [
         (task if name == TASK else load_reward(name), weight)
         for name, weight in zip(settings.rewards, weights, strict=True)
     ]
-    return RewardedTask(task, rewards, settings.missing_eos_reward)
+    return RewardedTask(task, rewards, settings.missing_eos_reward, num_left_out)
 
 
 def _task(settings: TaskSettings, seed: int) -> Task:
@@ -74,3 +77,18 @@ def _rendered(problem: Problem, tokenizer) -> Problem:
             "prompts as text, or a model with a chat template"
         )
     return replace(problem, prompt=render_chat(tokenizer, problem.messages))
+
+
+def _leave_out_long_prompts(task: Task, tokenizer, max_tokens: int) -> int:
+    """Returns how many have more than `max_tokens` tokens. Raises: ValueError: all training or held-out prompts do."""
+    num_before = len(task.train) + len(task.heldout)
+    for part, name in (("train", "training"), ("heldout", "held-out")):
+        lengths = [len(problem.encode(tokenizer)) for problem in getattr(task, part)]
+        kept = [problem for problem, n in zip(getattr(task, part), lengths, strict=True) if n <= max_tokens]
+        if lengths and not kept:
+            raise ValueError(
+                f"task.max_prompt_tokens is {max_tokens}, and all {len(lengths)} {name} prompts are longer; the "
+                f"shortest has {min(lengths)} tokens. Give at least that."
+            )
+        setattr(task, part, kept)
+    return num_before - len(task.train) - len(task.heldout)

@@ -3,6 +3,7 @@
 - Text and chats; other columns reach the reward; the same rows give the same problems from each source.
 - A chat is rendered by the tokenizer's template, and encoded without further special tokens.
 - A row without a usable prompt is named.
+- Prompts above the limit are left out and counted; a limit that leaves none is refused.
 
 python -m pytest tests/tba/tasks/test_dataset.py
 """
@@ -64,6 +65,19 @@ def test_a_chat_is_rendered_and_rewarded_with_its_columns():
     assert france.encode(tokenizer) == [2] * len(france.prompt)
     assert task.score([france], ["Paris"], [[7]], ["stop"]).components == [{"length": 3.0}]
     task.check(tokenizer)
+
+
+def long_rows():
+    return [{"prompt": "x" * number} for number in range(1, 41)]
+
+
+def test_long_prompts_are_left_out_and_counted():
+    settings = TaskSettings(name="dataset", data=long_rows, rewards=[length], max_prompt_tokens=31)
+    task = load_task(settings, seed=0, tokenizer=Template())  # which adds a token to each
+    assert {len(problem.prompt) for problem in task.train + task.heldout} == set(range(1, 31))
+    assert task.num_left_out == 10
+    with pytest.raises(ValueError, match="prompts are longer; the shortest has 2 tokens"):
+        load_task(settings.model_copy(update={"max_prompt_tokens": 1}), seed=0, tokenizer=Template())
 
 
 def test_without_a_chat_template_a_chat_is_refused():
