@@ -20,7 +20,7 @@ test test-unit test-apart test-crash soak fuzz: export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-plan bench-policies bench-report \
-	bench-trainer bench-accuracy bench-search bench-stability smoke compare-staleness studies compare-sync crash-matrix \
+	bench-trainer bench-accuracy bench-search gpu-check bench-stability smoke compare-staleness studies compare-sync crash-matrix \
 	soak fuzz clean
 
 help:  ## List the targets
@@ -73,6 +73,10 @@ bench-trainer: $(STAMP)  ## Measure a training step beside TRL's; installs TRL
 bench-accuracy: $(STAMP)  ## Measure time to accuracy by seed (SEEDS=0,1,…) beside TRL; installs TRL
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_accuracy
+
+gpu-check: $(STAMP)  ## Run and measure every part on an NVIDIA GPU, in ten minutes; installs TRL
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
+	$(BIN)/python -m tests.benchmarks.gpu_check
 
 bench-search: $(STAMP)  ## Measure how well a Searcher fills its engine, beside bare vLLM
 	$(BIN)/python -m tests.benchmarks.bench_search

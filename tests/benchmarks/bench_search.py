@@ -1,9 +1,10 @@
 """How well does a Searcher fill its engine? `make bench-search`: beside bare vLLM with the same requests.
 
     ROUNDS=6 make bench-search
+    PROMPTS=16 SAMPLES=16 LONGEST=1024 MODEL=<folder> make bench-search
 
 SmolLM2-135M-Instruct, rounds of 16 prompts and 4 responses, of 4 to 256 tokens (geometric), a reward of 2 ms each, and
-the reference policy on the second core. Three sides take turns in one process, on one engine:
+the reference policy on the second core, or on the GPU. Three sides take turns in one process, on one engine:
 
     bare      vLLM's own queue has all requests from the start
     rounds    one round after the other: the engine waits for its longest response, and for scoring
@@ -11,7 +12,8 @@ the reference policy on the second core. Three sides take turns in one process, 
 
 A side is measured while requests wait, or are due. The last line is one JSON object:
 
-    tokens_per_s_ratio   tokens a second of `ahead`, without its loads, over those of `bare`
+    tokens_per_s         tokens a second of `ahead`, without its loads
+    tokens_per_s_ratio   the same over those of `bare`
     underfilled_share    of the time of `ahead`, without its loads: fewer than half of the sequences are busy
     before               the same of `rounds`
     swap_pause_s         median time for which the engine does not sample because it loads a policy
@@ -27,8 +29,9 @@ from statistics import median
 from tba.config import SearchSettings
 from tba.models import embedded_model
 
-PROMPTS, SAMPLES = 16, 4
-SHORTEST, LONGEST, MEAN = 4, 256, 48
+PROMPTS, SAMPLES = int(os.environ.get("PROMPTS", "16")), int(os.environ.get("SAMPLES", "4"))
+SHORTEST, LONGEST = 4, int(os.environ.get("LONGEST", "256"))
+MEAN = LONGEST * 3 // 16
 REWARD_S = 0.002
 
 
@@ -73,7 +76,7 @@ def make_engine(folder: Path):
             return served
 
     limits = {"max_tokens": LONGEST + 32, "max_sequences": PROMPTS * SAMPLES, "seed": 0, "threads": 1}
-    return Watched(folder, **limits)
+    return Watched(folder, **limits, arguments={"gpu_memory_utilization": 0.6})
 
 
 def make_searcher(engine, folder: Path):
@@ -143,7 +146,7 @@ def run_rounds(engine, searcher, rounds: range, folder: Path | None) -> dict:
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    folder = embedded_model(Path(__file__).parents[2] / ".tba" / ".local" / "models")
+    folder = Path(os.environ.get("MODEL") or embedded_model(Path(__file__).parents[2] / ".tba" / ".local" / "models"))
     engine = make_engine(folder)
     searcher = make_searcher(engine, folder)
     searcher.load(folder, 0)
@@ -158,13 +161,12 @@ def main() -> None:
         print(name, json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
     ahead = sides["ahead"]
     sampling_s = ahead["seconds"] - ahead["paused_s"]
+    tokens_per_s = ahead["tokens_per_s"] * ahead["seconds"] / sampling_s
     print(
         json.dumps(
             {
-                "tokens_per_s_ratio": ahead["tokens_per_s"]
-                * ahead["seconds"]
-                / sampling_s
-                / sides["bare"]["tokens_per_s"],
+                "tokens_per_s": tokens_per_s,
+                "tokens_per_s_ratio": tokens_per_s / sides["bare"]["tokens_per_s"],
                 "underfilled_share": ahead["underfilled_share"] - ahead["paused_s"] / ahead["seconds"],
                 "swap_pause_s": median(engine.pauses[1:]),
                 "before": {

@@ -41,7 +41,7 @@ class Shape:
     steps: int
 
 
-SHAPES = {"short": Shape(40, 6, 4), "long": Shape(100, 128, 2)}
+SHAPES = {"short": Shape(40, 6, 4), "long": Shape(100, 128, 2), "gpu": Shape(128, 1024, 4)}  # gpu: gpu_check.py's
 CASES = [("ours", "short"), ("trl", "short"), ("ours", "long"), ("trl", "long"), ("publish", "short")]
 PUBLISHING_STEPS = 8
 
@@ -75,14 +75,16 @@ def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
     from tba.batch import Draw
     from tba.config import TrainSettings
     from tba.logprobs import Group
+    from tba.precision import default_device
     from tba.trainer import Trainer
 
     config = AutoConfig.from_pretrained(folder)
     settings = TrainSettings(
-        steps=steps, learning_rate=LEARNING_RATE, warmup_steps=0, gradient_clip=CLIP, micro_batch_tokens=2200,
+        steps=steps, learning_rate=LEARNING_RATE, warmup_steps=0, gradient_clip=CLIP,
+        micro_batch_tokens=max(2200, shape.prompt_tokens + NUM_RESPONSES * shape.response_tokens),
         sync_interval=2, checkpoint_interval=steps,
     )  # fmt: skip
-    return Trainer(folder, settings), [
+    return Trainer(folder, settings, default_device()), [
         Draw(
             Group(prompt, responses),
             list(range(NUM_RESPONSES)),
@@ -185,7 +187,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
         train_dataset=Dataset.from_list([{"prompt": str(number)} for number in range(NUM_PROMPTS)]),
         callbacks=[clock],
         args=GRPOConfig(
-            **TRL,
+            **TRL | {"use_cpu": not torch.cuda.is_available()},
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
             bf16=compute_dtype() == torch.bfloat16,
@@ -204,7 +206,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
 
 
 def run_case(side: str, shape: Shape, folder: Path) -> dict:
-    """In a process of its own: seconds of the fastest step but the first, peak resident memory."""
+    """In a process of its own: seconds of the fastest step but the first; peak memory, resident or of the GPU."""
     import torch
 
     torch.set_num_threads(2)
@@ -213,22 +215,26 @@ def run_case(side: str, shape: Shape, folder: Path) -> dict:
     seconds = step_ours(folder, shape) if side == "ours" else step_trl(folder, shape)
     assert len(seconds) == shape.steps
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if torch.cuda.is_available():
+        peak_mb = torch.cuda.max_memory_allocated() / 2**20
     return {"step_s": min(seconds[1:]), "peak_mb": peak_mb}
 
 
 def measured_peak_flops(precision: str) -> float:
-    """FLOPs a second of a matrix product on these cores, the fastest of several sizes."""
+    """FLOPs a second of a matrix product on these cores, or on the GPU, the fastest of several sizes."""
     import torch
+
+    from tba.precision import default_device
 
     torch.set_num_threads(2)
     best, seconds = 0.0, 0.0
-    for size in (512, 1024, 2048, 4096):
+    for size in (512, 1024, 2048, 4096, 8192):
         if seconds > 1:  # bfloat16 emulated without AVX-512: 4,096 would take eleven minutes
             break
-        one, other = (torch.randn(size, size).to(getattr(torch, precision)) for _ in range(2))
+        one, other = (torch.randn(size, size, device=default_device()).to(getattr(torch, precision)) for _ in range(2))
         for _ in range(3):
             started = time.monotonic()
-            one @ other
+            (one @ other)[0, 0].item()  # waits for the product
             seconds = time.monotonic() - started
             best = max(best, 2 * size**3 / seconds)
     return best
@@ -265,7 +271,7 @@ def main() -> None:
         scored = NUM_PROMPTS * NUM_RESPONSES * SHAPES[name].response_tokens
         speed = scored / result["step_s"]
         print(f"{side:12}{name:8}{result['step_s']:10.2f}{speed:10.0f}{result['peak_mb']:10.0f}", flush=True)
-    ours, publish = {name: results["ours", name] for name in SHAPES}, results["publish", "short"]
+    ours, publish = {name: results["ours", name] for name in ("short", "long")}, results["publish", "short"]
     bf16_peak, float32_peak = measured_peak_flops("bfloat16"), measured_peak_flops("float32")
     flops = useful_flops(folder, SHAPES["long"])
 

@@ -1,0 +1,214 @@
+"""Does all of it run on a GPU, and how fast? `make gpu-check`: a line for each part, then one JSON object.
+
+    make gpu-check                                        # on a machine with an NVIDIA GPU of 80 GB
+    python -m tests.benchmarks.gpu_check --small          # the same parts with small shapes, also on a CPU
+    python -m tests.benchmarks.gpu_check swap             # some parts
+
+    train          the main job, `tba train`: accuracy, seconds, median training step
+    generation_64  a Searcher with 64 sequences at once beside bare vLLM: tokens a second, load pause
+    generation_256 the same with 256
+    step           a training step of 4 prompts x 16 responses x 1,024 tokens beside TRL's: seconds, peak memory, and
+                   mfu, useful FLOPs over what a large bfloat16 product reaches here
+    swap           a policy into the engine, whole, and rebuilt from a delta by which 0.8 % of the weights differ
+
+generation and step take the shape of Qwen2.5-1.5B, swap that of Qwen2.5-7B, with random weights: nothing is fetched.
+Each part has a process of its own and `LIMIT_S`. A part that fails is named, the others go on, and the exit status
+is 1.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[2]
+LIMIT_S = {"train": 240, "generation_64": 120, "generation_256": 120, "step": 180, "swap": 300}
+# Of Qwen2.5; small: a shape with which each part takes seconds on a CPU.
+SHAPES = {
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "small": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 49152, "tie_word_embeddings": True},
+}  # fmt: skip
+CHANGED_SHARE = 0.008  # of the weights, between consecutive policies of a default run
+
+
+def random_model(folder: Path, shape: str) -> Path:
+    """A model of random bfloat16 weights, with the embedded model's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from tba.models import embedded_model
+    from tba.precision import default_device
+    from tba.weights import write_weights
+
+    folder.mkdir()
+    config = Qwen2Config(**SHAPES[shape], dtype="bfloat16", max_position_embeddings=4096, eos_token_id=2)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    for file in embedded_model(PROJECT / ".tba" / ".local" / "models").glob("tokenizer*"):
+        (folder / file.name).symlink_to(file)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tied = set(model.all_tied_weights_keys)
+    weights = {
+        name: torch.empty(tensor.shape, dtype=torch.bfloat16, device=default_device()).normal_(0, 0.02).cpu()
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
+    write_weights(weights, folder)
+    return folder
+
+
+def changed_model(base: Path, folder: Path) -> Path:
+    """The same model with `CHANGED_SHARE` of its weights changed in the last bit."""
+    import torch
+
+    from tba.weights import read_weights, write_weights
+
+    folder.mkdir()
+    weights = {}
+    for name, tensor in read_weights(base):
+        bits = tensor.clone().view(torch.int16)
+        places = torch.randint(bits.numel(), (int(CHANGED_SHARE * bits.numel()),))
+        bits.view(-1)[places] ^= 1
+        weights[name] = bits.view(torch.bfloat16)
+    write_weights(weights, folder)
+    for file in base.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+def train(is_small: bool) -> dict:
+    from storage.queries import query
+    from tests.benchmarks.bench_stability import measure
+    from tests.benchmarks.default_run import default_run
+
+    with default_run(0, ["--steps", "2"] if is_small else []) as store:
+        found = measure(store)
+        steps = query(store, "SELECT median(step_s) AS step_s FROM training_steps").to_pylist()
+    return {name: found[name] for name in ("accuracy", "seconds_to_060", "wall_s")} | steps[0]
+
+
+def generation(is_small: bool, num_sequences: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder, "model"), "small" if is_small else "1.5B")
+        samples, longest = (2, 8) if is_small else (16, 1024)
+        asked = {
+            "PROMPTS": num_sequences // samples,
+            "SAMPLES": samples,
+            "LONGEST": longest,
+            "ROUNDS": 2,
+            "MODEL": model,
+        }
+        said = run_module("tests.benchmarks.bench_search", environment={name: str(of) for name, of in asked.items()})
+    return {name: said[name] for name in ("tokens_per_s", "tokens_per_s_ratio", "swap_pause_s")}
+
+
+def step(is_small: bool) -> dict:
+    from tests.benchmarks import bench_trainer
+
+    name, sides = ("short", ["ours"]) if is_small else ("gpu", ["ours", "trl"])
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder, "model"), "small" if is_small else "1.5B")
+        found = {side: run_module("tests.benchmarks.bench_trainer", side, name, str(model)) for side in sides}
+        flops = bench_trainer.useful_flops(model, bench_trainer.SHAPES[name])
+    mfu = flops / found["ours"]["step_s"] / bench_trainer.measured_peak_flops("bfloat16")
+    return found | {"mfu": mfu}
+
+
+def swap(is_small: bool) -> dict:
+    from storage.policy_delta import apply_deltas, write_delta
+    from tba.engine import Sampling, make_engine
+
+    def timed(work, *arguments) -> float:
+        began = time.monotonic()
+        work(*arguments)
+        return time.monotonic() - began
+
+    with tempfile.TemporaryDirectory() as folder:
+        first = random_model(Path(folder, "first"), "small" if is_small else "7B")
+        second = changed_model(first, Path(folder, "second"))
+        name, delta, rebuilt = "model.safetensors", Path(folder, "delta"), Path(folder, "rebuilt")
+        engine = make_engine(
+            first, max_tokens=256, max_sequences=16, seed=0, threads=2, arguments={"gpu_memory_utilization": 0.6}
+        )
+        load_first_s = timed(engine.load, first, 0)
+        engine.start([[5, 6, 7]] * 8, [Sampling(1, 1.0, 1.0, 128, [])] * 8, first=False)
+        engine.step()
+        load_s = timed(lambda: (engine.load(second, 2), engine.step()))
+        write_delta_s = timed(write_delta, first / name, second / name, delta)
+        apply_delta_s = timed(apply_deltas, first / name, [delta], rebuilt)
+        return {
+            "weights_gb": (first / name).stat().st_size / 1e9,
+            "load_first_s": load_first_s,
+            "load_s": load_s,
+            "delta_share": delta.stat().st_size / (first / name).stat().st_size,
+            "write_delta_s": write_delta_s,
+            "apply_delta_s": apply_delta_s,
+        }
+
+
+PARTS = {
+    "train": train,
+    "generation_64": lambda is_small: generation(is_small, 4 if is_small else 64),
+    "generation_256": lambda is_small: generation(is_small, 8 if is_small else 256),
+    "step": step,
+    "swap": swap,
+}
+
+
+def run_module(module: str, *arguments: str, environment: dict[str, str] | None = None, limit_s: float | None = None):
+    """The JSON of a module's last line. Raises: RuntimeError: it failed, or ran for longer than the limit."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=PROJECT, env=os.environ | (environment or {}), **pipes) as process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends what it has started
+            said, _ = process.communicate()
+            raise RuntimeError(f"{module} did not end in {limit_s:.0f} s:\n{said[-3000:]}") from None
+    if process.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{said[-3000:]}")
+    return json.loads(said.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("--small", action="store_true", help="small shapes, for a CPU")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one part, in this process
+    asked = parser.parse_args()
+    if asked.here:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        print(json.dumps(PARTS[asked.parts[0]](asked.small)))
+        return
+    found, small = {}, ["--small"] if asked.small else []
+    for part in asked.parts or PARTS:
+        began = time.monotonic()
+        try:
+            found[part] = run_module(__spec__.name, part, "--here", *small, limit_s=LIMIT_S[part])
+        except (RuntimeError, ValueError) as error:
+            found[part] = {"failed": str(error)}
+        print(f"{part} ({time.monotonic() - began:.0f} s): {json.dumps(found[part])}", flush=True)
+    print(json.dumps({"device": device(), "parts": found}))
+    sys.exit(any("failed" in result for result in found.values()))
+
+
+def device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+
+
+if __name__ == "__main__":
+    main()
