@@ -52,23 +52,23 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
-def take_gpus(first: int, num_needed: int, number: int = 1) -> float:
-    """Assigns so many of this machine's GPUs to this process. GPUs are shared if the run needs more than there are.
+def take_gpus(first: int, num_of_run: int, num_here: int = 1) -> float:
+    """Assigns this process some of this machine's GPUs. They are shared if the run's processes need more.
 
-    first: index of the process's first device among those that the run needs here. Sets CUDA_VISIBLE_DEVICES, so call
-    it before this process uses CUDA. Returns this process's share of each GPU's memory; 1 without a GPU.
-    Raises: ValueError: the machine has fewer GPUs.
+    first: index of the process's first GPU among the `num_of_run` that the run's processes on this machine need.
+    num_here: GPUs that this process needs. Sets CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA.
+    Returns this process's share of each GPU's memory; 1 without a GPU. Raises: ValueError: the machine has fewer GPUs.
     """
     import torch
 
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         return 1.0
-    if number > num_gpus:
-        raise ValueError(f"search.engine: a Searcher needs {number} GPUs, and this machine has {num_gpus}")
+    if num_here > num_gpus:
+        raise ValueError(f"this process needs {num_here} GPUs (search.engine), and this machine has {num_gpus}")
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[(first + each) % num_gpus] for each in range(number))
-    return 1 / math.ceil(num_needed / num_gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[(first + each) % num_gpus] for each in range(num_here))
+    return 1 / math.ceil(num_of_run / num_gpus)
 
 
 def code_version() -> str:

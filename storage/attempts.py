@@ -161,7 +161,7 @@ def trainer(store: RunStore) -> Identity | None:
     return Identity(**latest[0]["owner"]) if latest else None
 
 
-def num_trainers_here(store: RunStore) -> int:
+def num_trainer_processes_here(store: RunStore) -> int:
     """Processes of the latest attempt's Trainer on this machine; 0: it is on another one, or there is none."""
     latest = list_attempts(store)[-1:]
     return latest[0]["processes"] if latest and Identity(**latest[0]["owner"]).is_here() else 0

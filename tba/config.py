@@ -3,6 +3,7 @@
 flows/config.py joins these with the buffer's settings (storage.buffer.Sampling) into the one configuration of a run.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
-from pydantic_core import from_json
 
 from tba.imports import check_function_name, is_function_name
 
@@ -19,12 +19,14 @@ ENGINES_OWN = {
     "model": "model",
     "seed": "seed",
     "max_num_seqs": "search.prompts_per_round x search.samples_per_prompt",
+    "max_model_len": "the longest prompt (task.max_prompt_tokens) and task.max_response_tokens",
     "logprobs_mode": None,
     "runner": None,
     "skip_tokenizer_init": None,
     "trust_remote_code": None,
     "worker_extension_cls": None,
 }
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 
 
 class Settings(BaseModel):
@@ -124,13 +126,6 @@ def importable_name(function: Callable) -> str:
     return f"{module}:{name}"
 
 
-def _as_json(value: object) -> object:
-    try:
-        return from_json(value) if isinstance(value, str) else value
-    except ValueError:  # a word
-        return value
-
-
 class SearchSettings(Settings):
     """How Searchers sample responses."""
 
@@ -164,14 +159,8 @@ class SearchSettings(Settings):
 
     engine: dict[str, JsonValue] = Field(
         {},
-        description="Further arguments of vllm.LLM, as JSON: tensor_parallel_size, kv_cache_dtype, max_model_len, …",
+        description="Further arguments of vllm.LLM: tensor_parallel_size, kv_cache_dtype, quantization, …",
     )
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _engine_by_words(cls, engine: object) -> object:
-        """From a command line: --set search.engine.tensor_parallel_size=2 is a number."""
-        return {name: _as_json(value) for name, value in engine.items()} if isinstance(engine, dict) else engine
 
     @field_validator("engine")
     @classmethod
@@ -180,7 +169,7 @@ class SearchSettings(Settings):
             if name in ENGINES_OWN:
                 setting = ENGINES_OWN[name]
                 raise ValueError(f"search.engine: {name} " + (f"is {setting}" if setting else "cannot be changed"))
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in PARALLEL_SIZES:
             if not (isinstance(engine.get(name, 1), int) and engine.get(name, 1) >= 1):
                 raise ValueError(f"search.engine: {name} is {engine[name]!r}; give a whole number of at least 1")
         return engine
@@ -188,7 +177,7 @@ class SearchSettings(Settings):
     @property
     def num_devices(self) -> int:
         """GPUs of each Searcher; on a CPU processes."""
-        return self.engine.get("tensor_parallel_size", 1) * self.engine.get("pipeline_parallel_size", 1)
+        return math.prod(self.engine.get(name, 1) for name in PARALLEL_SIZES)
 
     @model_validator(mode="after")
     def _system_prompts_are_drawn(self):

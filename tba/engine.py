@@ -5,6 +5,7 @@ flight goes on with the new weights and the keys and values that it has. Each to
 weights that sampled it. Such a mixture of policies is a behavior policy like any other to the Trajectory Balance loss.
 """
 
+import difflib
 import importlib.util
 import os
 from collections import deque
@@ -63,6 +64,9 @@ class Engine(Protocol):
     def step(self) -> dict[int, list[list[Response]]]:
         """Samples on. Returns the batches that are whole now: by number, each prompt's responses, in order."""
 
+    def has_waiting(self) -> bool:
+        """Whether prompts wait that have not begun."""
+
     def abort(self) -> None:
         """Ends all batches without their responses."""
 
@@ -91,7 +95,7 @@ def make_engine(
 
 
 class VllmEngine:
-    """vLLM in this process: no connection, and no process that outlives a killed Searcher."""
+    """vLLM in this process, without a connection. Worker processes, if several GPUs need them, end with this one."""
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         self._llm = LLM(
-            **(usual | _known(arguments)),
+            **(usual | _checked(arguments)),
             model=str(folder),
             seed=seed,
             max_num_seqs=max_sequences,
@@ -142,7 +146,11 @@ class VllmEngine:
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
         """Raises: RuntimeError: the engine does not serve the policy. `abort` before the next step."""
         self._pause()
-        (fingerprint, *_) = self._llm.collective_rpc("load_policy", args=(str(folder),))  # of each worker, all equal
+        found = self._llm.collective_rpc("load_policy", args=(str(folder),))  # of each worker
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
+        (fingerprint,) = set(found)
         self._policies.append(ServedPolicy(policy_step, fingerprint))
         self._engine.set_weight_version(self._version)
         self._engine.wake_up(tags=["scheduling"])
@@ -151,10 +159,10 @@ class VllmEngine:
     def _pause(self) -> None:
         """Takes in what has been sampled, so that no token counts as the next policy's.
 
-        With asynchronous scheduling vLLM has up to two steps in flight.
+        vLLM has several steps in flight: two with asynchronous scheduling, more with pipeline parallelism.
         """
         self._engine.sleep(level=0, mode="keep")
-        for _ in range(2):
+        for _ in range(max(2, self._engine.vllm_config.max_concurrent_batches)):
             self._finished += self._engine.step()
 
     @property
@@ -206,6 +214,9 @@ class VllmEngine:
         whole = [number for number, found in self._batches.items() if None not in found]
         return {number: self._batches.pop(number) for number in whole}
 
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def abort(self) -> None:
         names = [f"{number}/{place}" for number, found in self._batches.items() for place in range(len(found))]
         self._engine.abort_request(names)
@@ -219,13 +230,15 @@ class VllmEngine:
         return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason, policies)
 
 
-def _known(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Raises: ValueError: vllm.LLM has no such argument."""
     from vllm.engine.arg_utils import EngineArgs
 
-    names = {field.name for field in fields(EngineArgs)}
-    if unknown := set(arguments) - names:
-        raise ValueError(f"search.engine: vLLM has no argument {', '.join(sorted(unknown))}; it has {sorted(names)}")
+    names = [field.name for field in fields(EngineArgs)]
+    for name in arguments:
+        if name not in names:
+            close = ", ".join(difflib.get_close_matches(name, names)) or "those of its documentation"
+            raise ValueError(f"search.engine: vLLM has no argument {name}; it has {close}")
     return dict(arguments)
 
 
@@ -244,6 +257,9 @@ class WholeBatches:
         number, *asked = self._waiting.popleft()
         return {number: self.sample(*asked)}
 
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def abort(self) -> None:
         self._waiting.clear()
 
@@ -261,15 +277,20 @@ class TransformersEngine(WholeBatches):
         self._served = ServedPolicy(-1, "")  # not the published one: the model's own weights
         self._max_sequences = max_sequences
         self._device = default_device()
-        dtype = compute_dtype(self._device)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        self._dtype = compute_dtype(self._device)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)
         self._model.to(self._device).eval()
         # The folder's generation_config.json may change the sampling (a repetition penalty, min_p): it is not used.
         self._model.generation_config = GenerationConfig()
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
         """Raises: RuntimeError: the folder has other weights than the model."""
-        missing, unexpected = self._model.load_state_dict(dict(read_weights(folder)), strict=False)
+        weights = dict(read_weights(folder))
+        if any(".experts." in name for name in weights):  # each by itself; the model has one tensor of all
+            self._load_experts(folder)
+            self._served = ServedPolicy(policy_step, fingerprint(weights.items()))
+            return self._served
+        missing, unexpected = self._model.load_state_dict(weights, strict=False)
         tied = set(self._model.all_tied_weights_keys)
         if unexpected or set(missing) - tied:
             raise RuntimeError(f"engine: {folder} has other weights than the model: {unexpected + missing}")
@@ -277,6 +298,12 @@ class TransformersEngine(WholeBatches):
         weights = ((name, named[name].to(tensor.dtype)) for name, tensor in read_weights(folder))
         self._served = ServedPolicy(policy_step, fingerprint(weights))
         return self._served
+
+    def _load_experts(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)
+        self._model.load_state_dict(loaded.state_dict())
 
     def sample(self, prompts: list[list[int]], sampling: Sequence[Sampling]) -> list[list[Response]]:
         """`num_samples` responses to each prompt."""

@@ -46,6 +46,10 @@ class Generator:
         responses, _ = self.start(prompts, sampling, first=True).result()
         return responses
 
+    def has_waiting(self) -> bool:
+        """Whether prompts wait that have not begun. Waits for the step that is on."""
+        return self._thread.submit(self._engine.has_waiting).result()
+
     def cancel(self) -> None:
         """Ends all batches without their responses."""
         self._thread.submit(self._cancel).result()

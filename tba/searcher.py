@@ -7,9 +7,9 @@ Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.p
     waits for     nothing: Trajectory Balance learns from the responses of any policy
     unblocks      the Trainer's first batch; later no process waits for it
 
-The engine does not wait, either, unless the Searcher has one core only. The prompts of later rounds wait in it, and
-begin where responses have ended. Meanwhile another thread scores and commits the round before, and loads policies: a
-response may begin with one policy and end with a later one.
+The engine does not wait, either, unless the Searcher has one core only. When no prompt waits in it any more, those of
+the next round are added, and begin where responses have ended. Meanwhile another thread scores and commits the round
+before, and loads policies: a response may begin with one policy and end with a later one.
 
 A Searcher keeps no state that a run needs: a round's prompts follow from (seed, searcher, round). It can be killed,
 added or removed at any time. If it is killed, the rounds that it has not committed are sampled again.
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -34,9 +35,7 @@ from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 
 POLL_S = 0.5  # between two looks for a policy while a round is sampled
-# Rounds whose prompts wait in the engine while it samples a round, so that a long response does not leave it idle. They
-# begin with the policy that is served then.
-AHEAD = 4
+AHEAD = 4  # rounds that are begun, at most, while a long response of an earlier one is sampled
 
 
 @dataclass(frozen=True)
@@ -151,18 +150,17 @@ class Searcher:
     ) -> SampledRound:
         """Waits for the responses of a round. `while_waiting` is called every `POLL_S`; it may load a policy.
 
-        `ahead`: meanwhile, and until they are asked for, the engine samples the next `AHEAD` rounds, too.
+        `ahead`: meanwhile, and until they are asked for, the engine samples the next rounds, too.
         """
         started, policy = datetime.now(UTC), self._served
-        num_ahead = AHEAD if ahead else 0
-        for each in range(number, number + 1 + num_ahead):
-            self._begin(each)
         while not wait([self._begin(number).batch], POLL_S).done or self._pending[number].batch.cancelled():
+            if ahead:
+                self._feed(number)
             while_waiting()
         pending = self._pending.pop(number)
         responses, ended = pending.batch.result()
         if ahead:
-            self._begin(number + 1 + AHEAD)
+            self._feed(number + 1)
         # Prompts begin in order, so the engine has worked on this round since the last one was sampled.
         began, self._sampled_until = max(pending.began_at, self._sampled_until), ended
         times = {"policy_step": policy.step, "started_at": started, "sampling_started_at": began}
@@ -173,9 +171,29 @@ class Searcher:
         self._generator.cancel()
         self._pending.clear()
 
+    def _feed(self, first: int) -> None:
+        """Begins rounds from `first` on while no prompt waits in the engine, so that it is never idle.
+
+        Not while two sampled rounds wait to be scored: further responses would only grow old.
+        """
+        while not self._generator.has_waiting():
+            rounds = range(first, first + 1 + AHEAD)
+            num_sampled = sum(1 for _ in takewhile(self._is_sampled, rounds))
+            not_begun = [number for number in rounds if not self._is_begun(number)]
+            if num_sampled > 1 or not not_begun:
+                return
+            self._begin(not_begun[0])
+
+    def _is_begun(self, number: int) -> bool:
+        """Whether a round's prompts are in the engine, or were sampled. A load that fails ends them."""
+        return number in self._pending and not self._pending[number].batch.cancelled()
+
+    def _is_sampled(self, number: int) -> bool:
+        return self._is_begun(number) and self._pending[number].batch.done()
+
     def _begin(self, number: int) -> PendingRound:
-        """Puts a round's prompts into the engine, unless they are in it: a load that failed has ended them."""
-        if number not in self._pending or self._pending[number].batch.cancelled():
+        """Puts a round's prompts into the engine, unless they are in it."""
+        if not self._is_begun(number):
             questions = self._questions(number)
             asked = [question.problem.encode(self._tokenizer, question.system_prompt) for question in questions]
             batch = self._generator.start(asked, [question.sampling for question in questions])

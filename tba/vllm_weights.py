@@ -22,11 +22,18 @@ NUM_COLUMNS = 16
 class PolicyLoader:
     """Mixed into vLLM's worker (worker_extension_cls), so that weights are read where they are served."""
 
-    def load_policy(self, folder: str) -> str:
+    def load_policy(self, folder: str) -> str | Exception:
         """Streams the weights into the model and returns the fingerprint of these weights.
 
-        Raises: RuntimeError: the model computes with other weights.
+        An error is returned, not raised: of several workers, vLLM would leave the other ones' answers unread.
+        RuntimeError: the model computes with other weights.
         """
+        try:
+            return self._load_policy(folder)
+        except Exception as error:
+            return error
+
+    def _load_policy(self, folder: str) -> str:
         served = Fingerprint()
 
         def passing() -> Iterator[tuple[str, Tensor]]:
@@ -59,73 +66,85 @@ def _pack_tied_head(model: nn.Module) -> None:
 
 
 def _first_difference(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
-    """The name of a weight that the model does not have as in the files; None: there is none.
+    """The name of a weight that the model does not have as in the files; None: none was found.
 
-    Matrices are compared in `NUM_COLUMNS` columns, embeddings and norms whole. Biases of layers with a matrix are not.
+    Compared: matrices in `NUM_COLUMNS` columns; embeddings and norms whole. Not compared: experts, quantised layers,
+    their biases, and weights that the model and its files name differently.
     """
-    layers = dict(_layers_with_a_matrix(model))
-    for name, parameter in model.named_parameters():
-        tensor = None if name.rpartition(".")[0] in layers else weights.get(name)
-        if tensor is not None and parameter.shape == tensor.shape and not (parameter.cpu() == tensor).all():
-            return name
-    like = next(model.parameters())
-    for name, layer in layers.items():
-        matrices = _matrices(model, name, layer, weights)
-        if matrices and not _has_columns_of(layer, matrices, like):
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a shared one the first
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is None or isinstance(method, UnquantizedEmbeddingMethod):
+            for part, parameter in layer.named_parameters(name, recurse=False):
+                tensor = weights.get(part)
+                if tensor is None or parameter.shape != tensor.shape:
+                    continue
+                if not torch.equal(parameter.cpu(), tensor.to(parameter.dtype)):
+                    return part
+        matrices = _matrices(model, name, layer, names, weights)
+        if matrices and not _has_columns_of(layer, matrices):
             return name
     return None
 
 
-def _layers_with_a_matrix(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Not those that are quantised: their matrices are not the files'."""
+def _matrices(
+    model: nn.Module, name: str, layer: nn.Module, names: dict[int, str], weights: dict[str, Tensor]
+) -> list[Tensor]:
+    """The files' matrices, [rows, columns] each, of which the layer has one, in its order; none: it is not compared.
+
+    names: of the model's parameters, by their ids.
+    """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-    for name, layer in model.named_modules():
-        method = getattr(layer, "quant_method", None)
-        is_head = isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod)
-        if is_head or isinstance(method, UnquantizedLinearMethod):
-            yield name, layer
-
-
-def _matrices(model: nn.Module, name: str, layer: nn.Module, weights: dict[str, Tensor]) -> list[Tensor]:
-    """The files' matrices that a layer joins, [rows, columns] each. None where the files have other names for them."""
-    parent, _, own = name.rpartition(".")
-    parts = getattr(model, "packed_modules_mapping", {}).get(own, [own])
-    names = [f"{parent}.{part}.weight" if parent else f"{part}.weight" for part in parts]
-    if hasattr(layer, "num_embeddings") and names[0] not in weights:
-        names = ["model.embed_tokens.weight"]  # shared with the embedding
-    found = [weights.get(each) for each in names]
+    method = getattr(layer, "quant_method", None)
+    if isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod):
+        parts = [names.get(id(layer.weight))]  # the embedding's where they share it
+    elif isinstance(method, UnquantizedLinearMethod):
+        parent, _, own_name = name.rpartition(".")
+        joined = getattr(model, "packed_modules_mapping", {}).get(own_name, [own_name])
+        parts = [f"{parent}.{part}.weight" if parent else f"{part}.weight" for part in joined]
+    else:
+        return []
+    found = [weights.get(part) for part in parts]
     return found if all(matrix is not None and matrix.dim() == 2 for matrix in found) else []
 
 
-def _has_columns_of(layer: nn.Module, matrices: list[Tensor], like: Tensor) -> bool:
-    """Whether the layer's matrix has these columns, drawn anew. Its rows may be in another order, as of GPT-NeoX.
+def _has_columns_of(layer: nn.Module, matrices: list[Tensor]) -> bool:
+    """Whether the layer's matrix has these columns, drawn anew. Rows may be in another order: some loaders change it.
 
-    With tensor parallelism it has a part of the rows or of the columns.
-    like: has the model's type and device. GPT-2's files have matrices the other way round.
+    With tensor parallelism the layer has a part of the rows or of the columns. GPT-2's files have matrices the other
+    way round.
     """
-    size = getattr(layer, "input_size", matrices[0].shape[1])
-    here = getattr(layer, "input_size_per_partition", size)
-    start = random.randrange(max(1, here - NUM_COLUMNS + 1))  # noqa: S311 - any will do
-    ones = like.new_zeros(min(NUM_COLUMNS, here), here)
+    num_columns = getattr(layer, "input_size", matrices[0].shape[1])
+    num_here = getattr(layer, "input_size_per_partition", num_columns)
+    start = random.randrange(max(1, num_here - NUM_COLUMNS + 1))  # noqa: S311 - any will do
+    ones = layer.weight.new_zeros(min(NUM_COLUMNS, num_here), num_here)
     ones.diagonal(start).fill_(1)
     served = layer.quant_method.apply(layer, ones, None).T.cpu()  # [rows, and padding, columns]
-    begin = start + (layer.tp_rank * here if here < size else 0)
+    begin = start + (layer.tp_rank * num_here if num_here < num_columns else 0)
     block = slice(begin, begin + len(ones))
-    either_way = [of for of in (matrices, [matrix.T for matrix in matrices]) if of[0].shape[1] == size]
-    found = [torch.cat([matrix[:, block] for matrix in of]).to(served.dtype) for of in either_way]
-    return any(_same_rows(served, of) for of in found)
+    either_way = (matrices, [matrix.T for matrix in matrices])
+    fitting = [pieces for pieces in either_way if pieces[0].shape[1] == num_columns]
+    found = [torch.cat([matrix[:, block] for matrix in pieces]).to(served.dtype) for pieces in fitting]
+    is_part = getattr(layer, "tp_size", 1) > 1
+    return any(_same_rows(served, whole, is_part) for whole in found)
 
 
-def _same_rows(served: Tensor, whole: Tensor) -> bool:
+def _same_rows(served: Tensor, whole: Tensor, is_part: bool) -> bool:
     """Whether the rows [rows, columns] that are served are those of the whole matrix, in any order, or a part of them.
 
     Rows of zeros may come in addition: the output layer has rows for padding.
     """
     key = torch.randint(-(2**62), 2**62, (whole.shape[1],))
-    bits = torch.int16 if whole.element_size() == 2 else torch.int32
-    hashes = [((rows + 0.0).contiguous().view(bits).long() * key).sum(1) for rows in (served, whole)]
-    if len(served) >= len(whole):
-        return torch.equal(hashes[0][: len(whole)].sort().values, hashes[1].sort().values)
-    return torch.isin(hashes[0], torch.cat([hashes[1], hashes[1].new_zeros(1)])).all().item()
+    bits, tiny = torch.int16 if whole.element_size() == 2 else torch.int32, torch.finfo(whole.dtype).tiny
+
+    def hashes(rows: Tensor) -> Tensor:
+        """A product may make a number below the smallest normal one zero, and zero has two signs."""
+        return (rows.where(rows.abs() >= tiny, 0).contiguous().view(bits).long() * key).sum(1)
+
+    if is_part:
+        return torch.isin(hashes(served), torch.cat([hashes(whole), key.new_zeros(1)])).all().item()
+    return torch.equal(hashes(served[: len(whole)]).sort().values, hashes(whole).sort().values)

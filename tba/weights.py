@@ -42,8 +42,13 @@ def as_in_a_checkpoint(model: "PreTrainedModel", weights: dict[str, Tensor]) -> 
         return weights
     from transformers.core_model_loading import revert_weight_conversion
 
-    # of their own memory: safetensors refuses tensors that share it
-    return {name: part.clone() for name, part in revert_weight_conversion(model, weights).items()}
+    parts = revert_weight_conversion(model, weights)
+    # safetensors refuses tensors that share memory
+    return {name: part.clone() if _is_view(part) else part for name, part in parts.items()}
+
+
+def _is_view(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 class Fingerprint:

@@ -1,5 +1,6 @@
 """`--set KEY.PATH=VALUE` and the options of `tba train` as one configuration."""
 
+import contextlib
 import json
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,13 @@ def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
             given[key] = json.loads(value) if value == "null" or value[:1] in ("[", "{") else value
         except ValueError as error:
             fail(
-                f"--set {setting}: is not JSON; write a list as --set search.exploration_top_p=[0.8,1] ({error})",
+                f"--set {setting}: is not JSON; write a list as --set search.exploration_top_p=[0.8,1], an object as "
+                f'--set \'search.engine={{"dtype": "float16"}}\' ({error})',
                 status=2,
             )
+        if key.startswith("search.engine."):  # vLLM's own arguments, whose types pydantic does not know
+            with contextlib.suppress(ValueError):  # a word
+                given[key] = json.loads(value)
     for key, value in given.items():
         *path, name = key.split(".")
         node = values

@@ -26,7 +26,8 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
 
     `place`: the Searcher's number among the Searchers that the run starts itself, from 0; None: after them.
     """
-    threads, num_devices = searcher_threads(config), config.search.num_devices
+    num_devices = config.search.num_devices
+    threads = max(1, searcher_threads(config) // num_devices)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gpu_share = take_gpus(*place_among_gpus(config, place), num_devices)
@@ -53,7 +54,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
         max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
         # Not the run's seed alone: different Searchers, and restarts of one, need different random numbers.
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
-        threads=max(1, threads // num_devices),
+        threads=threads,
         arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
     )
     return Searcher(
@@ -90,6 +91,6 @@ def place_among_gpus(config: RunConfig, place: int | None) -> tuple[int, int]:
 
     `place`: as for `start_searcher`.
     """
-    trainers, each = attempts.num_trainers_here(RunStore(config.store, config.run)), config.search.num_devices
+    trainers, each = attempts.num_trainer_processes_here(RunStore(config.store, config.run)), config.search.num_devices
     first = trainers + (config.searchers if place is None else place) * each
     return first, trainers + max(config.searchers, 1) * each

@@ -7,7 +7,7 @@
 - vLLM takes in a policy while it samples: no response is lost, each says which of its tokens which policy sampled, and
   the log-probabilities are those of these policies, one after the other on the same keys and values.
 - A policy is refused if one of vLLM's matrices, joined or packed, is still that of the policy before.
-- vLLM serves a mixture of experts as the Trainer publishes it, and a policy that two processes share.
+- A mixture of experts is served as the Trainer publishes it; vLLM serves a policy that two processes share, too.
 - An argument that vLLM does not know is refused by name.
 
 python -m pytest tests/tba/test_engine.py
@@ -107,16 +107,18 @@ def test_transformers_refuses_weights_of_another_model(base, tmp_path):
         TransformersEngine(base, **LIMITS).load(tmp_path, 4)
 
 
-def check_samples(engine, base, tokens) -> None:
+def check_samples(engine, base, tokens, dtype=None) -> None:
+    """dtype: in which the engine computes; None: the machine's."""
     served = engine.load(base, 4)
     responses = sample(engine, tokens, Sampling(6, 0.7, 1.0, 4, [2, NEWLINE]))
     assert [len(of_prompt) for of_prompt in responses] == [6, 6]
-    policy = load_policy(base, compute_dtype())
+    dtype = dtype or compute_dtype()
+    policy = load_policy(base, dtype)
     groups = [Group(prompt, [r.tokens for r in of_prompt]) for prompt, of_prompt in zip(tokens, responses, strict=True)]
     with torch.no_grad():
         expected = response_logprobs(policy, groups, temperature=0.7)
     # In bfloat16, logits of about 20 have steps of 1/8: two kernels are some steps apart, the temperature widens them.
-    once, on_average = (0.02, 0.005) if compute_dtype() == torch.float32 else (0.9, 0.15)
+    once, on_average = (0.02, 0.005) if dtype == torch.float32 else (0.9, 0.15)
     apart = []
     for of_prompt, of_group in zip(responses, expected, strict=True):
         for response, logprobs in zip(of_prompt, of_group, strict=True):
@@ -267,6 +269,7 @@ def check_experts(base: Path, first: Path, tokens: list[list[int]]) -> None:
     config = Qwen3MoeConfig(
         vocab_size=49152, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64, num_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+        initializer_range=0.1,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(first)
     trainer, moved = Trainer(first, TrainSettings(), "cpu"), first / "moved"
@@ -278,21 +281,26 @@ def check_experts(base: Path, first: Path, tokens: list[list[int]]) -> None:
     (moved / "config.json").symlink_to(first / "config.json")
     for file in base.glob("tokenizer*"):
         (first / file.name).symlink_to(file)
-    engine = make_engine(first, **LIMITS)
-    engine.load(first, 1)
-    check_samples(engine, moved, tokens)
+    tba.engine.compute_dtype = lambda *_: torch.float32  # rounding would hide an expert
+    for make in (make_engine, TransformersEngine):
+        engine = make(first, **LIMITS)
+        engine.load(first, 1)
+        check_samples(engine, moved, tokens, torch.float32)
 
 
 @pytest.mark.slow
-def test_vllm_serves_a_mixture_of_experts(base, tokens, tmp_path):
+def test_engines_serve_a_mixture_of_experts(base, tokens, tmp_path):
     run_apart(check_experts, base, tmp_path, tokens)
 
 
 def check_two_processes(base: Path, moved: Path, tokens: list[list[int]]) -> None:
-    arguments = {"tensor_parallel_size": 2}
-    engine = make_engine(base, **LIMITS | {"threads": 1}, arguments=arguments)
+    tba.engine.compute_dtype = lambda *_: torch.float32
+    engine = make_engine(base, **LIMITS | {"threads": 1}, arguments={"tensor_parallel_size": 2})
     engine.load(base, 1)
-    check_samples(engine, moved, tokens)
+    check_samples(engine, moved, tokens, torch.float32)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        engine.load(base / "nowhere", 2)
+    assert engine.load(base, 3).step == 3  # no worker waits for another one's answer
 
 
 @pytest.mark.slow
@@ -301,6 +309,7 @@ def test_vllm_serves_a_policy_that_two_processes_share(base, tokens, tmp_path):
     config = LlamaConfig(
         vocab_size=49152, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
+        initializer_range=0.1,
     )  # fmt: skip
     folders = []
     for name in ("first", "second"):

@@ -1,7 +1,8 @@
 """Generation beside its caller (tba/generator.py): a Searcher scores a round while the engine samples the next one.
 
 - Rounds are in the engine before they are asked for, and come in order.
-- A response that outlasts the next round does not leave the engine idle.
+- A response that outlasts the next rounds does not leave the engine idle.
+- While scoring is slower than sampling, no further rounds are begun.
 - While a round is scored, the engine samples on.
 - A policy is loaded between two steps; a row names the policies of its first and its last token.
 - A load that fails ends the batches in flight, and their rounds are sampled again, by the next policy alone.
@@ -21,7 +22,7 @@ from tba.config import SearchSettings
 from tba.engine import Response, Sampling, ServedPolicy
 from tba.generator import Generator
 from tba.rewards import RewardedTask
-from tba.searcher import AHEAD, Identity, Models, Searcher
+from tba.searcher import Identity, Models, Searcher
 from tba.tasks.base import Problem
 
 ANY = Sampling(2, 1.0, 1.0, 4, [1])
@@ -31,7 +32,7 @@ WAIT_S = 20
 class StepByStep:
     """An engine that samples a token of each batch a step, when the test says so; a response is four tokens long."""
 
-    places = 100  # of batches that are sampled at once
+    places = 2  # of batches that are sampled at once
 
     def __init__(self) -> None:
         self.may_step, self.stepped = threading.Semaphore(0), threading.Semaphore(0)
@@ -67,6 +68,9 @@ class StepByStep:
         starts = [(n, at) for n, at in enumerate(policies) if n == 0 or at != policies[n - 1]]
         response = Response([5, 6, 7, 1], [-0.5] * 4, "stop", starts)
         return [[response] * of_prompt.num_samples for of_prompt in sampling]
+
+    def has_waiting(self):
+        return len(self.batches) > self.places
 
     def abort(self):
         self.batches.clear()
@@ -133,25 +137,44 @@ def wait_until(condition) -> None:
     raise AssertionError("waited in vain")
 
 
-def test_the_next_rounds_are_in_the_engine_while_one_is_scored(searcher, engine):
-    engine.may_step.release(4)
-    first = searcher.sample(0, ahead=True)
-    wait_until(lambda: len(engine.started) == AHEAD + 2)  # round 0, those beside it, and one more at its end
-    engine.may_step.release(4)  # while round 0 is scored
-    wait_until(lambda: not {0, 1} & set(engine.batches))
-    assert searcher.score(first).metrics["round"] == 0
+def in_thread(results: list, work, *arguments, **options) -> threading.Thread:
+    thread = threading.Thread(target=lambda: results.append(work(*arguments, **options)))
+    thread.start()
+    return thread
+
+
+def test_the_next_round_is_in_the_engine_while_one_is_scored(searcher, engine):
+    sampled = []
+    waiting = in_thread(sampled, searcher.sample, 0, ahead=True)
+    wait_until(lambda: len(engine.started) == 3)  # 0 and 1 are sampled, 2 waits
+    engine.steps(4)
+    waiting.join(WAIT_S)
+    engine.steps(4)  # while round 0 is scored
+    assert searcher.score(sampled[0]).metrics["round"] == 0
     second = searcher.sample(1, ahead=True)  # needs no step
     assert second.number == 1 and second.times["sampling_ended_at"] < second.times["started_at"]
-    wait_until(lambda: len(engine.started) == AHEAD + 3)
     asked = [prompts for prompts, _ in engine.started]
-    assert [[question.prompt_tokens for question in of.questions] for of in (first, second)] == asked[:2]
+    assert [[question.prompt_tokens for question in of.questions] for of in (sampled[0], second)] == asked[:2]
 
 
-def test_a_long_response_does_not_leave_the_engine_idle(searcher, engine):
-    engine.places, engine.longer = 2, {0: 16}  # as long as four of the next rounds
-    engine.may_step.release(16)
-    assert searcher.sample(0, ahead=True).number == 0
-    assert engine.busy[:16] == [2] * 16
+def test_a_long_response_does_not_leave_the_engine_idle(searcher, engine, monkeypatch):
+    monkeypatch.setattr("tba.searcher.POLL_S", 0.01)
+    engine.longer, sampled = {0: 16}, []  # as long as four of the next rounds
+    waiting = in_thread(sampled, searcher.sample, 0, ahead=True)
+    for _ in range(16):
+        wait_until(lambda: len(engine.batches) >= 2)
+        engine.steps(1)
+    waiting.join(WAIT_S)
+    assert sampled[0].number == 0 and engine.busy == [2] * 16
+
+
+def test_rounds_that_nobody_scores_are_not_sampled(searcher, engine, monkeypatch):
+    monkeypatch.setattr("tba.searcher.POLL_S", 0.01)
+    engine.may_step.release(100)
+    for number in range(4):
+        assert searcher.sample(number, ahead=True).number == number
+        wait_until(lambda: not engine.batches)  # scoring takes longer than sampling what was begun
+    assert len(engine.started) <= 4 + 3  # a round takes half of this engine
 
 
 def test_a_policy_comes_in_between_two_tokens(searcher, engine, tmp_path):
@@ -229,8 +252,13 @@ def test_a_load_waits_for_one_step_at_most(engine):
 
 
 def test_an_evaluation_goes_first(searcher, engine):
-    engine.may_step.release(8)
-    searcher.sample(0, ahead=True)
-    searcher.evaluate(2)
-    wait_until(lambda: len(engine.started) == AHEAD + 3)
-    assert [first for _, first in engine.started] == [False] * (AHEAD + 2) + [True]
+    found = []
+    waiting = in_thread(found, searcher.sample, 0, ahead=True)
+    wait_until(lambda: len(engine.started) == 3)
+    evaluating = in_thread(found, searcher.evaluate, 2)
+    wait_until(lambda: len(engine.started) == 4)
+    assert [first for _, first in engine.started] == [False, False, False, True]
+    engine.may_step.release(16)
+    waiting.join(WAIT_S)
+    evaluating.join(WAIT_S)
+    assert len(found) == 2

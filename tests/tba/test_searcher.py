@@ -22,7 +22,7 @@ from storage.shards import shard_of
 from tba.config import SearchSettings
 from tba.engine import Response, ServedPolicy, WholeBatches
 from tba.logprobs import Group, load_policy, response_logprobs
-from tba.precision import compute_dtype
+from tba.precision import compute_dtype, default_device
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.searcher import Identity, Models, Round, Searcher
@@ -139,12 +139,13 @@ def test_the_reference_scores_a_bounded_pass_at_a_time(reference, monkeypatch, p
 def test_the_references_matrices_are_cast_once_and_its_numbers_stay_the_policys(reference):
     policy = ReferencePolicy(reference)
     found = policy.logprobs([[2, 3]], [[4, 5, 6, 1]], 0.5)
-    ((expected,),) = response_logprobs(load_policy(reference), [Group([2, 3], [[4, 5, 6, 1]])], temperature=0.5)
+    uncast = load_policy(reference).to(default_device())
+    ((expected,),) = response_logprobs(uncast, [Group([2, 3], [[4, 5, 6, 1]])], temperature=0.5)
     assert found == [expected.tolist()]
     model = policy._model
     head = model.get_output_embeddings()
     matrices = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    assert matrices and {matrix.weight.dtype for matrix in matrices} == {compute_dtype()}
+    assert matrices and {matrix.weight.dtype for matrix in matrices} == {compute_dtype(default_device())}
 
 
 def test_a_retried_round_asks_the_same_and_others_do_not(tokenizer, reference):

@@ -373,7 +373,7 @@ def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, mon
         share = machine.take_gpus(*place_among_gpus(config, place), config.search.num_devices)
         found.append((share, os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == [(1, "4,5"), (1, "6,7")]
-    with pytest.raises(ValueError, match="needs 9 GPUs, and this machine has 8"):
+    with pytest.raises(ValueError, match=r"needs 9 GPUs .*, and this machine has 8"):
         machine.take_gpus(0, 9, 9)
 
 
