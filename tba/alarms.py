@@ -52,6 +52,22 @@ class Alarms:
         self._staleness: list[float] = []
         self._num_mismatches = 0  # consecutive steps above the threshold
 
+    def state(self) -> dict:
+        """What later alarms depend on, as JSON values."""
+        return dict(vars(self))
+
+    def restore(self, state: object) -> None:
+        """Goes on from another one's `state`. Raises: ValueError: it is not one."""
+        own = vars(self)
+        if not isinstance(state, dict) or state.keys() != own.keys():
+            raise ValueError(f"this is no state of alarms: {state!r:.200}")
+        for name, value in state.items():
+            if own[name] is not None and type(value) is not type(own[name]):
+                raise ValueError(f"{name} of a state of alarms is {value!r:.200}")
+            if isinstance(value, list) and not all(isinstance(number, int | float) for number in value):
+                raise ValueError(f"{name} of a state of alarms has values that are no numbers: {value!r:.200}")
+        own.update(state)
+
     def see(self, row: Mapping) -> dict[str, str]:
         """The alarms after one more step. row: of training_steps; a value that is None or missing was not measured."""
         inserted = row.get("num_inserted")

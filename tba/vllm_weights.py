@@ -127,7 +127,7 @@ def _has_columns_of(layer: nn.Module, matrices: list[Tensor]) -> bool:
     begin = start + (layer.tp_rank * num_here if num_here < num_columns else 0)
     block = slice(begin, begin + len(ones))
     either_way = (matrices, [matrix.T for matrix in matrices])
-    fitting = [pieces for pieces in either_way if pieces[0].shape[1] == num_columns]
+    fitting = [pieces for pieces in either_way if all(piece.shape[1] == num_columns for piece in pieces)]
     found = [torch.cat([matrix[:, block] for matrix in pieces]).to(served.dtype) for pieces in fitting]
     is_part = getattr(layer, "tp_size", 1) > 1
     return any(_same_rows(served, whole, is_part) for whole in found)

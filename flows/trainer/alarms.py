@@ -1,22 +1,40 @@
 """The alarms of a training run, and the Trainer's warning when one goes on."""
 
+import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 from storage.queries import query
 from storage.store import RunStore
 from tba.alarms import Alarms
 
+FILE = "alarms.json"  # of a checkpoint
+
 log = logging.getLogger("tba.learn")
 
 
 class RunAlarms:
-    """The alarms of a training run. Logs a warning when an alarm goes on."""
+    """The alarms of a training run. Logs a warning when an alarm goes on.
 
-    def __init__(self, store: RunStore, resumed_from: int) -> None:
-        """`resumed_from`: the last step of earlier attempts whose rows count; 0: none."""
+    A checkpoint has their state. To compute it again from the rows of a long run takes a minute.
+    """
+
+    def __init__(self) -> None:
         self._alarms = Alarms()
-        for row in query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist() if resumed_from else []:
+
+    def save(self, checkpoint: Path) -> None:
+        """Writes the state into a checkpoint's folder."""
+        (checkpoint / FILE).write_text(json.dumps(self._alarms.state()))
+
+    def load(self, checkpoint: Path, store: RunStore) -> None:
+        """Goes on from the state in a checkpoint's folder; of an older version's checkpoint, from the run's rows."""
+        try:
+            self._alarms.restore(json.loads((checkpoint / FILE).read_bytes()))
+            return
+        except (FileNotFoundError, ValueError) as error:
+            log.info("the alarms are computed from all steps of the run, because the checkpoint has none: %s", error)
+        for row in query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist():
             self._alarms.see(row)
 
     @property

@@ -98,7 +98,12 @@ class StoreOutbox:
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:
         self._newest_checkpoint.result()
-        folder = filled_folder("checkpoint", self._store.run, trainer.save)
+
+        def fill(folder: Path) -> None:
+            trainer.save(folder)
+            self._alarms.save(folder)
+
+        folder = filled_folder("checkpoint", self._store.run, fill)
         before = list(self._pending)
         self._newest_checkpoint = self._later(self._uploader, self._write_checkpoint, step, folder, before)
 

@@ -39,7 +39,7 @@ def train_run(
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes started here
     if default_device() == "cpu":
         keep_freed_memory()
-    alarms = RunAlarms(store, checkpoint.step)
+    alarms = RunAlarms()
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
         trainer_of(folder, config.train, config.seed) as trainer,
@@ -49,6 +49,7 @@ def train_run(
             download = partial(store.download_folder, checkpoint.path)
             with filled_folder("resume", store.run, download) as local:
                 trainer.load(Path(local))
+                alarms.load(Path(local), store)
             log.info("attempt %d: checkpoint of step %d is restored", attempt, checkpoint.step)
         buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
         buffer.rebuild(checkpoint.step)

@@ -126,7 +126,7 @@ def publish_ours(folder: Path, shape: Shape) -> dict:
     trainer, draws = our_trainer(folder, shape, PUBLISHING_STEPS)
     store = RunStore(Path(tempfile.mkdtemp()).as_uri(), "bench")
     heart = Heartbeat(store, RunConfig(), 1, os.getppid())
-    outbox = Outbox(store, RunConfig(), 1, folder, heart, RunAlarms(store, resumed_from=0))
+    outbox = Outbox(store, RunConfig(), 1, folder, heart, RunAlarms())
     train(trainer, Experience(), outbox)
     outbox.close()
     heart.end("finished")

@@ -253,7 +253,7 @@ def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
         assert not heart.stop.wait(0.2)
         requests.ask_to_stop(store)
         assert heart.stop.wait(10)
-        given = store, RunConfig(), 1, Path(), heart, RunAlarms(store, resumed_from=0)
+        given = store, RunConfig(), 1, Path(), heart, RunAlarms()
         with contextlib.closing(StoreOutbox(*given)) as outbox, pytest.raises(Stopped):
             outbox.status("training", 4, {})
         assert not requests.take_back_stop(store)

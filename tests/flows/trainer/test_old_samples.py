@@ -185,7 +185,7 @@ def trained(first_policy: Path, folder: Path, lag: int, residual_weight: str) ->
         max_response_tokens=testbed.T,
         temperature=1.0,
     )
-    heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms(store, resumed_from=0)
+    heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms()
     delivery = SlowDelivery(
         store, config, 1, first_policy, heart, alarms, searcher=searcher, lag=lag, folder=folder / "policies"
     )

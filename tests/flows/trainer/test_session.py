@@ -57,7 +57,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def alarms(store):
-    return RunAlarms(store, resumed_from=0)
+    return RunAlarms()
 
 
 @pytest.fixture
@@ -179,10 +179,33 @@ def test_an_alarm_is_in_the_log_once_and_in_the_heartbeat(store, outbox, heart, 
     assert json.loads(store.get(attempts.HEARTBEAT))["alarms"] == {}
 
 
-def test_a_resumed_trainer_knows_the_steps_before_it(store):
+def of_rows(checkpoint: Path, before: RunAlarms) -> None:
+    """An older version's checkpoint."""
+
+
+def of_the_checkpoint(checkpoint: Path, before: RunAlarms) -> None:
+    before.save(checkpoint)
+
+
+def of_a_torn_checkpoint(checkpoint: Path, before: RunAlarms) -> None:
+    before.save(checkpoint)
+    torn = checkpoint / "alarms.json"
+    torn.write_text(torn.read_text()[:-9])
+
+
+def of_odd_values(checkpoint: Path, before: RunAlarms) -> None:
+    (checkpoint / "alarms.json").write_text(json.dumps(before._alarms.state() | {"_rewards": ["high"]}))
+
+
+@pytest.mark.parametrize("kept", [of_rows, of_the_checkpoint, of_a_torn_checkpoint, of_odd_values])
+def test_a_resumed_trainer_knows_the_steps_before_it(store, tmp_path, kept):
+    before, resumed, anew = (RunAlarms() for _ in range(3))
     for step in range(1, 5):
-        ledger.record_training_step(store, mismatched(step))
-    resumed, anew = RunAlarms(store, resumed_from=4), RunAlarms(store, resumed_from=0)
+        before.see(mismatched(step))
+        if kept is not of_the_checkpoint:
+            ledger.record_training_step(store, mismatched(step))
+    kept(tmp_path, before)
+    resumed.load(tmp_path, store)
     for alarms in (resumed, anew):
         assert alarms.on == {}
         alarms.see(mismatched(5))
