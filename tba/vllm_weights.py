@@ -22,16 +22,16 @@ NUM_COLUMNS = 16
 class PolicyLoader:
     """Mixed into vLLM's worker (worker_extension_cls), so that weights are read where they are served."""
 
-    def load_policy(self, folder: str) -> str | Exception:
-        """Streams the weights into the model and returns the fingerprint of these weights.
+    def load_policy(self, folder: str) -> tuple[str, Exception | None]:
+        """Streams the weights into the model. Returns the fingerprint of these weights, and None.
 
         An error is returned, not raised: of several workers, vLLM would leave the other ones' answers unread.
         RuntimeError: the model computes with other weights.
         """
         try:
-            return self._load_policy(folder)
+            return self._load_policy(folder), None
         except Exception as error:
-            return error
+            return "", error
 
     def _load_policy(self, folder: str) -> str:
         served = Fingerprint()
@@ -71,22 +71,26 @@ def _first_difference(model: nn.Module, weights: dict[str, Tensor]) -> str | Non
     Compared: matrices in `NUM_COLUMNS` columns; embeddings and norms whole. Not compared: experts, quantised layers,
     their biases, and weights that the model and its files name differently.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a shared one the first
     for name, layer in model.named_modules():
-        method = getattr(layer, "quant_method", None)
-        if method is None or isinstance(method, UnquantizedEmbeddingMethod):
-            for part, parameter in layer.named_parameters(name, recurse=False):
-                tensor = weights.get(part)
-                if tensor is None or parameter.shape != tensor.shape:
-                    continue
-                if not torch.equal(parameter.cpu(), tensor.to(parameter.dtype)):
-                    return part
+        for part, parameter in _readable(name, layer):
+            tensor = weights.get(part)
+            is_comparable = tensor is not None and parameter.shape == tensor.shape
+            if is_comparable and not torch.equal(parameter.cpu(), tensor.to(parameter.dtype)):
+                return part
         matrices = _matrices(model, name, layer, names, weights)
         if matrices and not _has_columns_of(layer, matrices):
             return name
     return None
+
+
+def _readable(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of an embedding or a norm. Those of other layers may be packed, or in another order."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = getattr(layer, "quant_method", None)
+    if method is None or isinstance(method, UnquantizedEmbeddingMethod):
+        yield from layer.named_parameters(name, recurse=False)
 
 
 def _matrices(

@@ -101,7 +101,7 @@ def train(is_small: bool) -> dict:
 def generation(is_small: bool, num_sequences: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(Path(folder, "model"), "small" if is_small else "1.5B")
-        samples, longest = (2, 8) if is_small else (16, 1024)
+        samples, longest = (2, 32) if is_small else (16, 1024)
         asked = {
             "PROMPTS": num_sequences // samples,
             "SAMPLES": samples,
