@@ -94,8 +94,8 @@ def make_engine(
         return VllmEngine(folder, **limits, arguments=arguments)
     if unknown := set(arguments) - {"gpu_memory_utilization"}:
         raise ValueError(
-            f"search.engine: {', '.join(sorted(unknown))} are arguments of vLLM, which is not installed, or is not used "
-            "for a mixture of experts on a CPU"
+            f"search.engine: {', '.join(sorted(unknown))} are arguments of vLLM, which is not installed, or not used "
+            "because the model is a mixture of experts and this machine has no GPU"
         )
     return TransformersEngine(folder, **limits)
 
