@@ -69,7 +69,7 @@ def test_an_attempt_of_an_older_version_is_read(local_store):
     owner = {"host": "here", "pid": 7, "started": 1.0}
     local_store.put("trainer/attempt=00000001.json", json.dumps(record | {"owner": owner}).encode())
     (found,) = attempts.list_attempts(local_store)
-    assert found == record | {"owner": owner | OLDER, "checkpoint": None}
+    assert found == record | {"owner": owner | OLDER, "checkpoint": None, "processes": 1}
 
 
 def test_without_a_boot_id_absence_proves_nothing(monkeypatch):

@@ -231,7 +231,7 @@ def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatc
 def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
     rounds = []
 
-    def search_round(store: RunStore, searcher, feed, name: str, number: int) -> None:
+    def search_round(store: RunStore, searcher, feed, name: str, number: int, ahead: bool) -> None:
         if number == 3:
             requests.ask_to_leave(store, "s1")  # in the middle of a round
         rounds.append(number)
