@@ -74,7 +74,7 @@ bench-accuracy: $(STAMP)  ## Measure time to accuracy by seed (SEEDS=0,1,…) be
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.bench_accuracy
 
-gpu-check: $(STAMP)  ## Run and measure every part on an NVIDIA GPU, in ten minutes; installs TRL
+gpu-check: $(STAMP)  ## Run and measure every part on an NVIDIA GPU; installs TRL
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.gpu_check
 

@@ -1,10 +1,21 @@
-"""How a Searcher starts: its share of the machine. `start_searcher` itself is tested by whole runs."""
+"""A Searcher's share of its machine (flows/searcher/start.py). `start_searcher` itself is tested by whole runs.
+
+- The next rounds are sampled ahead, unless engine and scoring share a core, or the run is synchronous.
+- A run's processes take GPUs in order, its Trainer the first. Where there are fewer, each has a share of the memory.
+
+python -m pytest tests/flows/searcher/test_start.py
+"""
+
+import os
 
 import pytest
+import torch
 
 from flows.config import RunConfig
-from flows.searcher.start import samples_ahead
+from flows.searcher.start import place_among_gpus, samples_ahead
 from infra import machine
+from storage import attempts
+from storage.store import RunStore
 from tba import precision
 
 
@@ -28,3 +39,51 @@ def test_the_next_round_is_sampled_ahead_unless_engine_and_scoring_share_a_core(
 def test_a_synchronous_run_samples_no_round_ahead(monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(64))
     assert not samples_ahead(RunConfig(synchronous=True, searchers=1))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return RunStore(tmp_path.as_uri(), "run")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "given", "took", "shares"),
+    [
+        (4, "", ["1", "2", "3"], [1, 1, 1]),
+        (2, "", ["1", "0", "1"], [0.5] * 3),
+        (1, "", ["0", "0", "0"], [0.25] * 3),
+        (3, "5,6,7", ["6", "7", "5"], [0.5] * 3),
+        (0, "", [""] * 3, [1, 1, 1]),
+    ],
+)
+def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatch, num_gpus, given, took, shares):
+    """What torch says of the machine is made up: this one may have no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = RunConfig(run=store.run, store=store.url, searchers=3)
+    attempts.start_attempt(store, 0, attempts.this_process())
+    found = []
+    for place in range(3):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        found.append((machine.take_gpus(*place_among_gpus(config, place)), os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert found == list(zip(shares, took, strict=True))
+
+
+def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    engine = {"tensor_parallel_size": 2}
+    config = RunConfig(run=store.run, store=store.url, searchers=2, search={"engine": engine})
+    attempts.start_attempt(store, 0, attempts.this_process(), processes=4)  # run.json does not have it
+    found = []
+    for place in range(2):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        share = machine.take_gpus(*place_among_gpus(config, place), config.search.num_devices)
+        found.append((share, os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert found == [(1, "4,5"), (1, "6,7")]
+    with pytest.raises(ValueError, match=r"needs 9 GPUs .*, and this machine has 8"):
+        machine.take_gpus(0, 9, 9)
+
+
+def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
+    config = RunConfig(run=store.run, store=store.url, searchers=3)
+    attempts.start_attempt(store, 0, attempts.this_process() | {"host": "elsewhere"})
+    assert [place_among_gpus(config, place) for place in (0, 2, None)] == [(0, 3), (2, 3), (3, 3)]

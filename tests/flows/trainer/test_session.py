@@ -10,7 +10,6 @@ Claims
 - an error of its writers stops the Trainer, also where it waits
 - a Trainer that waits notices every few seconds that its policy was removed, and mends the pointer to it
 - what is published is what the Trainer hands over, and its fingerprint; to a remote store its changes
-- a run's processes take a GPU each, its Trainer the first; where there are fewer, each has its share of the memory
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
 Run: pytest tests/flows/trainer/test_session.py
@@ -30,7 +29,6 @@ import pytest
 import torch
 
 from flows.config import RunConfig
-from flows.searcher.start import place_among_gpus
 from flows.trainer import session
 from flows.trainer.__main__ import learn
 from flows.trainer.alarms import RunAlarms
@@ -358,49 +356,3 @@ def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch)
     with machine.temporary_folder("checkpoint", "mine") as folder:
         machine.remove_leftovers("mine")
         assert Path(folder).is_dir()
-
-
-# --- GPUs
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "given", "took", "shares"),
-    [
-        (4, "", ["1", "2", "3"], [1, 1, 1]),
-        (2, "", ["1", "0", "1"], [0.5] * 3),
-        (1, "", ["0", "0", "0"], [0.25] * 3),
-        (3, "5,6,7", ["6", "7", "5"], [0.5] * 3),
-        (0, "", [""] * 3, [1, 1, 1]),
-    ],
-)
-def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatch, num_gpus, given, took, shares):
-    """What torch says of the machine is made up: this one may have no GPU."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    config = RunConfig(run=store.run, store=store.url, searchers=3)
-    attempts.start_attempt(store, 0, attempts.this_process())
-    found = []
-    for place in range(3):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        found.append((machine.take_gpus(*place_among_gpus(config, place)), os.environ["CUDA_VISIBLE_DEVICES"]))
-    assert found == list(zip(shares, took, strict=True))
-
-
-def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    engine = {"tensor_parallel_size": 2}
-    config = RunConfig(run=store.run, store=store.url, searchers=2, search={"engine": engine})
-    attempts.start_attempt(store, 0, attempts.this_process(), processes=4)  # run.json does not have it
-    found = []
-    for place in range(2):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        share = machine.take_gpus(*place_among_gpus(config, place), config.search.num_devices)
-        found.append((share, os.environ["CUDA_VISIBLE_DEVICES"]))
-    assert found == [(1, "4,5"), (1, "6,7")]
-    with pytest.raises(ValueError, match=r"needs 9 GPUs .*, and this machine has 8"):
-        machine.take_gpus(0, 9, 9)
-
-
-def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
-    config = RunConfig(run=store.run, store=store.url, searchers=3)
-    attempts.start_attempt(store, 0, attempts.this_process() | {"host": "elsewhere"})
-    assert [place_among_gpus(config, place) for place in (0, 2, None)] == [(0, 3), (2, 3), (3, 3)]
