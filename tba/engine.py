@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from itertools import count, groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 from tba.precision import compute_dtype, default_device
 from tba.weights import fingerprint, read_weights
@@ -74,24 +74,24 @@ class Engine(Protocol):
         """Ends all batches without their responses."""
 
 
+class Limits(TypedDict):
+    """What every engine is told."""
+
+    max_tokens: int  # of prompt and response together
+    max_sequences: int  # responses in flight at once
+    seed: int
+    threads: int  # of the CPU
+
+
 def make_engine(
-    folder: Path,
-    *,
-    max_tokens: int,
-    max_sequences: int,
-    seed: int,
-    threads: int,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
+    folder: Path, *, arguments: Mapping[str, Any] = MappingProxyType({}), **limits: Unpack[Limits]
 ) -> Engine:
     """An engine for policies of the shape in `folder`. No policy is served until `load`.
 
-    Args: max_tokens: of prompt and response together. max_sequences: responses in flight at once. threads: CPU threads.
-        arguments: further ones of vllm.LLM.
-    Raises: ValueError: vLLM does not know an argument, or is not installed.
+    arguments: further ones of vllm.LLM. Raises: ValueError: vLLM does not know an argument, or is not installed.
     """
-    limits = {"max_tokens": max_tokens, "max_sequences": max_sequences, "seed": seed, "threads": threads}
     if importlib.util.find_spec("vllm") and not _is_mixture_on_a_cpu(folder):
-        return VllmEngine(folder, **limits, arguments=arguments)
+        return VllmEngine(folder, arguments=arguments, **limits)
     if unknown := set(arguments) - {"gpu_memory_utilization"}:
         raise ValueError(
             f"search.engine: {', '.join(sorted(unknown))} are arguments of vLLM, which is not installed, or not used "
@@ -110,20 +110,13 @@ class VllmEngine:
     """vLLM in this process, without a connection. Worker processes, if several GPUs need them, end with this one."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        max_tokens: int,
-        max_sequences: int,
-        seed: int,
-        threads: int,
-        arguments: Mapping[str, Any] = MappingProxyType({}),
+        self, folder: Path, *, arguments: Mapping[str, Any] = MappingProxyType({}), **limits: Unpack[Limits]
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read by the CPU backend only
+        os.environ.setdefault("OMP_NUM_THREADS", str(limits["threads"]))  # read by the CPU backend only
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -131,7 +124,7 @@ class VllmEngine:
         is_cpu = current_platform.is_cpu()
         usual = {
             "dtype": compute_dtype(current_platform.device_type),
-            "max_model_len": max_tokens,
+            "max_model_len": limits["max_tokens"],
             # The CPU's default, 128 tokens, is longer than many a prompt, and only whole blocks are computed once for
             # all samples of a prompt. 32 is the smallest that its kernels take.
             "block_size": 32 if is_cpu else None,
@@ -141,8 +134,8 @@ class VllmEngine:
         self._llm = LLM(
             **(usual | _checked(arguments)),
             model=str(folder),
-            seed=seed,
-            max_num_seqs=max_sequences,
+            seed=limits["seed"],
+            max_num_seqs=limits["max_sequences"],
             logprobs_mode="processed_logprobs",
             trust_remote_code=False,
             worker_extension_cls="tba.vllm_weights.PolicyLoader",
@@ -150,7 +143,7 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self._policies: list[ServedPolicy] = []  # each that was loaded; its place is its version's name in vLLM
         self._numbers = count()
-        self._max_sequences = max_sequences
+        self._max_sequences = limits["max_sequences"]
         self._waiting: deque[tuple[str, list[int], Sampling]] = deque()  # prompts that vLLM does not have yet, by name
         self._batches: dict[int, list[list[Response] | None]] = {}  # each prompt's responses; None: not sampled yet
         self._finished: list = []  # outputs of vLLM that `step` has not taken in
@@ -279,15 +272,15 @@ class WholeBatches:
 class TransformersEngine(WholeBatches):
     """transformers' generate: slower, but available with torch alone."""
 
-    def __init__(self, folder: Path, *, max_tokens: int, max_sequences: int, seed: int, threads: int) -> None:
+    def __init__(self, folder: Path, **limits: Unpack[Limits]) -> None:
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         super().__init__()
-        torch.set_num_threads(threads)
-        torch.manual_seed(seed)
+        torch.set_num_threads(limits["threads"])
+        torch.manual_seed(limits["seed"])
         self._served = ServedPolicy(-1, "")  # not the published one: the model's own weights
-        self._max_sequences = max_sequences
+        self._max_sequences = limits["max_sequences"]
         self._device = default_device()
         self._dtype = compute_dtype(self._device)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)
