@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import StoreUrl, load_run
 from flows.run.prefect_page_lineage import asset_key
+from flows.searcher.held_name import HeldName, held_name
 from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import samples_ahead, start_searcher_task
 from infra.machine import policy_cache
@@ -31,44 +32,48 @@ MAX_SPOILED_ROUNDS = 3
 
 
 @flow(name="search")
-def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False, place: int | None = None) -> int:
+def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False) -> int:
     """Searches until the final policy is published or the Searcher is asked to leave. Returns the number of rounds.
 
-    `name`: of the Searcher and of its log of shards; Searchers that run at once need different names. `evaluates`: also
-    evaluates policies on held-out problems: the first, the final one, and others as `evaluate_share` allows. `place`:
-    number of the Searcher among the run's, from 0, by which it takes its GPU; None: after the Searchers that the run
-    starts itself.
+    `name`: of the Searcher and of its log of shards. A living Searcher has it to itself. `evaluates`: also evaluates
+    policies on held-out problems: the first, the final one, and others as `evaluate_share` allows. Raises: NameTaken,
+    Superseded: another process has the name.
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
-    first = number = shards.next_round(run_store, name)
-    searcher = start_searcher_task(config, name, first, place)
-    feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
-    budget, ahead = EvaluationBudget(config.evaluate_share), samples_ahead(config)
-    while policy := feed.next():
-        if requests.is_to_leave(run_store, name):
-            get_run_logger().info("this Searcher was asked to leave and ends; its rounds are committed")
-            break
-        if policy.final:
-            searcher.drop_rounds()  # nobody trains on them
-        if feed.is_new and evaluates and (policy.step == 0 or policy.final or budget.allows()):
-            budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
-        if policy.final:
-            break
-        search_round(run_store, searcher, feed, name, number, ahead)
-        number += 1
-    searcher.drop_rounds()
-    return number - first
+    with held_name(run_store, name) as held:
+        first = number = shards.next_round(run_store, name)
+        searcher = start_searcher_task(config, name, first)
+        feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
+        budget, ahead = EvaluationBudget(config.evaluate_share), samples_ahead(config)
+        while policy := feed.next():
+            if requests.is_to_leave(run_store, name):
+                get_run_logger().info("this Searcher was asked to leave and ends; its rounds are committed")
+                break
+            if policy.final:
+                searcher.drop_rounds()  # nobody trains on them
+            if feed.is_new and evaluates and (policy.step == 0 or policy.final or budget.allows()):
+                budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
+            if policy.final:
+                break
+            search_round(run_store, searcher, feed, held, number, ahead)
+            number += 1
+        searcher.drop_rounds()
+        return number - first
 
 
-def search_round(store: RunStore, searcher: "Searcher", feed: PolicyFeed, name: str, number: int, ahead: bool) -> None:
+def search_round(
+    store: RunStore, searcher: "Searcher", feed: PolicyFeed, held: HeldName, number: int, ahead: bool
+) -> None:
     """Samples, scores, validates and commits one shard. `ahead`: meanwhile the engine samples the next ones.
 
-    Raises: RuntimeError: no shard passed validation in `MAX_SPOILED_ROUNDS` tries.
+    Raises: Superseded: another process has the Searcher's name; nothing was committed. RuntimeError: no shard passed
+    validation in `MAX_SPOILED_ROUNDS` tries.
     """
     for _ in range(MAX_SPOILED_ROUNDS):
         sampled = searcher.sample(number, ahead=ahead, while_waiting=feed.poll)
-        if as_asset(store, name, number, feed.paths(sampled.policies))(finish_round)(store, searcher, sampled):
+        held.check()
+        if as_asset(store, held.name, number, feed.paths(sampled.policies))(finish_round)(store, searcher, sampled):
             return
     raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/")
 

@@ -1,6 +1,7 @@
 """This machine's folders, threads, GPUs and code version, for the processes of a run."""
 
 import ctypes
+import fcntl
 import logging
 import math
 import os
@@ -10,7 +11,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from importlib import metadata
+from itertools import count
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -38,6 +41,58 @@ def policy_cache(run: str) -> Path:
 def cpu_threads(num_processes: int) -> int:
     """Threads for each of this many concurrent processes on this machine's cores."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+_places: dict[str, tuple[int, IO]] = {}  # by group: this process's place, and the open file that holds it
+
+
+def take_place(group: str) -> int:
+    """This process's place among the living processes of a group on this machine: the lowest free one, from 0.
+
+    group: a name that can be a file's. The process keeps the place to its end, however it ends. Containers with
+    temporary folders of their own count as machines. Raises: StoreFull: the temporary folder was full for minutes.
+    """
+    if group not in _places:
+        _places[group] = with_room(lambda: _first_free(group), "the place of a process")
+    return _places[group][0]
+
+
+def _first_free(group: str) -> tuple[int, IO]:
+    return next((place, lock) for place in count() if (lock := _locked(_place_file(group, place))))
+
+
+def num_places(group: str) -> int:
+    """How many places of a group are taken on this machine."""
+    own, _ = _places.get(group, (None, None))
+    others = {int(file.name.rpartition("-")[2]): file for file in _place_file(group, 0).parent.glob(f"{group}-*")}
+    return sum(1 for place, file in others.items() if place == own or _is_locked(file))
+
+
+def _place_file(group: str, place: int) -> Path:
+    """In a folder that other users cannot write to."""
+    folder = Path(tempfile.gettempdir()) / f"tba-places-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user; delete it, or set TMPDIR to a folder of your own")
+    return folder / f"{group}-{place}"
+
+
+def _locked(file: Path) -> IO | None:
+    """The open file, with a lock that ends with this process; None: another process has the lock."""
+    opened = file.open("w")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        opened.close()
+        return None
+    return opened
+
+
+def _is_locked(file: Path) -> bool:
+    lock = _locked(file)
+    if lock is not None:
+        lock.close()
+    return lock is None
 
 
 def keep_freed_memory() -> None:

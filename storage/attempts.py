@@ -16,7 +16,6 @@ does not follow a pointer of a superseded attempt.
 
 import json
 import re
-import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Annotated
@@ -30,7 +29,6 @@ from storage.store import RESTORE, RunStore, transfer_all
 
 HEARTBEAT = "trainer/heartbeat.json"
 _ATTEMPT_NAME = re.compile(r"trainer/attempt=(?P<attempt>\d{8})\.json")
-_POLL_S = 0.2
 
 
 def _is_time(text: str) -> str:
@@ -199,28 +197,13 @@ def raw_heartbeat(store: RunStore) -> bytes | None:
 
 
 def run_is_alive(store: RunStore, watch_s: float) -> bool:
-    """Whether a Trainer works on the run.
+    """Whether a Trainer works on the run, by its process or its heartbeat: see Identity.is_alive.
 
-    If its process can be looked up from here (storage/process_identity.py), the process decides. Otherwise its
-    heartbeat must change twice, each time within `watch_s`. Host names do not decide, because clones and pods share
-    them; an attempt of an older version has only a host name. Compares no clocks. Takes up to twice `watch_s`; no time
-    if the process is known to be dead.
+    Host names do not decide, because clones and pods share them; an attempt of an older version has only a host name.
+    Takes up to twice `watch_s`; no time if the process is known to be dead.
     """
     owner = trainer(store)
-    if owner is None:
-        return False
-    beats = [raw_heartbeat(store)]
-    deadline = time.monotonic() + watch_s
-    while (runs := owner.is_running()) is not False:
-        if (beat := raw_heartbeat(store)) not in beats:
-            beats.append(beat)
-            deadline = time.monotonic() + watch_s
-        if len(beats) > 2:  # one change may be the last heartbeat of a Trainer that lost its flow
-            return True
-        if time.monotonic() > deadline:
-            return bool(runs)  # True: the process exists without a heartbeat, because it starts or hangs
-        time.sleep(_POLL_S)
-    return False
+    return owner is not None and owner.is_alive(lambda: raw_heartbeat(store), watch_s)
 
 
 def this_process() -> dict:

@@ -50,11 +50,15 @@ class DamagedPolicy(StoreError):
 
 
 class Superseded(StoreError):
-    """A later Trainer has taken over the run; this one must stop."""
+    """Another process has taken over: a Trainer's run, or a Searcher's name. This one must stop."""
 
 
 class AlreadyTraining(StoreError):
     """Another Trainer works on the run; this one must not begin."""
+
+
+class NameTaken(StoreError):
+    """Another process searches under this Searcher's name; this one must not begin."""
 
 
 class ReadOnly(StoreError):

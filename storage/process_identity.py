@@ -1,14 +1,18 @@
 """Identities of processes: distinct from later processes with the same pid, and from processes of other machines and
-pods.
+pods. And whether such a process lives.
 """
 
 import os
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,25 @@ class Identity(Process):
         if not self.is_here():
             return None
         return True if self.find() else (False if self.boot_id else None)
+
+    def is_alive(self, read_beat: Callable[[], bytes | None], watch_s: float) -> bool:
+        """Whether the process works: by `is_running`, or, if it cannot be looked up from here, by its heartbeat.
+
+        read_beat: its newest heartbeat, which must change twice, each time within `watch_s`. Compares no clocks. Takes
+        up to twice `watch_s`; no time if the process is known to be dead.
+        """
+        beats = [read_beat()]
+        deadline = time.monotonic() + watch_s
+        while (runs := self.is_running()) is not False:
+            if (beat := read_beat()) not in beats:
+                beats.append(beat)
+                deadline = time.monotonic() + watch_s
+            if len(beats) > 2:  # one change may be the last heartbeat of a process that ends
+                return True
+            if time.monotonic() > deadline:
+                return bool(runs)  # True: the process exists without a heartbeat, because it starts or hangs
+            time.sleep(_POLL_S)
+        return False
 
 
 def _place() -> dict:

@@ -4,12 +4,14 @@ Claims
 - docs/sql.md has twelve questions, and each is answered by a small run; a wrong name in one would be an error
 - some answers are worked out by hand
 - docs/sql.md names every view
+- docs/extending.md has the engine's protocol as it is in tba/engine.py
 - docs/configuration.md is what the models say now: `make docs` writes it
 - every file of docs/ is within reach of the README, and no link inside it is dead
 
 Run: pytest tests/test_docs.py
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -70,6 +72,18 @@ def test_answers_worked_out_by_hand(run, number, answer):
 
 def test_every_view_is_named():
     assert set(re.findall(r"^\| `(\w+)` \|", DOCS["sql.md"], re.MULTILINE)) == set(queries.VIEWS)
+
+
+def signatures(source: str) -> list[str]:
+    """Of the methods of the class Engine in a piece of Python."""
+    (protocol,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Engine"]
+    return [f"{method.name}({ast.unparse(method.args)}) -> {ast.unparse(method.returns)}" for method in protocol.body
+            if isinstance(method, ast.FunctionDef)]  # fmt: skip
+
+
+def test_the_engines_protocol_is_the_current_one():
+    (told,) = re.findall(r"```python\n(class Engine.*?)```", DOCS["extending.md"], re.DOTALL)
+    assert signatures(told) == signatures((REPOSITORY / "tba" / "engine.py").read_text())
 
 
 def test_the_reference_of_settings_is_current():

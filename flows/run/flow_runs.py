@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from flows.config import RunConfig
 from infra import prefect_server
 from infra.processes import find_processes, stop_processes
-from storage import attempts, policies
+from storage import attempts, leases, policies
 from storage.store import RunStore
 
 FLOWS = ["tba", "search"]
@@ -48,18 +48,31 @@ def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
 def mark_crashed(client, config: RunConfig) -> int:
     """Marks the run's unfinished flow runs as Crashed and stops their processes here. Returns the number of flow runs.
 
-    Call it only if no flow trains the run (live_run). A killed stack or flow leaves such flow runs behind, and a
-    Searcher that outlived its flow would run beside the next flow's Searcher of the same name. Flow runs that wait for
-    a worker are marked, too. On another machine the worker there stops the processes."""
+    Call it only if no flow trains the run (live_run). A killed stack or flow leaves such flow runs behind. Flow runs
+    that wait for a worker are marked, too. On another machine the worker there stops the processes. A Searcher there
+    that still lives is left: the next flow adopts it (flows/run/searchers.py). One here is stopped, because it is soon
+    started again, with the code as it is now. Takes as long as leases.is_alive for each of them."""
     from prefect.states import Crashed
 
     dead = unfinished(client, config, ["tba"])
-    dead += [r for r in unfinished(client, config, ["search"]) if r.parent_task_run_id or not is_alive(client, r)]
+    dead += [r for r in unfinished(client, config, ["search"]) if not _may_stay(client, r)]
     for flow_run in dead:
         state = _ended(client, flow_run, Crashed(message="Its stack or flow was killed; found by a later `tba train`."))
         stop_processes(_processes(flow_run))
         client.set_flow_run_state(flow_run.id, state, force=True)
     return len(dead)
+
+
+def _may_stay(client, flow_run) -> bool:
+    """Whether a Searcher's flow run goes on without the flow that started it, or was started by none."""
+    if not flow_run.parent_task_run_id:
+        return is_alive(client, flow_run)
+    if prefect_server.is_loopback(str(client.api_url)) or _processes(flow_run):
+        return False
+    given = flow_run.parameters
+    store = RunStore(given["store"], given["run"])
+    lease = leases.newest(store, given.get("name", "s0"))
+    return lease is not None and lease.flow_run == str(flow_run.id) and leases.is_alive(store, lease)
 
 
 def _ended(client, flow_run, state):

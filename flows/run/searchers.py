@@ -1,7 +1,9 @@
-"""The Searchers of a run, which its flow starts and restarts."""
+"""The Searchers of a run, which its flow starts, adopts and restarts."""
 
 import contextlib
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -12,12 +14,15 @@ from prefect.deployments import run_deployment
 from prefect.states import Cancelling, Crashed
 
 from flows.config import RunConfig
-from storage import policies, requests, shards
+from storage import leases, policies, requests, shards
 from storage.errors import StoreError
-from storage.store import RunStore
+from storage.store import RunStore, transfer_all
 
 # A failed Searcher is replaced. Repeated failure without progress (a committed round) is not transient.
 MAX_REPLACEMENTS = 3
+# A Searcher that has not renewed its lease for this long is replaced: its machine died, or cannot reach the store.
+SILENT_S = 60.0
+LOOK_S = 20.0
 # Flow runs in one answer: the default of PREFECT_SERVER_API_DEFAULT_LIMIT, above which the server refuses.
 PAGE = 200
 
@@ -29,29 +34,32 @@ class Searchers:
         self._config = config
         self._store, self._wanted = RunStore(config.store, config.run), config.searchers
         self._failures: dict[str, tuple[int, int]] = {}  # by name: round of the last failure, failures in that round
-        self._runs: dict[str, FlowRun] = {}  # in the order of their places
+        self._runs: dict[str, FlowRun] = {}  # the first one evaluates
         self._leaving: list[FlowRun] = []
+        self._renewals = Renewals(self._store)
         self.is_server_away = False
         self._num_names = 0  # no name is used twice: a Searcher told to leave may still run
 
     def keep_up(self) -> None:
-        """Starts missing Searchers, restarts failed, crashed and cancelled ones, and asks surplus ones to leave.
+        """Starts missing Searchers, restarts failed, silent and cancelled ones, and asks surplus ones to leave.
 
         The number may change during a run (`tba searchers`). Raises: RuntimeError: a Searcher failed too often.
         """
         with contextlib.suppress(StoreError):  # the store is unreachable: keep the last number
             self._wanted = requests.wanted_searchers(self._store, self._config.searchers)
-        while len(self._runs) < self._wanted:
-            name = f"s{self._num_names}"
-            self._runs[name] = self._start(name, place=len(self._runs))
-            self._num_names += 1
+        if (num_missing := self._wanted - len(self._runs)) > 0:
+            self._add([f"s{self._num_names + each}" for each in range(num_missing)])
         while len(self._runs) > self._wanted:
             newest = list(self._runs)[-1]
             requests.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
         states = read_states(self._runs.values())
+        silent = self._renewals.silent(self._runs)
         for name, run in list(self._runs.items()):
             state = states.get(run.id, Crashed(message="The flow run was deleted."))
+            if name in silent and not state.is_final():
+                state = Crashed(message=f"It has not renewed its lease for {SILENT_S:.0f} s.")
+                _end(run, state)
             with contextlib.suppress(StoreError):  # the store is unreachable: try again later
                 if self._has_failed(state):
                     self._replace(name, state)
@@ -64,8 +72,36 @@ class Searchers:
                 if not state.is_final():
                     client.set_flow_run_state(flow_run_id, Cancelling(message="The run has ended."), force=True)
 
+    def _add(self, names: list[str]) -> None:
+        """Adopts the living Searchers of these names, which an earlier flow started, and starts the others."""
+        living = self._claim(names)
+        for name in names:
+            if name in living:
+                requests.welcome(self._store, name)
+                get_run_logger().info("searcher %s, which an earlier flow started, goes on", name)
+            self._runs[name] = living.get(name) or self._start(name, evaluates=not self._runs)
+            self._num_names += 1
+
+    def _claim(self, names: list[str]) -> dict[str, FlowRun]:
+        """The flow runs of living Searchers of these names. Every other owner loses the name.
+
+        Takes as long as leases.is_alive.
+        """
+        newest = transfer_all(partial(leases.newest, self._store), names)
+        held = [lease for lease in newest if lease is not None and not lease.is_released]
+        runs = read_flow_runs(UUID(lease.flow_run) for lease in held if lease.flow_run)
+
+        def living(lease: leases.Lease) -> FlowRun | None:
+            run = runs.get(UUID(lease.flow_run)) if lease.flow_run else None
+            if run is not None and not run.state.is_final() and leases.is_alive(self._store, lease):
+                return run
+            leases.revoke(self._store, lease)
+            return None
+
+        return {lease.searcher: run for lease, run in zip(held, transfer_all(living, held), strict=True) if run}
+
     def _replace(self, name: str, state: State) -> None:
-        """Restarts a Searcher that ended in this state.
+        """Restarts a Searcher that ended in this state, or adopts the one that took its name.
 
         Raises: RuntimeError: it failed too often. StoreError: it was not restarted.
         """
@@ -79,23 +115,16 @@ class Searchers:
             raise RuntimeError(
                 f"searcher {name} failed {failures} times in its round {at}; its flow run's log has the reason"
             )
-        self._runs[name] = self._start(name, place=list(self._runs).index(name))
+        self._runs[name] = self._claim([name]).get(name) or self._start(name, evaluates=name == next(iter(self._runs)))
         self._failures[name] = at, failures
-        get_run_logger().warning("searcher %s failed and is started again", name)
+        get_run_logger().warning("searcher %s failed and is started again: %s", name, state.message)
 
-    def _start(self, name: str, place: int) -> FlowRun:
-        """`place`: its number among the running Searchers, which chooses its GPU; the first one evaluates."""
+    def _start(self, name: str, *, evaluates: bool) -> FlowRun:
         config = self._config
         requests.welcome(self._store, name)
         return run_deployment(
             "search/searcher",
-            parameters={
-                "store": config.store,
-                "run": config.run,
-                "name": name,
-                "evaluates": place == 0,
-                "place": place,
-            },
+            parameters={"store": config.store, "run": config.run, "name": name, "evaluates": evaluates},
             flow_run_name=f"{config.run}/{name}",
             tags=[f"run:{config.run}"],
             timeout=0,
@@ -109,9 +138,57 @@ class Searchers:
         return state.is_failed() or state.is_crashed() or state.is_cancelled()
 
 
+class Renewals:
+    """When each Searcher was last seen to have renewed its lease, by this process's clock."""
+
+    def __init__(self, store: RunStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
+        self._seen: dict[str, tuple[leases.Lease, float]] = {}  # by name: the newest lease, first seen at
+        self._looked_at = clock() - LOOK_S
+
+    def silent(self, names: Iterable[str]) -> list[str]:
+        """The Searchers whose leases have not changed for `SILENT_S`. Looks every `LOOK_S`; in between there are none.
+
+        A Searcher that has no lease yet, because no worker has started it, is not silent.
+        """
+        if self._clock() - self._looked_at < LOOK_S:
+            return []
+        self._looked_at = self._clock()
+        before, self._seen = self._seen, {}
+        with contextlib.suppress(StoreError):  # count anew: the Searchers may not reach the store, either
+            found = transfer_all(lambda name: (name, self._look(*before.get(name, (None, 0.0)), name)), names)
+            self._seen = {name: seen for name, seen in found if seen}
+        return [name for name, (_, since) in self._seen.items() if self._clock() - since > SILENT_S]
+
+    def _look(self, lease: leases.Lease | None, since: float, name: str) -> tuple[leases.Lease, float] | None:
+        """The newest lease of a name, and since when it is the same; None: nobody has the name.
+
+        Reads one file, unless the lease is new or has not changed for long. Raises: StoreError.
+        """
+        found = leases.read(self._store, name, lease.number) if lease else None
+        if found is None or (found == lease and self._clock() - since > SILENT_S):
+            found = leases.newest(self._store, name)
+        if found is None or found.is_released:
+            return None
+        return found, since if found == lease else self._clock()
+
+
+def _end(run: FlowRun, state: State) -> None:
+    """Sets a flow run's final state."""
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(run.id, state, force=True)
+
+
 def read_states(runs: Iterable[FlowRun]) -> dict[UUID, State]:
-    """The states of flow runs, by id, with one request for each `PAGE` of them. A deleted flow run has none."""
-    ids = [run.id for run in runs]
+    """The states of flow runs, by id. A deleted flow run has none."""
+    return {flow_run_id: run.state for flow_run_id, run in read_flow_runs(run.id for run in runs).items()}
+
+
+def read_flow_runs(ids: Iterable[UUID]) -> dict[UUID, FlowRun]:
+    """Flow runs by id, with one request for each `PAGE` of them. Deleted ones are left out."""
+    ids = list(ids)
+    if not ids:
+        return {}
     with get_client(sync_client=True) as client:
         found = [
             client.read_flow_runs(
@@ -119,4 +196,4 @@ def read_states(runs: Iterable[FlowRun]) -> dict[UUID, State]:
             )
             for at in range(0, len(ids), PAGE)
         ]
-    return {run.id: run.state for page in found for run in page}
+    return {run.id: run for page in found for run in page}

@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from infra.machine import code_version, cpu_threads, keep_freed_memory, take_gpus
+from infra.machine import code_version, cpu_threads, keep_freed_memory, num_places, take_gpus, take_place
 from storage import attempts, quality
 from storage.store import RunStore
 from tba.models import model_folder
@@ -21,16 +21,13 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 ENGINE_SHARE = 0.6
 
 
-def start_searcher(config: RunConfig, name: str, next_round: int, place: int | None = None) -> "Searcher":
-    """Loads task, engine and reference policy, which takes seconds to minutes.
-
-    `place`: the Searcher's number among the Searchers that the run starts itself, from 0; None: after them.
-    """
+def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
+    """Loads task, engine and reference policy, which takes seconds to minutes."""
     num_devices = config.search.num_devices
     threads = max(1, searcher_threads(config) // num_devices)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    gpu_share = take_gpus(*place_among_gpus(config, place), num_devices)
+    gpu_share = take_gpus(*place_among_gpus(config), num_devices)
     from transformers import AutoTokenizer
 
     from tba.engine import make_engine
@@ -69,7 +66,8 @@ def start_searcher(config: RunConfig, name: str, next_round: int, place: int | N
 
 def searcher_threads(config: RunConfig) -> int:
     """CPU threads of each Searcher on this machine; a Trainer beside them has as many, unless they take turns."""
-    return cpu_threads(config.searchers if config.synchronous else config.searchers + 1)
+    _, num_searchers, num_trainers = place_on_machine(config)
+    return cpu_threads(num_searchers if config.synchronous else num_searchers + num_trainers)
 
 
 def samples_ahead(config: RunConfig) -> bool:
@@ -86,11 +84,19 @@ def samples_ahead(config: RunConfig) -> bool:
 start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)(start_searcher)
 
 
-def place_among_gpus(config: RunConfig, place: int | None) -> tuple[int, int]:
-    """Index of a Searcher's first device among the run's here, and their number. A Trainer here has the first indices.
+def place_among_gpus(config: RunConfig) -> tuple[int, int]:
+    """Index of this Searcher's first device among the run's here, and their number. Trainers have the first ones."""
+    place, num_searchers, num_trainers = place_on_machine(config)
+    each = config.search.num_devices
+    return num_trainers + place * each, num_trainers + num_searchers * each
 
-    `place`: as for `start_searcher`.
+
+def place_on_machine(config: RunConfig) -> tuple[int, int, int]:
+    """This Searcher's place among the run's on this machine, from 0; the numbers of Searchers and Trainer processes.
+
+    Beside the Trainer all of the run's Searchers are expected, although some may not have started yet. Elsewhere only
+    those count that have.
     """
-    trainers, each = attempts.num_trainer_processes_here(RunStore(config.store, config.run)), config.search.num_devices
-    first = trainers + (config.searchers if place is None else place) * each
-    return first, trainers + max(config.searchers, 1) * each
+    group = hashlib.blake2b(f"{config.store}/{config.run}".encode(), digest_size=8).hexdigest()
+    place, num_trainers = take_place(group), attempts.num_trainer_processes_here(RunStore(config.store, config.run))
+    return place, max(num_places(group), place + 1, config.searchers if num_trainers else 1), num_trainers

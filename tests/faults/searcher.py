@@ -25,7 +25,7 @@ def digest(shard: pa.Table) -> str:
 
 def main(store: str, run: str, name: str, acknowledged: str) -> None:
     from flows import search
-    from flows.searcher import policy_feed
+    from flows.searcher import held_name, policy_feed
     from flows.searcher.start import start_searcher
     from storage import shards
 
@@ -38,7 +38,7 @@ def main(store: str, run: str, name: str, acknowledged: str) -> None:
         time.sleep(PAUSE_S)
         return path
 
-    for module in (search, policy_feed):
+    for module in (search, held_name, policy_feed):
         module.get_run_logger = lambda: log
     search.start_searcher_task, search.evaluate_task = start_searcher, search.evaluate
     search.as_asset = lambda *_: lambda search_round: search_round

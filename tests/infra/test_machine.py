@@ -3,11 +3,13 @@
 - a temporary folder on a full disk is waited for, whichever library found it full; nothing half-written stays
 - the wait ends with an error that names folder, cause and remedy; another error is raised at once
 - a process that keeps freed memory takes the same pages again
+- living processes of a group have places of their own, the lowest free one each; a killed process's place is free again
 - the code's version is the checkout's commit, and of an installed wheel the wheel's version, also if the wheel lies
   in another project's checkout
 """
 
 import errno
+import os
 import platform
 import subprocess
 import sys
@@ -72,6 +74,36 @@ print(faults() - before)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1000  # of 16,384 pages each
+
+
+def test_living_processes_have_the_lowest_free_places(tmp_path):
+    code = "from infra.machine import *; print(take_place('g'), take_place('g'), num_places('g'), flush=True); input()"
+    started = []
+
+    def begin() -> list[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process.stdout.readline().split()
+
+    assert [begin() for _ in range(3)] == [["0", "0", "1"], ["1", "1", "2"], ["2", "2", "3"]]
+    started[1].kill()
+    started[1].wait()
+    assert begin() == ["1", "1", "3"]
+    for process in started:
+        process.kill()
+        process.communicate()
+    assert begin() == ["0", "0", "1"]
+    started[-1].communicate("\n")
+
+
+def test_another_users_places_are_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"tba-places-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        machine.take_place("g")
 
 
 def test_the_code_version_is_the_commit_of_this_checkout_and_no_others(tmp_path, monkeypatch):

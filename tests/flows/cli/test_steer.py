@@ -35,6 +35,8 @@ from flows.cli.app import app
 from flows.config import RunConfig
 from flows.run import searchers as of_run
 from flows.run.searchers import MAX_REPLACEMENTS, Searchers
+from flows.searcher import held_name
+from flows.searcher.held_name import HeldName
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.outbox import StoreOutbox
@@ -97,9 +99,7 @@ def test_the_flow_keeps_as_many_searchers_as_are_wanted(store, started):
     searchers.keep_up()
     searchers.keep_up()
     assert names(started) == ["s0", "s1", "s2"]
-    assert [(parameters["evaluates"], parameters["place"]) for parameters in started] == [
-        (True, 0), (False, 1), (False, 2)
-    ]  # fmt: skip
+    assert [parameters["evaluates"] for parameters in started] == [True, False, False]
 
     answer = json.loads(tba("searchers", "arithmetic", "-1", "--json").stdout)
     assert answer == {"run": "arithmetic", "before": 3, "wanted": 2, "alive": False}
@@ -109,7 +109,7 @@ def test_the_flow_keeps_as_many_searchers_as_are_wanted(store, started):
     tba("searchers", "arithmetic", "+1")
     searchers.keep_up()
     assert names(started)[3:] == ["s3"]  # s2 may be in its last round still
-    assert started[3]["place"] == 2
+    assert not started[3]["evaluates"]
 
     resumed = new_flow(store)
     resumed.keep_up()
@@ -162,8 +162,8 @@ def test_each_of_many_searchers_may_fail_once(store, failing):
     searchers = Searchers(RunConfig(run=store.run, store=store.url, searchers=2 * MAX_REPLACEMENTS))
     with disable_run_logger():
         searchers.keep_up()
-    places = [(parameters["name"], parameters["place"]) for parameters in failing]
-    assert places[2 * MAX_REPLACEMENTS :] == places[: 2 * MAX_REPLACEMENTS]
+    again = [(parameters["name"], parameters["evaluates"]) for parameters in failing]
+    assert again[2 * MAX_REPLACEMENTS :] == again[: 2 * MAX_REPLACEMENTS]
 
 
 def test_a_searcher_whose_flow_run_was_deleted_is_started_again(store, started, monkeypatch):
@@ -231,7 +231,7 @@ def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatc
 def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
     rounds = []
 
-    def search_round(store: RunStore, searcher, feed, name: str, number: int, ahead: bool) -> None:
+    def search_round(store: RunStore, searcher, feed, held: HeldName, number: int, ahead: bool) -> None:
         if number == 3:
             requests.ask_to_leave(store, "s1")  # in the middle of a round
         rounds.append(number)
@@ -241,7 +241,8 @@ def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
     feed = SimpleNamespace(next=lambda: served, is_new=False)
     monkeypatch.setattr(search, "PolicyFeed", lambda *_, **__: feed)
     monkeypatch.setattr(search, "search_round", search_round)
-    monkeypatch.setattr(search, "get_run_logger", lambda: logging.getLogger("test"))
+    for module in (search, held_name):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
     assert search.search.fn(store.url, store.run, name="s1") == 4
     assert rounds == [0, 1, 2, 3]
 

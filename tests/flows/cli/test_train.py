@@ -36,7 +36,7 @@ from flows.cli.train import _refuse_live_trainer
 from flows.config import RunConfig
 from flows.run import flow_runs
 from infra import prefect_server, stack
-from storage import attempts, policies
+from storage import attempts, leases, policies
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -238,10 +238,15 @@ def test_what_runs_elsewhere_is_ended_by_the_worker_there(config, monkeypatch):
     assert [run.state.name for run in (flow, searcher, waiting)] == ["Cancelling", "Cancelling", "Cancelled"]
 
 
-def test_searchers_that_a_dead_flow_left_elsewhere_are_ended_and_those_that_joined_are_not(config):
-    orphan, joined = flow_run("search", config, Running(), parent=uuid4()), flow_run("search", config, Running())
-    assert flow_runs.mark_crashed(RemoteServer(orphan, joined), config) == 1
-    assert (orphan.state.name, joined.state.name) == ("Cancelling", "Running")
+def test_silent_searchers_that_a_dead_flow_left_elsewhere_are_ended(config, monkeypatch):
+    """The next flow adopts those that live (tests/flows/run/test_searchers.py). Those that joined are nobody's."""
+    monkeypatch.setattr(leases, "WATCH_S", 0.5)
+    orphan, living = [flow_run("search", config, Running(), parent=uuid4()) for _ in range(2)]
+    joined = flow_run("search", config, Running())
+    living.parameters["name"] = "s1"
+    leases.take_name(RunStore(config.store, config.run), "s1", str(living.id))
+    assert flow_runs.mark_crashed(RemoteServer(orphan, living, joined), config) == 1
+    assert [run.state.name for run in (orphan, living, joined)] == ["Cancelling", "Running", "Running"]
 
 
 def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch):

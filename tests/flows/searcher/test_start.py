@@ -1,7 +1,8 @@
 """A Searcher's share of its machine (flows/searcher/start.py). `start_searcher` itself is tested by whole runs.
 
 - The next rounds are sampled ahead, unless engine and scoring share a core, or the run is synchronous.
-- A run's processes take GPUs in order, its Trainer the first. Where there are fewer, each has a share of the memory.
+- A run's processes on a machine take its GPUs in order, the Trainer the first. Where there are fewer, each has a share
+  of the memory. Searchers on other machines take nothing away.
 
 python -m pytest tests/flows/searcher/test_start.py
 """
@@ -12,11 +13,35 @@ import pytest
 import torch
 
 from flows.config import RunConfig
-from flows.searcher.start import place_among_gpus, samples_ahead
+from flows.searcher import start
+from flows.searcher.start import place_among_gpus, samples_ahead, searcher_threads
 from infra import machine
 from storage import attempts
 from storage.store import RunStore
 from tba import precision
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path, monkeypatch):
+    """No other process of this machine is of these runs."""
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(machine, "_places", {})
+
+
+@pytest.fixture
+def store(tmp_path):
+    return RunStore(tmp_path.as_uri(), "run")
+
+
+@pytest.fixture
+def be(monkeypatch):
+    """be(place, of) makes this process the Searcher at a place of a machine that has so many."""
+
+    def be(place: int, of: int) -> None:
+        monkeypatch.setattr(start, "take_place", lambda group: place)
+        monkeypatch.setattr(start, "num_places", lambda group: of)
+
+    return be
 
 
 @pytest.mark.parametrize(
@@ -29,21 +54,17 @@ from tba import precision
     ],
 )
 def test_the_next_round_is_sampled_ahead_unless_engine_and_scoring_share_a_core(
-    monkeypatch, searchers, cores, device, ahead
+    store, monkeypatch, searchers, cores, device, ahead
 ):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr(precision, "default_device", lambda: device)
-    assert samples_ahead(RunConfig(searchers=searchers)) is ahead
+    attempts.start_attempt(store, 0, attempts.this_process())
+    assert samples_ahead(RunConfig(run=store.run, store=store.url, searchers=searchers)) is ahead
 
 
 def test_a_synchronous_run_samples_no_round_ahead(monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(64))
     assert not samples_ahead(RunConfig(synchronous=True, searchers=1))
-
-
-@pytest.fixture
-def store(tmp_path):
-    return RunStore(tmp_path.as_uri(), "run")
 
 
 @pytest.mark.parametrize(
@@ -56,34 +77,53 @@ def store(tmp_path):
         (0, "", [""] * 3, [1, 1, 1]),
     ],
 )
-def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, monkeypatch, num_gpus, given, took, shares):
+def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, be, monkeypatch, num_gpus, given, took, shares):
     """What torch says of the machine is made up: this one may have no GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     config = RunConfig(run=store.run, store=store.url, searchers=3)
     attempts.start_attempt(store, 0, attempts.this_process())
     found = []
     for place in range(3):
+        be(place, of=place + 1)  # the others have not started yet
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        found.append((machine.take_gpus(*place_among_gpus(config, place)), os.environ["CUDA_VISIBLE_DEVICES"]))
+        found.append((machine.take_gpus(*place_among_gpus(config)), os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == list(zip(shares, took, strict=True))
 
 
-def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, monkeypatch):
+def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, be, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     engine = {"tensor_parallel_size": 2}
     config = RunConfig(run=store.run, store=store.url, searchers=2, search={"engine": engine})
     attempts.start_attempt(store, 0, attempts.this_process(), processes=4)  # run.json does not have it
     found = []
     for place in range(2):
+        be(place, of=2)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        share = machine.take_gpus(*place_among_gpus(config, place), config.search.num_devices)
+        share = machine.take_gpus(*place_among_gpus(config), config.search.num_devices)
         found.append((share, os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == [(1, "4,5"), (1, "6,7")]
     with pytest.raises(ValueError, match=r"needs 9 GPUs .*, and this machine has 8"):
         machine.take_gpus(0, 9, 9)
 
 
-def test_searchers_on_another_machine_than_their_trainer_begin_with_the_first_gpu(store):
+def test_eight_machines_with_one_gpu_each_give_all_of_it(store, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(16))
+    config = RunConfig(run=store.run, store=store.url, searchers=8)
+    attempts.start_attempt(store, 0, attempts.this_process() | {"boot_id": "of another machine"})
+    for _ in range(8):
+        machine._places.clear()  # the next machine
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert machine.take_gpus(*place_among_gpus(config)) == 1
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+        assert searcher_threads(config) == 16
+
+
+def test_searchers_on_another_machine_than_their_trainer_share_it_among_themselves(store, be):
     config = RunConfig(run=store.run, store=store.url, searchers=3)
     attempts.start_attempt(store, 0, attempts.this_process() | {"host": "elsewhere"})
-    assert [place_among_gpus(config, place) for place in (0, 2, None)] == [(0, 3), (2, 3), (3, 3)]
+    found = []
+    for place in range(2):
+        be(place, of=2)
+        found.append(place_among_gpus(config))
+    assert found == [(0, 2), (1, 2)]

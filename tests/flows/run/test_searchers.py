@@ -1,0 +1,216 @@
+"""Which Searchers a flow adopts, and which it replaces (flows/run/searchers.py). tests/flows/cli/test_steer.py tests
+their number, and how often they may fail.
+
+Claims
+- a resumed flow adopts Searchers that live, by their leases and flow runs, and starts the missing ones
+- it takes the name from a Searcher that is silent or whose flow run has ended, so that the new one starts at once
+- a Searcher whose lease has not changed for long is replaced, though its flow run's state is Running; one that has no
+  lease yet, gave it back, or was not looked at because the store was away, is not
+- of two processes of one flow run the second ends and leaves the flow run's state; a Searcher that lost its name
+  commits no round, and gives no other process's name back
+
+Run: pytest tests/flows/run/test_searchers.py
+"""
+
+import logging
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.exceptions import Abort
+from prefect.logging import disable_run_logger
+from prefect.states import Crashed, Running, State
+
+from flows import search
+from flows.config import RunConfig
+from flows.run import searchers as of_run
+from flows.run.searchers import LOOK_S, SILENT_S, Renewals, Searchers
+from flows.searcher import held_name
+from storage import leases, requests
+from storage.errors import NameTaken, StoreUnreachable, Superseded
+from storage.leases import Lease, take_name
+from storage.process_identity import Identity
+from storage.store import RunStore
+
+
+class Server:
+    """Flow runs by id, and those that were started, in order."""
+
+    def __init__(self) -> None:
+        self.runs: dict[UUID, SimpleNamespace] = {}
+        self.started: list[dict] = []
+
+    def add(self, state: State) -> SimpleNamespace:
+        run = SimpleNamespace(id=uuid4(), state=state)
+        self.runs[run.id] = run
+        return run
+
+    def run_deployment(self, name: str, **given) -> SimpleNamespace:
+        self.started.append(given["parameters"])
+        return self.add(Running())
+
+    def read_flow_runs(self, ids) -> dict[UUID, SimpleNamespace]:
+        return {each: self.runs[each] for each in ids if each in self.runs}
+
+    def end(self, run: SimpleNamespace, state: State) -> None:
+        self.runs[run.id].state = state
+
+    @property
+    def names(self) -> list[str]:
+        return [parameters["name"] for parameters in self.started]
+
+
+@pytest.fixture
+def server(monkeypatch) -> Server:
+    server = Server()
+    monkeypatch.setattr(of_run, "run_deployment", server.run_deployment)
+    monkeypatch.setattr(of_run, "read_flow_runs", server.read_flow_runs)
+    monkeypatch.setattr(of_run, "_end", server.end)
+    monkeypatch.setattr(leases, "WATCH_S", 0.3)
+    return server
+
+
+@pytest.fixture
+def store(tmp_path) -> RunStore:
+    return RunStore(tmp_path.as_uri(), "run")
+
+
+def make_searchers(store: RunStore, number: int) -> Searchers:
+    return Searchers(RunConfig(run=store.run, store=store.url, searchers=number))
+
+
+def keep_up(searchers: Searchers) -> None:
+    with disable_run_logger():
+        searchers.keep_up()
+
+
+def held(store: RunStore, name: str, flow_run: SimpleNamespace, **owner) -> Lease:
+    """A lease that a process took which differs from this one in `owner`."""
+    lease = take_name(store, name, str(flow_run.id))
+    lease = replace(lease, owner=Identity(**asdict(lease.owner) | owner))
+    store.put(lease.path, leases._text(lease))
+    return lease
+
+
+def test_a_resumed_flow_adopts_the_living_and_starts_the_missing(store, server):
+    living, dead, ended = server.add(Running()), server.add(Running()), server.add(Crashed())
+    held(store, "s0", living)
+    held(store, "s1", dead, boot_id="of a machine that died")
+    lost = held(store, "s2", ended)
+    requests.ask_to_leave(store, "s0")
+    searchers = make_searchers(store, 4)
+    keep_up(searchers)
+    assert server.names == ["s1", "s2", "s3"]
+    assert [parameters["evaluates"] for parameters in server.started] == [False] * 3, "s0 evaluates"
+    assert not requests.is_to_leave(store, "s0"), "it is wanted again"
+    assert all(leases.newest(store, name).is_released for name in ("s1", "s2")), "the new ones need not wait"
+    with pytest.raises(Superseded):
+        leases.check_name(store, lost)
+
+    server.end(living, Crashed())
+    keep_up(searchers)
+    assert server.names[3:] == ["s0"], "an adopted one is replaced like the others"
+
+
+def test_whoever_took_the_name_meanwhile_is_adopted(store, server):
+    searchers = make_searchers(store, 1)
+    keep_up(searchers)
+    (first,) = server.runs.values()
+    held(store, "s0", server.add(Running()))
+    server.end(first, Crashed())
+    keep_up(searchers)
+    keep_up(searchers)
+    assert server.names == ["s0"]
+
+
+def test_a_silent_searcher_is_replaced(store, server, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(of_run, "Renewals", lambda store: Renewals(store, clock=lambda: now[0]))
+    searchers = make_searchers(store, 2)
+    keep_up(searchers)
+    first, second = server.runs.values()
+    silent, lively = held(store, "s0", first, boot_id="of a machine that dies"), held(store, "s1", second)
+    for seconds in range(0, int(SILENT_S + 3 * LOOK_S), int(LOOK_S)):
+        assert server.names == ["s0", "s1"]
+        now[0] = seconds
+        leases.renew(store, lively)
+        keep_up(searchers)
+    assert server.names == ["s0", "s1", "s0"]
+    assert (first.state.name, second.state.name) == ("Crashed", "Running")
+    with pytest.raises(Superseded):
+        leases.check_name(store, silent)
+
+    leases.renew(store, lively)
+    for seconds in range(200, 400, int(LOOK_S)):  # the new one waits for a worker, and has no lease
+        now[0] = seconds
+        leases.renew(store, lively)
+        keep_up(searchers)
+    assert len(server.names) == 3
+
+
+def test_silence_is_counted_anew_after_the_store_was_away(store, monkeypatch):
+    now = [0.0]
+    renewals = Renewals(store, clock=lambda: now[0])
+    take_name(store, "s0", None)
+
+    def looks(seconds: float) -> list[str]:
+        now[0] = seconds
+        return renewals.silent(["s0"])
+
+    def away(*_):
+        raise StoreUnreachable("away")
+
+    assert looks(0) == looks(SILENT_S - 1) == []
+    with monkeypatch.context() as outage:
+        outage.setattr(RunStore, "get", away)
+        assert looks(SILENT_S + LOOK_S) == []
+    assert looks(SILENT_S + 2 * LOOK_S) == looks(2 * SILENT_S + LOOK_S) == []
+    assert looks(3 * SILENT_S) == ["s0"]
+    leases.release(store, leases.newest(store, "s0"))
+    assert looks(4 * SILENT_S) == []
+
+
+# --- the Searcher's side
+
+
+@pytest.fixture
+def flow_run(monkeypatch) -> SimpleNamespace:
+    """The flow run that this process believes to execute."""
+    run = SimpleNamespace(id=str(uuid4()))
+    monkeypatch.setattr(held_name, "flow_run", run)
+    for module in (search, held_name):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
+    return run
+
+
+def test_the_second_process_of_a_flow_run_ends_and_leaves_its_state(store, flow_run):
+    first = take_name(store, "s0", flow_run.id)
+    with pytest.raises(Abort, match="the name s0 already"), held_name.held_name(store, "s0"):
+        pass
+    flow_run.id = str(uuid4())
+    with pytest.raises(NameTaken), held_name.held_name(store, "s0"):
+        pass
+    assert leases.newest(store, "s0") == first
+
+
+def test_a_searcher_that_lost_its_name_commits_no_round(store, flow_run):
+    sampled = SimpleNamespace(policies=[])
+    searcher = SimpleNamespace(sample=lambda *_, **__: sampled)  # whose rounds cannot be scored
+    with pytest.raises(Superseded), held_name.held_name(store, "s0") as name:
+        leases.revoke(store, leases.newest(store, "s0"))
+        successor = take_name(store, "s0", str(uuid4()))
+        search.search_round(store, searcher, SimpleNamespace(poll=None), name, 0, False)
+    assert leases.newest(store, "s0") == successor
+
+
+def test_the_name_is_renewed_and_given_back(store, flow_run, monkeypatch):
+    monkeypatch.setattr(leases, "RENEWAL_S", 0.05)
+    with pytest.raises(ArithmeticError), held_name.held_name(store, "s0") as name:
+        before = leases.newest(store, "s0")
+        while leases.newest(store, "s0").renewed_at == before.renewed_at:
+            name._closing.wait(0.05)
+        assert before.flow_run == flow_run.id
+        raise ArithmeticError("the Searcher fails")
+    assert leases.newest(store, "s0").is_released
+    assert take_name(store, "s0", None).number == 2
