@@ -237,5 +237,10 @@ def _explain(mistake: dict, model: type[BaseModel]) -> str:
         for part in path:
             model = model.model_fields[part].annotation
         return f"{field}: there is no such setting; settings of this group: {', '.join(model.model_fields)}"
+    if mistake["type"] == "model_type":
+        for part in [*path, name]:
+            model = model.model_fields[part].annotation
+        names = ", ".join(model.model_fields)
+        return f"{field}: got {mistake['input']!r}; it is a group of settings: name one of {names}, as {field}.NAME"
     message = mistake["msg"].removeprefix("Value error, ")
     return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"

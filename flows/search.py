@@ -20,7 +20,7 @@ from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import samples_ahead, start_searcher_task
 from infra.machine import policy_cache
 from storage import ledger, policies, quality, requests, shards
-from storage.errors import AlreadyExists
+from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.rules import Limits
 from storage.store import RunStore
 
@@ -146,17 +146,27 @@ evaluate_task = task(
 
 
 def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
+    """Commits a shard and records its round, unless the round has another process's shard already."""
     try:
         shards.commit_shard(store, table)
     except AlreadyExists:
-        # The first try was interrupted after its commit. Its shard is the round's; this try's is dropped.
-        get_run_logger().warning("round %d was committed before; this repeat is dropped", metrics["round"])
-        return
-    ledger.record_search_round(store, metrics)
+        if not is_committed(store, metrics["searcher"], metrics["round"], table):
+            get_run_logger().warning("round %d was committed before; this repeat is dropped", metrics["round"])
+            return
+    with contextlib.suppress(AlreadyExists):  # the first try was interrupted after it
+        ledger.record_search_round(store, metrics)
     get_run_logger().info(
         "round %d: %d trajectories of policy step %d, mean reward %.3f",
         metrics["round"], metrics["num_trajectories"], metrics["policy_step"], metrics["reward_mean"],
     )  # fmt: skip
+
+
+def is_committed(store: RunStore, searcher: str, number: int, table: pa.Table) -> bool:
+    """Whether the round's shard has the responses of this table: an earlier try was interrupted after its commit."""
+    with contextlib.suppress(NotFound, TornShard):
+        stored = shards.read_shards(store, searcher, [number])
+        return stored["response_tokens"].to_pylist() == table["response_tokens"].to_pylist()
+    return False
 
 
 class EvaluationBudget:

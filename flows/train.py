@@ -38,7 +38,12 @@ def name_after_run() -> str:
 
 @flow(name="tba", flow_run_name=name_after_run)
 def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
-    """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes. Returns the run's summary."""
+    """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes.
+
+    Returns the run's summary, or the state Stopped if the run was asked to stop. Raises: AlreadyTraining: another
+    Trainer works on the run. RuntimeError: Trainer or Searchers failed too often. TimeoutError: the final policy was
+    not evaluated. prefect.exceptions.Pause: the flow run was suspended.
+    """
     config = continued(config)
     store = prepare_task(config)
     if summary := read_summary(store):

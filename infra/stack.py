@@ -358,13 +358,20 @@ def _locked_state(project: Path) -> Iterator[State]:
 
 
 def _read_state(project: Path) -> State:
+    """Raises: StackError: the file is damaged."""
+    path = local_folder(project) / "stack.json"
     try:
-        stored = json.loads((local_folder(project) / "stack.json").read_text())
+        stored = json.loads(path.read_text())
+        users = [Process(**user) for user in stored["users"]]
+        processes = {name: Process(**process) for name, process in stored["processes"].items()}
+        return State(stored["url"], stored["own_server"], stored["keep"], users, processes)
     except FileNotFoundError:
         return State()
-    users = [Process(**user) for user in stored["users"]]
-    processes = {name: Process(**process) for name, process in stored["processes"].items()}
-    return State(stored["url"], stored["own_server"], stored["keep"], users, processes)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StackError(
+            f"{path} is damaged ({error!r}), so the processes that were started here are not known. Delete it, end "
+            "Prefect's server and worker if they still run, then repeat the command."
+        ) from error
 
 
 def _write_state(project: Path, state: State) -> None:

@@ -32,6 +32,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage import intake, ledger, mop
+from storage.attempts import check_not_superseded
 from storage.fresh import Fresh
 from storage.rules import Limits
 from storage.shards import by_block, expired_through, new_shards, refused_rounds
@@ -139,17 +140,17 @@ class ReplayBuffer:
 
         Without new shards nothing changes: the last sync's trajectories stay recent, and the result is None. The sync
         and the refusals are recorded before the rows can be drawn, so every draw can be repeated. On an error nothing
-        is taken in. Raises: StoreUnreachable, NotFound, AlreadyExists: another Trainer records syncs of the same
-        attempt.
+        is taken in. Raises: StoreUnreachable, NotFound. Superseded: a later attempt has begun, before a refusal was
+        recorded. AlreadyExists: another Trainer records syncs of the same attempt.
         """
         rounds, number = new_shards(self._store, self._seen), self.newest_sync + 1
         if not rounds and not self._damaged:
             return None
         with self._transaction():
             fresh, refused = self._take_in({number: rounds}, {number: step})
-            intake.refuse(
-                self._store, [*self._damaged, *refused], f"the Trainer, attempt {attempt}, before step {step}"
-            )
+            if refused := [*self._damaged, *refused]:
+                check_not_superseded(self._store, attempt)  # a refusal counts for every reader
+                intake.refuse(self._store, refused, f"the Trainer, attempt {attempt}, before step {step}")
             accepted = _without(rounds, refused)
             if accepted:
                 ledger.record_sync(self._store, sync := Sync(number, step, attempt, accepted, fresh))

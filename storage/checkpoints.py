@@ -80,7 +80,7 @@ def newest_whole_checkpoint(store: RunStore) -> Checkpoint | None:
         if not (faults := checkpoint_faults(store, checkpoint)):
             return checkpoint
         logger.warning(
-            "checkpoint %s of run %s in %s is damaged, so the run resumes from an older one: %s",
+            "checkpoint %s of run %s in %s is damaged and is not resumed from: %s",
             checkpoint.path, store.run, store.url, "; ".join(f"{path}: {fault}" for path, fault in faults),
         )  # fmt: skip
     return None

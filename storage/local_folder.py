@@ -46,10 +46,12 @@ class LocalFolder:
 
     def put(self, path: str, data: bytes) -> None:
         self._write(path, lambda file: file.write(data), os.replace)
+        self._sync_folder(path)
 
     def put_new(self, path: str, data: bytes) -> None:
         # a link fails if the path exists; a rename would replace another writer's file
         self._write(path, lambda file: file.write(data), os.link)
+        self._sync_folder(path)
 
     def is_exclusive(self, probe: str) -> bool:
         """Writes, reads and removes a file. Returns whether put_new never replaces a file, which holds for a folder."""
@@ -64,6 +66,7 @@ class LocalFolder:
                 shutil.copyfileobj(source, file)
 
         self._write(path, copy, os.replace)
+        self._sync_folder(path)
 
     @patient("write")
     def _write(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
@@ -78,8 +81,14 @@ class LocalFolder:
             publish(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
-        # the file's name survives a power cut only once its folder is on disk
-        folder = os.open(target.parent, os.O_RDONLY)
+
+    @patient("write")
+    def _sync_folder(self, path: str) -> None:
+        """The file's name survives a power cut only once its folder is on disk.
+
+        Apart from `_write`: if this is repeated, put_new does not meet its own file and take it for another writer's.
+        """
+        folder = os.open(self._path(path).parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:

@@ -165,6 +165,16 @@ class S3Prefix:
     def delete_folder(self, folder: str) -> None:
         for path in self.files(folder, ""):
             self._remove(path)
+        self._abort_uploads(folder)
+
+    def _abort_uploads(self, folder: str) -> None:
+        """Deletes parts of files that killed processes were uploading: no listing shows them, and they are billed."""
+        with suppress(OSError):  # refused by the server, or away: they cost room and nothing else
+            found = self._fs.call_s3("list_multipart_uploads", Bucket=self._bucket, Prefix=f"{self._key(folder)}/")
+            for upload in found.get("Uploads", ()):
+                self._fs.call_s3(
+                    "abort_multipart_upload", Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
         return self._arrow, self._root

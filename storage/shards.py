@@ -321,7 +321,7 @@ def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.
 
     A compacted file is read once for each call, so pass the rounds of a block together (by_block).
     """
-    blocks = _list_blocks(store).get(searcher, ()) if rounds else ()
+    blocks = {block for block in set(map(block_of, rounds)) if store.exists(block_path(searcher, block))}
     rounds_at: dict[str, list[int]] = defaultdict(list)
     for number in rounds:
         block = block_of(number)

@@ -259,7 +259,8 @@ class RunStore:
         if differences := list(_differences(recorded, json.loads(json.dumps(config)))):
             raise RunConfigMismatch(
                 f"run {self.run!r} exists in {self.url} with another configuration: {'; '.join(differences)}. "
-                "To resume it, use its configuration; to start a new run, choose another name."
+                "To resume it, use its configuration (`tba searchers` changes the number of Searchers). To use its "
+                f"trajectories with other settings: `tba train NEW --warm-start {self.run}`."
             )
 
     def _where(self, path: str) -> str:

@@ -154,8 +154,9 @@ class Alarms:
             "logprobs_disagree",
             self._num_mismatches >= MISMATCH_STEPS,
             f"log-probabilities disagree: Trainer and engine differ by {seen:.2g} nats a token on rows of the newest "
-            f"policy, for {self._num_mismatches} steps. Set search.temperature to train.temperature and search.top_p "
-            "to 1. If they are so already, lower train.learning_rate or train.sync_interval",
+            f"policy, for {self._num_mismatches} steps. Set search.temperature to train.temperature, search.top_p to 1 "
+            "and search.exploration_probability to 0. If they are so already, lower train.learning_rate or "
+            "train.sync_interval",
         )
 
 

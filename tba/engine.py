@@ -113,11 +113,13 @@ class VllmEngine:
         self, folder: Path, *, arguments: Mapping[str, Any] = MappingProxyType({}), **limits: Unpack[Limits]
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # CUDA was asked for its devices: no fork
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("OMP_NUM_THREADS", str(limits["threads"]))  # read by the CPU backend only
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        check_arguments(arguments)
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -132,7 +134,7 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         self._llm = LLM(
-            **(usual | _checked(arguments)),
+            **(usual | dict(arguments)),
             model=str(folder),
             seed=limits["seed"],
             max_num_seqs=limits["max_sequences"],
@@ -235,7 +237,7 @@ class VllmEngine:
         return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason, policies)
 
 
-def _checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raises: ValueError: vllm.LLM has no such argument."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -244,7 +246,6 @@ def _checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name not in names:
             close = ", ".join(difflib.get_close_matches(name, names)) or "those of its documentation"
             raise ValueError(f"search.engine: vLLM has no argument {name}; it has {close}")
-    return dict(arguments)
 
 
 class WholeBatches:
@@ -267,6 +268,9 @@ class WholeBatches:
 
     def abort(self) -> None:
         self._waiting.clear()
+
+
+SCORES_BYTES = 4 * 1024**3  # of memory for the scores of TransformersEngine
 
 
 class TransformersEngine(WholeBatches):
@@ -298,7 +302,8 @@ class TransformersEngine(WholeBatches):
         missing, unexpected = self._model.load_state_dict(weights, strict=False)
         tied = set(self._model.all_tied_weights_keys)
         if unexpected or set(missing) - tied:
-            raise RuntimeError(f"engine: {folder} has other weights than the model: {unexpected + missing}")
+            differs = unexpected + sorted(set(missing) - tied)
+            raise RuntimeError(f"engine: {folder} has other weights than the model: {differs}")
         named = dict(self._model.named_parameters())
         weights = ((name, named[name].to(tensor.dtype)) for name, tensor in read_weights(folder))
         self._served = ServedPolicy(policy_step, fingerprint(weights))
@@ -316,10 +321,15 @@ class TransformersEngine(WholeBatches):
         asked = zip(prompts, sampling, strict=True)
         for common, alike in groupby(asked, key=lambda pair: pair[1]):  # generate has one sampling for all
             of_sampling = [prompt for prompt, _ in alike]
-            at_once = max(1, self._max_sequences // common.num_samples)
+            at_once = max(1, self._max_rows(common.max_tokens) // common.num_samples)
             for start in range(0, len(of_sampling), at_once):
                 responses += self._generate(of_sampling[start : start + at_once], common)
         return responses
+
+    def _max_rows(self, max_tokens: int) -> int:
+        """Responses sampled at once: generate keeps the scores of all tokens, and they are copied twice."""
+        bytes_of_row = 3 * 4 * max_tokens * self._model.config.get_text_config().vocab_size
+        return min(self._max_sequences, SCORES_BYTES // bytes_of_row)
 
     def _generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
         import torch

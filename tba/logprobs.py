@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tba.precision import bfloat16_linear, compute_dtype, to_bfloat16
 from tba.shared_prefix import ATTENTION, Group, pack
@@ -30,6 +30,7 @@ UNSUPPORTED = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
     "logit_scale": (None, 1),
+    "logits_soft_cap": (None, 0),
     "logits_scaling": (None, 1),
 }
 
@@ -56,7 +57,8 @@ def load_policy(
     third of the memory; "layers": all but each layer's input, for a third more work.
     Raises: ValueError: its attention or its logits are not supported here.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    config = _without_dropout(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=False)
     check_supported(model)
     model.set_attn_implementation(ATTENTION)
     model.eval()
@@ -73,12 +75,18 @@ def load_policy(
         if checkpointing == "cheap":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
         model.gradient_checkpointing_enable(options)
-        # transformers checkpoints only in training mode, which also turns dropout on.
-        model.train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+        model.train()  # transformers checkpoints only in training mode
     return model
+
+
+def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration with every dropout, and every noise of a router, set to 0: training mode turns them on."""
+    for part in [config, config.get_text_config(), *vars(config).values()]:  # DBRX nests its dropouts
+        if isinstance(part, PreTrainedConfig):
+            for name, value in vars(part).items():
+                if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                    setattr(part, name, 0.0)
+    return config
 
 
 def _gated_mlp(mlp: torch.nn.Module, hidden: Tensor) -> Tensor:
@@ -102,9 +110,12 @@ def check_supported(model: PreTrainedModel) -> None:
     for setting, neutral in UNSUPPORTED.items():
         if (value := getattr(config, setting, None)) not in neutral:
             raise ValueError(f"model {name}: {setting} is {value}; scaled or capped logits are not supported")
-    other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    kinds = [getattr(config, setting, None) or [] for setting in ("layer_types", "block_types")]
+    other = set().union(*kinds) - {"full_attention", "sliding_attention", "attention"}
     if other:
         raise ValueError(f"model {name}: its layers have {sorted(other)}; only softmax attention can share a prompt.")
+    if getattr(model, "lm_head", None) not in (None, model.get_output_embeddings()):
+        raise ValueError(f"model {name}: it has layers between its last hidden state and its output layer")
 
 
 def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperature: float) -> list[list[Tensor]]:

@@ -20,7 +20,7 @@ HUB_TIMEOUT_S = 10  # of the request that checks whether a model exists
 def model_folder(name: str) -> Path:
     """The folder of the model `name`; a model with a Hugging Face id is downloaded once.
 
-    Raises: ValueError: it does not load.
+    Raises: ValueError: it does not load. ModuleNotFoundError: the embedded model's package is not installed.
     """
     resolved = resolve_model(name, Path.cwd() / MODELS_FOLDER)
     if isinstance(resolved, Path):

@@ -217,7 +217,10 @@ class Trainer:
 
     def _reset_reference(self) -> None:
         """The current policy becomes the reference. Stored reference log-probabilities are not used after that."""
-        self._reference = copy.deepcopy(self._policy).requires_grad_(False)
+        if self._reference is None:
+            self._reference = copy.deepcopy(self._policy).requires_grad_(False)
+        with torch.no_grad():  # in place: two references at once may not fit
+            torch._foreach_copy_(list(self._reference.parameters()), list(self._policy.parameters()))
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once."""

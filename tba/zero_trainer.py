@@ -179,8 +179,9 @@ class ShardedTrainer(Trainer):
 
     def _reset_reference(self) -> None:
         """Each process holds the reference whole: it needs no optimizer state and no gradient."""
-        self._reference = self._new_reference()
-        for name, parameter in self._reference.named_parameters():
+        if self._reference is None:
+            self._reference = self._new_reference()
+        for name, parameter in self._reference.named_parameters():  # in place: two references at once may not fit
             if name in self._trained:
                 parameter.data.copy_(self._whole(self._trained[name]))
 

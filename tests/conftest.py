@@ -136,13 +136,14 @@ def rms_norms_in_float64(monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    from transformers.models.seed_oss.modeling_seed_oss import SeedOssRMSNorm
 
     def forward(self, hidden):
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * wide.to(hidden.dtype)
 
-    for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+    for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, SeedOssRMSNorm):
         monkeypatch.setattr(norm, "forward", forward)
 
 

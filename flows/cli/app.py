@@ -4,6 +4,7 @@ Exit status: 0: done; 1: failed, with the reason and the end of the log; 2: bad 
 Imports are inside the commands: `tba --help` and commands that only read a store import neither Prefect nor torch.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from flows.cli import (
     verify,
     watch,
 )
+from flows.report.text import log_printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -63,6 +65,7 @@ def main() -> None:
     ):  # `timeout` and a closing terminal end a run in order, as Ctrl-C does
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _interrupt)
+    log_printable(logging.WARNING, "%(message)s")
     try:
         app()
     except SystemExit as end:

@@ -20,8 +20,8 @@ def compare(
         typer.Option(help="Store of the runs, as URL or folder; default: .tba/compare here.", callback=not_empty),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Model of the comparison sync, as for tba train.")
-    ] = "smollm2-135m-instruct",
+        str | None, typer.Option(help="Model of the comparison sync, as for tba train; default: the embedded one.")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default: the study's; for sync 3.")] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Policy steps; default: the study's; for sync 50.")] = None,
 ) -> None:
@@ -39,7 +39,10 @@ def compare(
     from flows.compare import study_page, turns
     from flows.compare.study import read_study
     from storage.errors import StoreError
+    from tba.models import EMBEDDED_MODEL
 
+    if model is not None and study != "sync":
+        fail(f"--model: got {model!r}, but a study trains the testbed's policy; only sync takes a model", status=2)
     try:
         read = read_study(study, seeds, steps) if study != "sync" else None
     except ValueError as error:
@@ -49,7 +52,7 @@ def compare(
     root, numbers = store_url(store or ".tba/compare"), None
     try:
         if read is None:
-            page = turns.turns(root, out, model, seeds or 3, steps or 50, say)
+            page = turns.turns(root, out, model or EMBEDDED_MODEL, seeds or 3, steps or 50, say)
         else:
             page, numbers = study_page.run_study(Path(study).stem, read, root, out, say)
     except (StoreError, ValueError) as error:

@@ -46,7 +46,7 @@ def evaluate(
             searcher = start_searcher(config, "evaluate", 0)
             problems = problems or config.task.num_heldout
             figures = measure_policy(run_store, config, searcher, problems, samples, newest)
-    except (StoreError, ValueError, RuntimeError) as error:
+    except (StoreError, ValueError, RuntimeError, OSError, ImportError) as error:
         fail(str(error), status=2)
     if as_json:
         typer.echo(json.dumps(figures, indent=1))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail
+from flows.cli.common import AsJson, RunName, StoreOption, existing_run, fail, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,8 +29,8 @@ def plan(
 
     The simulation gives every Searcher hardware of its own. The first row is the run so far, the others are whole runs.
     seconds: from the first round to the last step. waits: the share in which the Trainer waits for a batch. staleness:
-    the age of the newest trajectories, in policy steps. turns / seconds: the time of Searchers and Trainer that take
-    turns, as a multiple.
+    the age of the newest trajectories, in policy steps. turns / seconds: the estimated duration where Searchers and
+    Trainer take turns, divided by seconds.
 
     Example: tba plan arithmetic --searchers 2 --searchers 8
     """
@@ -39,15 +39,17 @@ def plan(
 
     from flows.config import load_run
     from flows.plan.simulator import Loop, simulate, synchronous_seconds
-    from flows.plan.times import TooFewTimes, measured_outcome, measured_times
+    from flows.plan.times import TooFewTimes, measured_outcome, measured_times, resumes
     from storage.errors import StoreError
 
     run_store = existing_run(run, store)
     try:
-        times, measured = measured_times(run_store), measured_outcome(run_store)
+        times, measured, resumed = measured_times(run_store), measured_outcome(run_store), resumes(run_store)
+        loop = Loop.of(load_run(run_store))
     except (StoreError, TooFewTimes) as error:
         fail(str(error), status=2)
-    loop = Loop.of(load_run(run_store))
+    if resumed:
+        say(f"Run {run!r} was resumed {len(resumed)} times; the first row has the time in between, too.", err=True)
     rows = [{"kind": "measured"} | asdict(measured)]
     for number in dict.fromkeys([measured.searchers, *searchers]):
         planned = replace(loop, searchers=number)

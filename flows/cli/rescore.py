@@ -1,7 +1,5 @@
 """`tba rescore`: stored trajectories scored by another reward."""
 
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,7 +31,6 @@ def rescore(
     from flows.reuse.rescore import rescore
     from storage.errors import StoreError
 
-    sys.path.insert(0, str(Path.cwd()))  # as with `python -m`: the function is in a file of the working folder
     try:
         version, num_scored = rescore(existing_run(run, store), reward, version, say)
     except (StoreError, ValueError) as error:

@@ -32,5 +32,8 @@ def down() -> None:
     """
     from infra import stack
 
-    stopped = stack.down(project_folder())
+    try:
+        stopped = stack.down(project_folder())
+    except stack.StackError as error:
+        fail(str(error))
     say(f"Stopped: {', '.join(stopped)}." if stopped else "No process of this project's stack was running.")

@@ -32,7 +32,11 @@ def stop(run: RunName, store: StoreOption = None) -> None:
     try:
         beat = read_heartbeat(run_store) or {}
         if not is_alive(run_store, beat):
-            fail(f"Run {run!r} has no live Trainer, so there is nothing to stop.", status=2)
+            fail(
+                f"Run {run!r} has no live Trainer, so there is nothing to stop. Ctrl-C in its `tba train`, or "
+                "Cancel on Prefect's page, ends a run that is still starting.",
+                status=2,
+            )
         requests.ask_to_stop(run_store)
         say(f"Asked the Trainer of run {run!r} to stop after its step.")
         deadline = time.monotonic() + STOP_PATIENCE_S

@@ -67,7 +67,10 @@ def train(
     from storage.summary import read_summary
 
     if (summary := read_summary(run_store)) is not None:
-        say(f"Run {config.run!r} is finished. To train on, choose another name.")
+        say(
+            f"Run {config.run!r} is finished. To train on from its policy: tba train NEW --model FOLDER; "
+            "policies/best.json in the run names the folder."
+        )
         _print_summary(summary)
         return
     _train(project, config, run_store)

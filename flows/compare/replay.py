@@ -18,7 +18,7 @@ from tba import testbed
 
 
 def experience(configuration: Configuration, seed: int) -> testbed.Experience:
-    """Of one run."""
+    """The samples of each step of one run: its newest rounds, or with `sampling` draws of a Replay."""
 
     def rounds(policy: testbed.Policy, step: int, generator: torch.Generator) -> testbed.Samples:
         search = configuration.search

@@ -45,7 +45,7 @@ class Loop:
 
 
 def simulate(times: Times, loop: Loop, seed: int = 0) -> Outcome:
-    """One run."""
+    """Simulates one run. Returns its outcome; the same seed gives the same one."""
     return _Simulation(times, loop, random.Random(seed)).run()  # noqa: S311 - no secret
 
 

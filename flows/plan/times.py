@@ -38,7 +38,7 @@ class Outcome:
 
 
 def measured_outcome(store: RunStore) -> Outcome:
-    """The result of a run that has trained and was not resumed."""
+    """The result of a run that has trained. The time between two attempts counts, too."""
     (row,) = query(
         store,
         "SELECT epoch(max(ended_at)) - (SELECT epoch(min(started_at)) FROM search_rounds) AS seconds, "
@@ -52,7 +52,7 @@ def measured_outcome(store: RunStore) -> Outcome:
 
 
 def measured_times(store: RunStore) -> Times:
-    """The times of a run that has trained. Raises: TooFewTimes."""
+    """The times of a run that has trained, without those across a resume. Raises: TooFewTimes."""
     steps = query(
         store, "SELECT attempt, step, started_at, ended_at, wait_s FROM training_steps ORDER BY attempt, step"
     ).to_pylist()
@@ -60,7 +60,13 @@ def measured_times(store: RunStore) -> Times:
         store, "SELECT searcher, round, policy_step, started_at, ended_at FROM search_rounds ORDER BY searcher, round"
     ).to_pylist()
     evaluations = query(store, "SELECT created_at, seconds FROM evaluations WHERE seconds > 0").to_pylist()
-    between = [(a, b) for a, b in pairwise(rounds) if (a["searcher"], a["round"] + 1) == (b["searcher"], b["round"])]
+    resumed = resumes(store)
+    between = [
+        (a, b)
+        for a, b in pairwise(rounds)
+        if (a["searcher"], a["round"] + 1) == (b["searcher"], b["round"])
+        and not any(a["ended_at"] < at < b["started_at"] for at in resumed)
+    ]
     swapping = [(a, b) for a, b in between if a["policy_step"] != b["policy_step"]]
     of_steps = [
         max(SHORTEST_S, _seconds(a["started_at"], b["started_at"]) - b["wait_s"])
@@ -90,6 +96,12 @@ def measured_times(store: RunStore) -> Times:
         loads=loads,
         publish=max(0.0, min(found, default=0.0)),
     )
+
+
+def resumes(store: RunStore) -> list[datetime]:
+    """When each attempt after the first one began."""
+    found = query(store, "SELECT created_at FROM attempts WHERE attempt > 1 ORDER BY attempt")
+    return found["created_at"].to_pylist()
 
 
 def _without(evaluations: list[dict], begin: datetime, end: datetime) -> float:

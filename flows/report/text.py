@@ -1,6 +1,7 @@
 """Formats numbers, durations, values and foreign text for readers."""
 
 import json
+import logging
 import math
 import re
 from datetime import datetime
@@ -50,6 +51,18 @@ def printable(text: str) -> str:
 
     For all text of a model or a store. It does not escape Rich's markup, which flows.cli.console turns off."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def log_printable(level: int, layout: str) -> None:
+    """Logs to standard error from this level on, with control characters escaped: messages have names of a store."""
+
+    class Printable(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(super().format(record))
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(Printable(layout))
+    logging.basicConfig(handlers=[handler], level=level)
 
 
 def clip(text: str) -> str:

@@ -3,12 +3,11 @@
 A flow run creates each once, then replaces its data.
 """
 
+import contextlib
 import json
 import re
 from uuid import UUID
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from prefect import artifacts
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
@@ -16,6 +15,9 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from flows.config import RunConfig
 from flows.report.image import curves_url
 from flows.report.text import duration, printable
+from storage import ledger
+from storage.errors import DamagedRecord
+from storage.schema import TRAINING_STEP
 from storage.store import RunStore, transfer_all
 
 STEPS_SHOWN = 20  # steps in the table
@@ -63,7 +65,7 @@ class Artifacts:
         if not self._steps:
             return
         table = [
-            {heading: _rounded(row[name]) for name, heading in COLUMNS.items()}
+            {heading: _rounded(row.get(name)) for name, heading in COLUMNS.items()}
             for row in self._steps[-STEPS_SHOWN:][::-1]
         ]
         self._show("steps", artifacts.create_table_artifact, "table", table, "The newest training steps")
@@ -71,7 +73,7 @@ class Artifacts:
             ("reward-curve", "Reward by step", {"reward_mean": "batch", "fresh_reward_mean": "fresh"}),
             ("staleness-curve", "Staleness by step", {"staleness_mean": "mean", "staleness_max": "largest"}),
         ):
-            lines = {label: [row[name] for row in self._steps] for name, label in names.items()}
+            lines = {label: [row.get(name) for row in self._steps] for name, label in names.items()}
             image = curves_url(title, [row["step"] for row in self._steps], lines)
             self._show(key, artifacts.create_image_artifact, "image_url", image, title)
 
@@ -87,13 +89,18 @@ class Artifacts:
 
     def read_steps(self) -> None:
         paths = self._store.list("metrics/training", start_after=self._last_read)[:STEPS_READ]
-        for row in transfer_all(
-            lambda path: pq.read_table(pa.BufferReader(self._store.get(path))).to_pylist()[0], paths
-        ):
+        for row in filter(None, transfer_all(self._read_step, paths)):
             while self._steps and self._steps[-1]["step"] >= row["step"]:
                 self._steps.pop()  # this row's attempt resumed before these steps, which undid them
             self._steps.append(row)
         self._last_read = paths[-1] if paths else self._last_read
+
+    def _read_step(self, path: str) -> dict | None:
+        """None: the entry is damaged, or another program's; `tba verify` names it."""
+        with contextlib.suppress(DamagedRecord):
+            found = ledger.read_entry(self._store, path, TRAINING_STEP, ledger.NEEDED["metrics/training"])
+            return found.to_pylist()[0]
+        return None
 
 
 def _plain(text: str) -> str:

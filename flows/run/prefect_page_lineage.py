@@ -3,15 +3,16 @@
 The Searchers add the shards, which depend on the policy that sampled them (flows/search.py).
 """
 
+import contextlib
 import re
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from prefect.assets import Asset, AssetProperties, add_asset_metadata, materialize
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
 from storage import attempts, ledger, policies, shards
+from storage.errors import DamagedRecord, NotFound
+from storage.schema import BATCH
 from storage.store import RunStore
 
 RELATED_SHOWN = 90  # Prefect refuses an event that names more than 100 others
@@ -72,9 +73,13 @@ class PublishedPolicies:
         """Paths of the shards whose trajectories those steps were trained on, oldest round first."""
         drawn: set[str] = set()
         for step in steps:
-            data = self._store.get(ledger.batch_path(attempt, step))
-            drawn |= set(pq.read_table(pa.BufferReader(data), columns=["trajectory_id"])["trajectory_id"].to_pylist())
-        rounds = {shards.round_of(trajectory) for trajectory in drawn}
+            with contextlib.suppress(DamagedRecord, NotFound):  # `tba verify` names it
+                found = ledger.read_entry(self._store, ledger.batch_path(attempt, step), BATCH, ["trajectory_id"])
+                drawn |= set(found["trajectory_id"].to_pylist())
+        rounds = set()
+        for trajectory in drawn:
+            with contextlib.suppress(ValueError):  # another program's entry
+                rounds.add(shards.round_of(trajectory))
         return [shards.shard_path(searcher, number) for searcher, number in sorted(rounds, key=lambda r: r[::-1])]
 
 

@@ -26,6 +26,15 @@ def check_inputs(config: RunConfig) -> list[str]:
             f"train.processes is {config.train.processes}, but DeepSpeed is not installed: "
             "pip install deepspeed, or leave the setting out"
         )
+    if config.train.lora_rank and find_spec("peft") is None:
+        raise ValueError(
+            f"train.lora_rank is {config.train.lora_rank}, but peft is not installed: "
+            "pip install peft, or leave the setting out"
+        )
+    if config.search.engine and find_spec("vllm"):
+        from tba.engine import check_arguments  # imports torch, which takes seconds
+
+        check_arguments(config.search.engine)
     tokenizer = _tokenizer(model_folder(config.model))
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     task.check(tokenizer)

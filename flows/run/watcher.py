@@ -54,6 +54,7 @@ class Watcher:
         self._server.close()
 
     def look(self) -> Seen:
+        """The run's state now. A store that does not answer is a stage, not an error."""
         try:
             beat, over = read_heartbeat(self._store), is_finished(self._store)
         except StoreError as error:

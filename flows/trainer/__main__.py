@@ -13,6 +13,7 @@ import signal
 import sys
 
 from flows.config import RunConfig, load_run
+from flows.report.text import log_printable
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.heartbeat import Heartbeat
 from infra.machine import remove_leftovers
@@ -73,12 +74,14 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
 def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies.PolicyRef | None) -> None:
     """Refuses to begin a run at step 0 if it had a checkpoint.
 
-    A checkpoint is complete before the next but one begins, so a policy of more than two intervals proves that one was.
+    Resumes and damaged checkpoints prove that it had one. So does a policy of more than two intervals, because a
+    checkpoint is complete before the next but one begins.
 
     Raises: RuntimeError: the run had a checkpoint; the message has the remedies.
     """
     records = attempts.list_attempts(store)
-    reached = max((record["resumed_from"] for record in records), default=0)
+    stored = [checkpoint.step for checkpoint in checkpoints.list_checkpoints(store)]
+    reached = max([0, *stored, *(record["resumed_from"] for record in records)])
     if latest is not None and latest.step > 2 * config.train.checkpoint_interval:
         reached = max(reached, latest.step)
     if reached:
@@ -91,7 +94,7 @@ def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies
 
 def main(store: str, run: str, parent: str, *devices: str) -> int:
     """Exit status: ALREADY_TRAINING if the run has another Trainer; other errors are raised."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    log_printable(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("botocore").setLevel(logging.WARNING)  # it names its source of credentials at each connection
     try:
         learn(store, run, int(parent), *map(int, devices))

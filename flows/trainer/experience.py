@@ -3,6 +3,7 @@
 Before: storage/buffer.py draws a batch's rows; after: tba/trainer.py trains on them.
 """
 
+import re
 import time
 
 import pyarrow as pa
@@ -19,20 +20,32 @@ from tba.training_loop import TooEarly
 
 # Measured on two cores: one minute, or two if vLLM compiles its kernels.
 LOADING = "the Searchers load their engines (1 to 2 minutes), then sample a first round"
+# The name under which flows/reuse/warm_start.py stores copies of a source.
+_COPY = re.compile(r"warm\d+")
 
 
 class StoredExperience:
     """tba.training_loop's Experience over storage's replay buffer."""
 
     def __init__(
-        self, store: RunStore, buffer: ReplayBuffer, attempt: int, alarms: RunAlarms, *, awaits_shard: bool = False
+        self,
+        store: RunStore,
+        buffer: ReplayBuffer,
+        attempt: int,
+        alarms: RunAlarms,
+        *,
+        has_searchers: bool = True,
+        awaits_shard: bool = False,
     ) -> None:
-        """`awaits_shard`: the first batch waits for a shard that is committed after the first sync.
+        """`has_searchers`: the run starts Searchers, so their silence is an alarm from the beginning.
+
+        `awaits_shard`: the first batch waits for a shard that is committed after the first sync.
 
         A resumed Trainer is ready a minute or two before the engines sample. Without the wait it would train on old
         trajectories only until then.
         """
         self._store, self.buffer, self._attempt, self._alarms = store, buffer, attempt, alarms
+        self._has_searchers = has_searchers
         self._awaits_shard, self._caught_up = awaits_shard, False
         self._arrived_at = time.monotonic()  # when a sync last inserted trajectories
         self._fresh: Fresh | None = None
@@ -41,6 +54,7 @@ class StoredExperience:
         attempts.check_not_superseded(self._store, self._attempt)
         if found := self.buffer.sync(step, self._attempt):
             self._fresh = found.fresh
+            self._has_searchers |= not all(map(_COPY.fullmatch, found.rounds))
             self._arrived_at = time.monotonic()
             self._awaits_shard = self._awaits_shard and not self._caught_up
         self._caught_up = True
@@ -57,7 +71,7 @@ class StoredExperience:
         return Batch(make_draws(rows), self._facts(rows, step), rows)
 
     def _silent_s(self) -> float:
-        return time.monotonic() - self._arrived_at
+        return time.monotonic() - self._arrived_at if self._has_searchers else 0.0
 
     def _why_silent(self) -> str | None:
         self._alarms.see_silence(self._silent_s())
@@ -89,7 +103,7 @@ def make_draws(rows: pa.Table) -> list[Draw]:
     by_prompt: dict[int, list[dict]] = {}
     for row in rows.to_pylist():
         by_prompt.setdefault(row["prompt_index"], []).append(row)
-    newest = pc.max(rows["policy_step"]).as_py()
+    newest = pc.max(rows["ages_from"]).as_py()  # not policy_step: a resume may have undone later policies
     return [_make_draw(of_prompt, newest) for of_prompt in by_prompt.values()]
 
 
@@ -102,5 +116,5 @@ def _make_draw(rows: list[dict], newest_policy: int) -> Draw:
         reward=[row["reward"] for row in rows],
         behavior_logprobs=[row["behavior_logprobs"] for row in distinct],
         reference_logprobs=[row["reference_logprobs"] for row in distinct],
-        is_fresh=[row["policy_step"] == newest_policy for row in distinct],
+        is_fresh=[row["ages_from"] == newest_policy for row in distinct],
     )

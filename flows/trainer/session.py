@@ -54,6 +54,7 @@ def train_run(
         buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
         buffer.rebuild(checkpoint.step)
         log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
-        awaits_shard = attempt > 1 and config.searchers > 0
-        train(trainer, StoredExperience(store, buffer, attempt, alarms, awaits_shard=awaits_shard), outbox)
+        has_searchers = config.searchers > 0
+        waits = {"has_searchers": has_searchers, "awaits_shard": has_searchers and attempt > 1}
+        train(trainer, StoredExperience(store, buffer, attempt, alarms, **waits), outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"

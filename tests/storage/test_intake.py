@@ -7,6 +7,7 @@ Claims
 - a refused round is recorded before anything can be drawn; a rebuilt buffer is the same and refuses nothing else
 - a shard that was damaged after it was taken in does not keep a run from resuming
 - an answer that was cut, or that a second reading does not repeat, refuses nothing
+- a superseded Trainer refuses nothing
 - SQL, exports, new rounds, compaction, rescoring and reports leave out the refused; verify and the summary name them
 - before the Trainer has met it, a torn shard does not break a query
 - what no sync met is checked at the run's end
@@ -23,7 +24,7 @@ import pyarrow as pa
 import pytest
 
 from storage import attempts, intake, ledger, queries, report_tables, shards, upkeep
-from storage.errors import StoreUnreachable
+from storage.errors import StoreUnreachable, Superseded
 from storage.export import export
 from storage.rules import Limits
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
@@ -97,6 +98,22 @@ BAD = {
     "empty fingerprint": (spoiled(policy_fingerprint=""), "policy_fingerprint is not empty"),
     "null list": (spoiled(response_tokens=None), "no column is null"),
 }
+
+
+def test_a_trainer_that_was_superseded_while_it_read_refuses_nothing(store, monkeypatch):
+    store.put(shard_path("s0", 0), b"")
+    check = intake.check
+
+    def frozen(*given):
+        reasons = check(*given)
+        attempts.start_attempt(store, 0, OWNER, previous=1)
+        monkeypatch.setattr(intake, "check", check)
+        return reasons
+
+    monkeypatch.setattr(intake, "check", frozen)
+    with pytest.raises(Superseded):
+        new_buffer(store).sync(1, attempt=1)
+    assert store.list("quarantine") == []
 
 
 def the_only_refusal(store: RunStore) -> intake.Refusal:

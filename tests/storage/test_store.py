@@ -13,7 +13,10 @@
 - what is put is signed, but for what stays on this machine
 """
 
+import errno
 import json
+import os
+import stat
 import time
 
 import pyarrow.dataset as ds
@@ -91,6 +94,35 @@ def test_a_put_whose_answer_was_lost_finds_its_own_object(s3_store, monkeypatch)
     s3_store.put_new("mine", b"data")
     with pytest.raises(AlreadyExists):
         s3_store.put_new("mine", b"data")
+
+
+def test_a_folder_that_cannot_be_synced_at_once_makes_no_writer_lose_to_itself(local_store, monkeypatch):
+    """A network file system's server is restarted after the file got its name."""
+    fsync, failures = os.fsync, []
+
+    def stale(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) and not failures:
+            failures.append(OSError(errno.ESTALE, "stale"))
+            raise failures[0]
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", stale)
+    local_store.put_new("a/file", b"ours")
+    assert failures and local_store.get("a/file") == b"ours"
+    with pytest.raises(AlreadyExists):
+        local_store.put_new("a/file", b"another's")
+
+
+def test_a_deleted_folder_leaves_no_half_of_an_upload(moto_store):
+    """Of a file that a killed process was uploading."""
+    s3 = moto_store._files
+    begin = {"Bucket": s3._bucket, "Key": s3._key("trainer/step=00000010/weights")}
+    s3._fs.call_s3("create_multipart_upload", **begin)
+    s3._fs.call_s3("create_multipart_upload", **begin | {"Key": s3._key("trainer/step=00000020/weights")})
+    moto_store.put("trainer/step=00000010/state.json", b"{}")
+    moto_store.delete_folder("trainer/step=00000010", first="state.json")
+    left = s3._fs.call_s3("list_multipart_uploads", Bucket=s3._bucket)["Uploads"]
+    assert [upload["Key"] for upload in left] == [s3._key("trainer/step=00000020/weights")]
 
 
 def test_a_listing_is_sorted_deep_and_starts_where_asked(store):

@@ -1,6 +1,6 @@
 """Entries of the ledger that are torn, or another program's. Run: pytest tests/storage/test_torn_entries.py
 
-- SQL, report, export and the run's summary leave them out, whichever table has them
+- SQL, report, export, the run's summary and Prefect's page leave them out, whichever table has them
 - verify names each with its path, torn rewards and measurements too; a torn sync hides no other fault
 - rewards of another version that cannot be read are named with their path
 - neither a clock that stood still nor a single step keeps a run from its report and its summary
@@ -10,7 +10,10 @@ import duckdb
 import pyarrow as pa
 import pytest
 
+from flows.config import RunConfig
 from flows.report.render import render
+from flows.run.prefect_page_artifacts import Artifacts
+from flows.run.prefect_page_lineage import PublishedPolicies
 from storage import intake, queries, summary, verify
 from storage.errors import DamagedRecord
 from storage.export import export
@@ -64,6 +67,14 @@ def test_an_export_leaves_them_out(run, tmp_path):
     export(run, tmp_path / "run.duckdb")
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as database:
         assert {view: database.execute(f"SELECT count(*) FROM {view}").fetchone()[0] for view in ROWS} == ROWS
+
+
+def test_prefects_page_leaves_them_out(run, monkeypatch):
+    """An error there would end the run, and each resume."""
+    page = Artifacts(run, RunConfig(run=run.run, store=run.url))
+    page.read_steps()
+    assert [row["step"] for row in page._steps] == [1]
+    assert PublishedPolicies(run)._shards_of(1, range(1, 4)) == ["trajectories/searcher=s0/round=00000000.parquet"]
 
 
 def test_a_report_and_a_summary_are_written(run):

@@ -103,9 +103,22 @@ def test_transformers_swaps_policies_in_place(base, other, tokens):
 
 
 def test_transformers_refuses_weights_of_another_model(base, tmp_path):
+    engine = TransformersEngine(base, **LIMITS)
     write_weights({"lm_head.bias": torch.zeros(3)}, tmp_path)
     with pytest.raises(RuntimeError, match="other weights than the model"):
-        TransformersEngine(base, **LIMITS).load(tmp_path, 4)
+        engine.load(tmp_path, 4)
+    write_weights(dict(read_weights(base)) | {"lm_head.bias": torch.zeros(3)}, tmp_path)
+    with pytest.raises(RuntimeError, match=r"other weights than the model: \['lm_head.bias'\]"):  # the head is tied
+        engine.load(tmp_path, 4)
+
+
+def test_transformers_keeps_the_scores_of_so_many_responses_as_memory_has_room(base, tokens, monkeypatch):
+    engine, asked = TransformersEngine(base, **LIMITS), []
+    monkeypatch.setattr(engine, "_generate", lambda prompts, sampling: asked.append(len(prompts)) or [])
+    sampling = [Sampling(2, 1.0, 1.0, 512, [2])] * 8
+    monkeypatch.setattr("tba.engine.SCORES_BYTES", 4 * 3 * 4 * 512 * 49152)
+    engine.sample(tokens[:1] * 8, sampling)
+    assert asked == [2, 2, 2, 2]
 
 
 def check_samples(engine, base, tokens, dtype=None) -> None:

@@ -24,8 +24,11 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    ModernBertDecoderConfig,
     Qwen2Config,
     Qwen3Config,
+    RecurrentGemmaConfig,
+    SeedOssConfig,
 )
 
 from tba import logprobs, shared_prefix
@@ -39,6 +42,7 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE, **SPECIAL, num_key_value_heads=2, head_dim=8),
     "gpt_neox": GPTNeoXConfig(**SHAPE, **SPECIAL),
     "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, **SPECIAL),
+    "seed_oss": SeedOssConfig(**SHAPE, **SPECIAL, num_key_value_heads=2, head_dim=8, residual_dropout=0.1),
 }
 STOP = 96
 # Responses of one token, prompts of one token, uneven lengths, a response twice, one response alone, responses that
@@ -203,10 +207,12 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused():
         (Gemma2Config(**SHAPE, **SPECIAL, num_key_value_heads=2, head_dim=8), "attn_logit_softcapping is 50"),
         (CohereConfig(**SHAPE, **SPECIAL), "logit_scale is 0.0625"),
         (GraniteConfig(**SHAPE, **SPECIAL, logits_scaling=8.0), "logits_scaling is 8"),
+        (RecurrentGemmaConfig(**SHAPE, **SPECIAL, num_key_value_heads=1, lru_width=32), "logits_soft_cap is 30"),
+        (ModernBertDecoderConfig(**SHAPE, pad_token_id=0), "layers between its last hidden state and its output layer"),
     ],
-    ids=["gemma2", "cohere", "granite"],
+    ids=["gemma2", "cohere", "granite", "recurrent_gemma", "modernbert"],
 )
-def test_models_whose_logits_are_capped_or_scaled_are_refused(config, reason):
+def test_models_whose_logits_are_not_the_output_layers_are_refused(config, reason):
     with pytest.raises(ValueError, match=reason):
         check_supported(AutoModelForCausalLM.from_config(config))
 

@@ -104,7 +104,9 @@ def test_the_reset_reference_of_a_split_group_is_the_whole_groups(model_folder):
         for _ in range(2):
             trainer.train_step(DRAWS)
     split._policy.load_state_dict(whole._policy.state_dict())
+    before = split._reference
     split._reset_reference()
+    assert split._reference is before, "two references at once may not fit"
     assert whole.train_step(DRAWS)["loss"] == pytest.approx(split.train_step(DRAWS)["loss"], rel=1e-2)
 
 

@@ -124,6 +124,12 @@ def test_markup_is_text(root):
     assert commands_in(out.getvalue()) == [] and out.getvalue().count("[red]a[/red]") == 5
 
 
+def test_a_warning_about_a_hostile_name_controls_nothing(root):
+    (root / ".tba" / "arithmetic" / "trajectories" / "searcher=s0" / "\x1b]0;owned\x07").symlink_to("/etc/passwd")
+    sent = in_terminal("sql", "arithmetic", "SELECT count(*) FROM trajectories")
+    assert commands_in(sent) == [] and "\\x1b]0;owned\\x07 is a symbolic link" in sent.replace("\r\n", ""), repr(sent)
+
+
 def test_csv_and_json_are_exact_where_a_program_reads(root):
     query = ["sql", "arithmetic", "SELECT response FROM trajectories WHERE searcher = 's1'"]
     as_csv = CliRunner().invoke(app, [*query, "--format", "csv"]).stdout_bytes.decode()

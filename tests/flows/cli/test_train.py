@@ -71,6 +71,7 @@ def tba(*arguments: str):
         (["a/b"], "run: got 'a/b'"),
         (["--steps", "0"], "train.steps: got 0; Input should be greater than or equal to 1"),
         (["--set", "train.beta=0"], "train.beta is 0, and tb divides by it; give a number greater than 0"),
+        (["--set", "train=5"], "train: got '5'; it is a group of settings: name one of objective, "),
         (["--set", "train.beta=much"], "train.beta: got 'much'; Input should be a valid number"),
         (["--set", "sampling.recent_probability=1.5"], "sampling.recent_probability: got '1.5'"),
         (["--set", "sampling.responses_per_prompt=30"], "sampling.responses_per_prompt (K) is 30"),

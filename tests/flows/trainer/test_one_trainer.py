@@ -187,6 +187,12 @@ def test_a_run_resumes_from_its_newest_whole_checkpoint(store, resumed, tmp_path
 def test_a_run_that_lost_its_checkpoints_does_not_begin_at_step_0(store, resumed, tmp_path):
     resumed()
     whole = save_checkpoint(store, tmp_path / "checkpoint", 50, 1)
+    weights = store.get(f"{whole}/trainer.safetensors")
+    store.put(f"{whole}/trainer.safetensors", b"")  # before any resume
+    with pytest.raises(RuntimeError, match="has trained 50 steps, but no checkpoint"):
+        resumed()
+    assert attempts.latest_attempt(store) == 1
+    store.put(f"{whole}/trainer.safetensors", weights)
     assert resumed().step == 50
     store.put(f"{whole}/state.json", b"")
     with pytest.raises(RuntimeError, match=r"has trained 50 steps, but no checkpoint .*--warm-start run"):

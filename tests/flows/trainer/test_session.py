@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -32,7 +33,7 @@ from flows.config import RunConfig
 from flows.trainer import session
 from flows.trainer.__main__ import learn
 from flows.trainer.alarms import RunAlarms
-from flows.trainer.experience import StoredExperience
+from flows.trainer.experience import StoredExperience, make_draws
 from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.outbox import StoreOutbox
 from infra import machine
@@ -136,6 +137,28 @@ def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, hea
     outbox.status("training", 2, experience.draw(2).facts)
     heart.write()
     assert json.loads(store.get(attempts.HEARTBEAT))["alarms"] == {}
+
+
+def test_a_run_without_searchers_waits_for_none(store, alarms, monkeypatch):
+    monkeypatch.setattr("tba.alarms.SEARCHERS_SILENT_S", 0.1)
+    experience = StoredExperience(store, new_buffer(store), 1, alarms, has_searchers=False)
+    commit(store, "warm0", 0, distinct("ab", 4))
+    experience.sync(1)
+    time.sleep(0.2)
+    experience.sync(2)
+    assert not alarms.on and experience.draw(2).facts["searchers_silent_s"] == 0
+    commit(store, "s0", 0, distinct("ab", 4))  # it was added by `tba searchers`
+    experience.sync(3)
+    time.sleep(0.2)
+    experience.sync(4)
+    assert alarms.on.keys() == {"searchers_silent"}
+
+
+def test_responses_of_a_policy_that_a_resume_undid_are_not_the_newest_policys():
+    rows = make_batch([40, 25])
+    rows = rows.set_column(rows.schema.get_field_index("ages_from"), "ages_from", pa.array([10, 25]))
+    (draw,) = make_draws(rows)
+    assert draw.is_fresh == [False, True]
 
 
 def test_what_the_newest_sync_took_in_is_in_the_metrics(store, alarms):
