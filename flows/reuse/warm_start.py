@@ -27,6 +27,7 @@ from storage.rules import Limits, broken_in_each
 from storage.store import RunStore
 from tba.models import model_folder
 from tba.tasks import load_task
+from tba.tasks.rows import digest
 
 PLAN, DONE = "warm_start/plan.json", "warm_start/done.json"
 
@@ -98,7 +99,11 @@ class Copy:
         task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
         self._store = store
         self._limits = Limits(AutoConfig.from_pretrained(folder).get_text_config().vocab_size, config.train.steps)
-        self._heldout = pa.array([problem.prompt for problem in task_.heldout], pa.string())
+        self._heldout = {
+            name: pa.array([getattr(problem, name) for problem in task_.heldout], pa.string())
+            for name in ("prompt", "prompt_id")
+        }
+        self._texts = {problem.prompt_id: problem.prompt for problem in task_.train}
         reference, temperature = ReferencePolicy(folder), config.train.temperature
         demonstrations = Demonstrations(task_, tokenizer, reference, temperature)
         self._scorer = Scorer(reference, temperature, demonstrations)
@@ -109,7 +114,7 @@ class Copy:
         made: list[pa.Table] = []
         for part in parts:
             rows = source.read(part)
-            trainable = rows.filter(pc.invert(pc.is_in(rows["prompt"], value_set=self._heldout)))
+            trainable = self._with_own_ids(self._without_heldout(rows))
             num_trajectories += trainable.num_rows
             num_heldout += rows.num_rows - trainable.num_rows
             if trainable.num_rows:  # rounds have no gaps
@@ -121,6 +126,21 @@ class Copy:
                 made = []
         self._commit(source, made)
         return {"searcher": searcher, "num_trajectories": num_trajectories, "num_heldout_left_out": num_heldout}
+
+    def _without_heldout(self, rows: pa.Table) -> pa.Table:
+        for name in _text_columns(rows, "prompt", "prompt_id"):
+            rows = rows.filter(pc.invert(pc.is_in(rows[name].cast(pa.string()), value_set=self._heldout[name])))
+        return rows
+
+    def _with_own_ids(self, rows: pa.Table) -> pa.Table:
+        """The rows, where a prompt whose id another text has gets an id of its text: the loss compares responses to one
+        prompt, and the buffer tells prompts apart by their ids.
+        """
+        if not _text_columns(rows, "prompt_id"):
+            return rows
+        pairs = zip(rows["prompt_id"].to_pylist(), rows["prompt"].to_pylist(), strict=True)
+        ids = [name if self._texts.setdefault(name, text) == text else digest(text) for name, text in pairs]
+        return rows.set_column(rows.column_names.index("prompt_id"), "prompt_id", pa.array(ids, pa.string()))
 
     def _shard(self, source: RunSource | FileSource, rows: pa.Table, searcher: str, number: int) -> pa.Table:
         here = {
@@ -138,3 +158,9 @@ class Copy:
                 raise ValueError(f"warm_start: trajectories of {source.url} fail validation: {'; '.join(reasons)}")
             with contextlib.suppress(AlreadyExists):  # another process starts the same run; only one will train it
                 shards.commit_shard(self._store, shard)
+
+
+def _text_columns(rows: pa.Table, *names: str) -> list[str]:
+    """Those of the columns that the rows have as text. A file may lack them, or have others; it is checked later."""
+    types = {name: rows.schema.field(name).type for name in names if name in rows.column_names}
+    return [name for name, kind in types.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)]

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Protocol
+
+TODAY = date(2026, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,13 @@ class Problem:
 
 
 def render_chat(tokenizer, messages: Sequence[Mapping[str, str]]) -> str:
-    """The chat as text, up to where the assistant answers, by the tokenizer's own template."""
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    """The chat as text, up to where the assistant answers, by the tokenizer's own template.
+
+    A template that writes the date writes `TODAY`: the buffer compares responses to one prompt, which stays the same.
+    """
+    return tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime
+    )
 
 
 class Task(Protocol):

@@ -255,7 +255,7 @@ def test_a_damaged_record_of_the_stack_is_named(tmp_path, monkeypatch, content):
     record.parent.mkdir(parents=True)
     record.write_text(content)
     found = doctor.check_stack(tmp_path)
-    assert found.state == doctor.FAULT and f"{record} is damaged" in found.text
+    assert found.state == doctor.FAULT and f"{record} is damaged" in found.what
     monkeypatch.chdir(tmp_path)
     ended = CliRunner().invoke(app, ["down"])
     assert ended.exit_code == 1 and f"{record} is damaged" in ended.stderr

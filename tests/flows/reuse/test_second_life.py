@@ -15,6 +15,7 @@ python -m pytest tests/flows/reuse/test_second_life.py
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,6 +39,7 @@ from storage.summary import summarise
 from tba.config import TaskSettings
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.tasks import load_task
+from tba.tasks.rows import digest
 from tests.character_model import save_character_model
 from tests.storage.helpers import make_shard
 
@@ -254,6 +256,17 @@ def test_a_run_begins_with_several_sources(tmp_path, model):
     ]
     learn(store.url, store.run, parent=os.getppid())
     assert rows_of(store, "SELECT max(step) FROM training_steps") == [(2,)]
+
+
+def test_an_id_that_has_another_text_here_is_another_prompt(tmp_path, model):
+    """As of the same question with and without a task's heading."""
+    old, known, unknown = new_run(tmp_path, model, "old", num_shards=0), TASK.train[5], TASK.train[6]
+    commit(old, model, 0, [known, unknown])
+    commit(old, model, 1, [replace(known, prompt="Add: 1"), replace(TASK.heldout[0], prompt="Add: 2")])
+    store = begin(run_config(tmp_path, model, "new", warm_start=[url(old)]))
+    found = rows_of(store, "SELECT prompt, prompt_id, count(*) FROM trajectories GROUP BY ALL ORDER BY ALL")
+    expected = [(problem.prompt, problem.prompt_id, K) for problem in (known, unknown)]
+    assert found == sorted([*expected, ("Add: 1", digest("Add: 1"), K)])
 
 
 def test_what_demonstrations_lack_is_computed(tmp_path, model):

@@ -16,6 +16,7 @@ import pytest
 
 from tba.config import TaskSettings
 from tba.tasks import load_task
+from tba.tasks.base import render_chat
 from tba.tasks.dataset import Dataset
 
 ROWS = [
@@ -29,7 +30,7 @@ class Template:
 
     chat_template = "there is one"
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, strftime_now):
         assert not tokenize and add_generation_prompt
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
@@ -54,6 +55,15 @@ def test_the_same_rows_from_each_source(tmp_path):
         assert task.train == tasks[0].train and task.heldout == tasks[0].heldout
     assert len(tasks[0].train) == 2 and len(tasks[0].heldout) == 1
     assert {problem.columns["capital"] for problem in tasks[0].train + tasks[0].heldout} == {"Paris", "Tokyo", "Lima"}
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_each_day():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    assert render_chat(tokenizer, ROWS[0]["prompt"]) == "01 Jan 2026 Capital of France?"
 
 
 def test_a_chat_is_rendered_and_rewarded_with_its_columns():
