@@ -22,7 +22,7 @@ B prompts a batch, K responses a prompt.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -159,6 +159,7 @@ class ReplayBuffer:
         if not accepted:
             return None
         self.newest_sync, self.num_taken_in = number, self.num_taken_in + sync.num_trajectories
+        self._free_words()
         return sync
 
     def rebuild(self, step: int) -> None:
@@ -175,8 +176,8 @@ class ReplayBuffer:
             first = max(record["first_round"], expired.get(record["searcher"], -1) + 1)
             kept = set(range(first, record["last_round"] + 1)) - refused.get(record["searcher"], set())
             syncs[record["sync"]][record["searcher"]] += sorted(kept)
-        with self._transaction():
-            found, self._damaged = self._take_in(syncs, {record["sync"]: record["step"] for record in records})
+        steps = {record["sync"]: record["step"] for record in records}
+        found, self._damaged = self._take_in(syncs, steps, after_settling=self._free_words)
         # Rounds that have expired since were taken in, so they count. Older versions did not record how many.
         recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
         num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
@@ -303,7 +304,7 @@ class ReplayBuffer:
         self._index.execute(sql("create_index"))
         self._statements: dict[str, duckdb.Statement] = {}
         self._prompt_ids: dict[int, str] = {}  # as in the index; a join would cost a millisecond a draw
-        self._words = WordFile()
+        self._words, self._num_filled = WordFile(), 0
         self._seen: dict[str, int] = {}  # last round taken in or refused, by searcher
         self._damaged: list[intake.Refusal] = []  # found by rebuild, until the next sync records them
         self.num_taken_in = 0  # repeats and later evictions included
@@ -325,8 +326,24 @@ class ReplayBuffer:
             raise
         self._index.commit()
 
+    def _free_words(self) -> None:
+        """Frees segments of the word file of which little is still stored, after that was copied."""
+        if self._words.num_filled == self._num_filled:
+            return
+        self._num_filled = self._words.num_filled
+        stored = np.sort(self._index.execute("SELECT record FROM trajectories").fetchnumpy()["record"])
+        for first, records in self._words.sparse(stored):
+            with self._transaction():
+                self._index.register("moved", pa.table({"record": records, "copy": self._words.copy(records)}))
+                self._execute("move_records")
+                self._index.unregister("moved")
+            self._words.free(first)
+
     def _take_in(
-        self, syncs: Mapping[int, Mapping[str, Sequence[int]]], steps: Mapping[int, int]
+        self,
+        syncs: Mapping[int, Mapping[str, Sequence[int]]],
+        steps: Mapping[int, int],
+        after_settling: Callable[[], object] = lambda: None,
     ) -> tuple[Fresh, list[intake.Refusal]]:
         """Indexes rounds, given by sync and searcher, in the order of syncs. steps: the step of each sync.
 
@@ -342,6 +359,7 @@ class ReplayBuffer:
                 sums, not_taken_in = self._index_rounds(waiting, steps)
                 found, refused = found + sums, refused + not_taken_in
                 waiting.clear()
+                after_settling()
         return found, refused
 
     def _index_rounds(

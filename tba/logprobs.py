@@ -81,11 +81,11 @@ def load_policy(
 
 def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration with every dropout, and every noise of a router, set to 0: training mode turns them on."""
-    for part in [config, config.get_text_config(), *vars(config).values()]:  # DBRX nests its dropouts
-        if isinstance(part, PreTrainedConfig):
-            for name, value in vars(part).items():
-                if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                    setattr(part, name, 0.0)
+    parts = [config, config.get_text_config(), *vars(config).values()]  # DBRX nests its dropouts
+    for part in (part for part in parts if isinstance(part, PreTrainedConfig)):
+        for name, value in vars(part).items():
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
     return config
 
 

@@ -67,10 +67,7 @@ def train(
     from storage.summary import read_summary
 
     if (summary := read_summary(run_store)) is not None:
-        say(
-            f"Run {config.run!r} is finished. To train on from its policy: tba train NEW --model FOLDER; "
-            "policies/best.json in the run names the folder."
-        )
+        say(f"Run {config.run!r} is finished. To train on: tba train NEW --model FOLDER (policies/best.json names it).")
         _print_summary(summary)
         return
     _train(project, config, run_store)

@@ -2,6 +2,7 @@
 
 - of identical responses to a prompt the newest counts; of a prompt the newest `capacity_per_prompt` stay
 - a buffer stands hundreds of syncs that bring what is there already
+- words of trajectories that are not stored any more are freed, also in a rebuild, and no draw changes
 - a drawn row carries the tokens and log-probabilities of its shard
 - rows can be drawn from the sync after their commit on; a late shard of a slow Searcher is not missed
 - an error while taking in (a lost race for the sync record, a store that does not answer) changes nothing
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from storage import attempts, ledger
+from storage import attempts, ledger, word_file
 from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
 from storage.errors import AlreadyExists, StoreUnreachable
 from storage.schema import TRAJECTORY
@@ -78,6 +79,30 @@ def test_hundreds_of_syncs_that_repeat_what_is_there(store):
         buffer.sync(number + 1, attempt=1)
         assert buffer.num_trajectories == 4
     assert set(buffer.draw(160)["policy_step"].to_pylist()) == {159}
+
+
+def test_words_that_are_not_stored_any_more_are_freed(store, monkeypatch):
+    """Prompt "old" is sampled once and stays; the others are sampled again and again."""
+    settings = {"prompts_per_batch": 3, "responses_per_prompt": 2, "recent_probability": 0.2, "capacity_per_prompt": 4}
+    sizes, draws = [], {}
+    with monkeypatch.context() as small:
+        small.setattr(word_file, "SEGMENT_BYTES", 1000)
+        small.setattr("storage.buffer.ROUNDS_PER_SETTLE", 10)
+        buffer, resumed = new_buffer(store, **settings), new_buffer(store, **settings)
+        commit(store, "s0", 0, [("old", [5, 6, 7], 1.0), ("old", [8], 0.0)])
+        for number in range(1, 150):
+            commit(store, "s0", number, distinct("ab", 3, start=number))
+            buffer.sync(number, attempt=1)
+            draws[number] = buffer.draw(number)
+            sizes.append(buffer._words.num_bytes)
+        resumed.rebuild(149)
+    assert max(sizes) < 4000 and resumed._words.num_bytes < 6000
+    assert resumed.draw(149).equals(draws[149])
+    whole = new_buffer(store, **settings)  # in one segment, of which nothing is freed
+    for step in (1, 70, 149):
+        whole.rebuild(step)
+        assert whole.draw(step).equals(draws[step])
+    assert whole._words.num_bytes > 20_000
 
 
 def test_a_drawn_row_carries_the_tokens_and_logprobs_of_its_shard(store):
