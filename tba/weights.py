@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
+from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+SHARD_BYTES = 5_000_000_000  # as on the Hugging Face Hub: several files travel at once
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
@@ -29,8 +31,11 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
-    """The weights as one safetensors file that `from_pretrained` and vLLM load."""
-    save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    """The weights as safetensors that `from_pretrained` and vLLM load: a file, or several of `SHARD_BYTES` and an index.
+
+    The files' names and sizes follow from the weights' names and shapes, so those of two policies are alike.
+    """
+    save_torch_state_dict(weights, folder, max_shard_size=SHARD_BYTES)
 
 
 def as_in_a_checkpoint(model: "PreTrainedModel", weights: dict[str, Tensor]) -> dict[str, Tensor]:

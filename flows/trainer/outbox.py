@@ -23,6 +23,7 @@ from infra.machine import filled_folder, policy_cache
 from storage import attempts, checkpoints, ledger, policies
 from storage.store import RunStore
 from tba.batch import Batch
+from tba.models import BESIDE_WEIGHTS
 from tba.trainer import Trainer
 from tba.training_loop import Stopped
 from tba.weights import fingerprint, write_weights
@@ -145,8 +146,8 @@ class StoreOutbox:
 
     def _write_policy(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
         def fill(folder: Path) -> None:
-            for file in self._template.iterdir():
-                if file.is_file() and file.suffix != ".safetensors":
+            for file in {file for pattern in BESIDE_WEIGHTS for file in self._template.glob(pattern)}:
+                if file.is_file() and not file.name.endswith(".index.json"):  # which lists other weights' files
                     shutil.copy(file, folder)
             write_weights(weights, folder)
 

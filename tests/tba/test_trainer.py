@@ -252,7 +252,9 @@ def test_a_good_batch_between_bad_ones_starts_the_count_anew(model_folder):
         trainer.train_step(batch)
 
 
-def test_published_weights_load_with_from_pretrained(model_folder, tmp_path):
+@pytest.mark.parametrize(("shard_bytes", "num_files"), [(5_000_000_000, 1), (2_000, None)])
+def test_published_weights_load_with_from_pretrained(model_folder, tmp_path, monkeypatch, shard_bytes, num_files):
+    monkeypatch.setattr("tba.weights.SHARD_BYTES", shard_bytes)
     trainer = make_trainer(model_folder)
     trainer.train_step(DRAWS)
     weights = trainer.weights()
@@ -260,6 +262,8 @@ def test_published_weights_load_with_from_pretrained(model_folder, tmp_path):
     assert "lm_head.weight" not in weights  # tied to the embedding
     trainer._policy.config.save_pretrained(tmp_path)
     write_weights(weights, tmp_path)
+    files = len(list(tmp_path.glob("*.safetensors")))
+    assert files == num_files if num_files else files > 3
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     expected = weights_of(trainer)
     for name, parameter in loaded.named_parameters():

@@ -249,6 +249,17 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]
 
 
+def test_a_policy_has_its_own_weights_and_the_models_other_files(store, outbox, tmp_path):
+    """The index of a model's files names files that the policy does not have."""
+    for name in ("model.safetensors.index.json", "pytorch_model.bin", "model-00001-of-00002.safetensors", "merges.txt"):
+        (tmp_path / "template" / name).write_text("{}")
+    outbox.publish(2, {"weight": torch.zeros(4, dtype=torch.bfloat16)}, final=False)
+    outbox._newest_policy.result()
+    folder = store.local_path(policies.policy_path(2, 1))
+    names = {"config.json", "merges.txt", "model.safetensors", policies.MANIFEST}
+    assert {file.name for file in folder.iterdir()} == names
+
+
 def test_the_final_policy_is_not_published_before_all_that_was_trained_is_on_record(store, outbox, monkeypatch):
     """A run that has it trains no more, so what is missing by then would stay missing."""
 
@@ -328,6 +339,23 @@ def test_a_remote_store_gets_the_changes_and_after_a_loss_the_weights(heart, ala
         assert remote.list(published(outbox, remote).path) == [f"{ref.path}/model.safetensors", manifest]
     ((_, found),) = read_weights(policies.fetch_policy(remote, ref, tmp_path / "another"))
     assert torch.equal(found, weight)
+
+
+def test_each_file_of_a_large_policy_travels_as_its_changes(heart, alarms, tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.trainer.outbox.policy_cache", lambda run: tmp_path / "cache")
+    monkeypatch.setattr("tba.weights.SHARD_BYTES", 25_000)
+    remote, weights = memory_store(), {name: torch.randn(10_000).bfloat16() for name in ("a", "b")}
+    (tmp_path / "template").mkdir()
+    with contextlib.closing(StoreOutbox(remote, RunConfig(), 1, tmp_path / "template", heart, alarms)) as outbox:
+        for step in (7, 9):
+            weights["a"][step] += 1
+            outbox.publish(step, {name: weight.clone() for name, weight in weights.items()}, final=False)
+            ref = published(outbox, remote)
+    files = [path.rpartition("/")[2] for path in remote.list(ref.path)]
+    deltas = [f"model-0000{number}-of-00002.safetensors.delta" for number in (1, 2)]
+    assert files == [*deltas, "model.safetensors.index.json", "policy.json"]
+    found = dict(read_weights(policies.fetch_policy(remote, ref, tmp_path / "another")))
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def published(outbox, store) -> policies.PolicyRef:
