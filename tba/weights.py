@@ -31,7 +31,7 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_weights(weights: dict[str, Tensor], folder: str | Path) -> None:
-    """The weights as safetensors that `from_pretrained` and vLLM load: a file, or several of `SHARD_BYTES` and an index.
+    """The weights as safetensors that `from_pretrained` and vLLM load: one file, or several of `SHARD_BYTES`.
 
     The files' names and sizes follow from the weights' names and shapes, so those of two policies are alike.
     """
