@@ -35,9 +35,9 @@ MAX_SPOILED_ROUNDS = 3
 def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False) -> int:
     """Searches until the final policy is published or the Searcher is asked to leave. Returns the number of rounds.
 
-    `name`: of the Searcher and of its log of shards. A living Searcher has it to itself. `evaluates`: also evaluates
-    policies on held-out problems: the first, the final one, and others as `evaluate_share` allows. Raises: NameTaken,
-    Superseded: another process has the name.
+    `name`: of the Searcher and of its log of shards. Two living Searchers never have the same name. `evaluates`: also
+    evaluates policies on held-out problems: the first, the final one, and others as `evaluate_share` allows.
+    Raises: NameTaken, Superseded: another process has the name.
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)

@@ -131,7 +131,7 @@ def may_succeed_later(_task, _run, state) -> bool:
 def train_policy(config: RunConfig, began: threading.Event, over: threading.Event) -> None:
     """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
 
-    `began` is set once this Trainer owns the run. Raises: AlreadyTraining: another Trainer owns it. RuntimeError: the
+    `began` is set while this Trainer owns the run. Raises: AlreadyTraining: another Trainer owns it. RuntimeError: the
     Trainer failed; the message has the reason.
     """
     store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
@@ -142,7 +142,10 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
     try:
         while process.poll() is None and not over.wait(POLL_S):
             if not began.is_set() and is_trainer(run_store, process.pid):
+                attempt = attempts.latest_attempt(run_store)
                 began.set()
+            elif began.is_set() and attempts.is_superseded(run_store, attempt):
+                began.clear()  # the run's Searchers are another flow's now
     finally:
         status = end(process)
     if over.is_set():

@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -49,8 +51,8 @@ _places: dict[str, tuple[int, IO]] = {}  # by group: this process's place, and t
 def take_place(group: str) -> int:
     """This process's place among the living processes of a group on this machine: the lowest free one, from 0.
 
-    group: a name that can be a file's. The process keeps the place to its end, however it ends. Containers with
-    temporary folders of their own count as machines. Raises: StoreFull: the temporary folder was full for minutes.
+    group: a name that can be a file's. The process keeps the place to its end, however it ends. A container
+    that has its own temporary folder counts as a machine. Raises: StoreFull: the temporary folder was full for minutes.
     """
     if group not in _places:
         _places[group] = with_room(lambda: _first_free(group), "the place of a process")
@@ -80,12 +82,13 @@ def _place_file(group: str, place: int) -> Path:
 def _locked(file: Path) -> IO | None:
     """The open file, with a lock that ends with this process; None: another process has the lock."""
     opened = file.open("w")
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        opened.close()
-        return None
-    return opened
+    for pause_s in (0.05, 0.0):  # `num_places` of another process holds a free one for a moment
+        with suppress(BlockingIOError):
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return opened
+        time.sleep(pause_s)
+    opened.close()
+    return None
 
 
 def _is_locked(file: Path) -> bool:

@@ -3,9 +3,10 @@
 searchers/s0/lease=00000001.json    the process that took the name s0 first; it renews the file while it searches
 searchers/s0/lease=00000002.json    the process that took the name over, after the first one was silent
 
-A process that finds a living owner does not take the name. An owner that was only frozen, or cut off from the store,
-looks for a later lease before it commits a round, and ends if there is one. Both may commit the same round in the
-moment between: its shard is created only if it is absent (storage/shards.py), so it counts once.
+A process that finds a living owner does not take the name. An owner that was frozen, or cut off from the store, looks
+for a later lease after it has sampled a round. If there is one, it ends. While it scores a round it does not look, so
+two processes may commit the same round. The store keeps the first shard only (storage/shards.py), so the round counts
+once.
 """
 
 import json
@@ -25,8 +26,8 @@ from storage.shards import check_searcher_id
 from storage.store import RunStore
 
 RENEWAL_S = 10.0
-# An owner whose process cannot be looked up from here is dead if its lease stays the same for this long. Its renewals
-# may have to wait for the store.
+# An owner whose process cannot be looked up from here counts as dead if its lease stays the same for this long. So an
+# owner whose renewal waits for the store for longer loses its name.
 WATCH_S = 30.0
 _LEASE_NAME = re.compile(r"searchers/[a-z0-9-]+/lease=(?P<number>\d{8})\.json")
 
@@ -129,7 +130,8 @@ def read(store: RunStore, searcher: str, number: int) -> Lease:
 def is_alive(store: RunStore, lease: Lease) -> bool:
     """Whether the owner searches: by its process, or, if that cannot be looked up from here, by renewals of the lease.
 
-    Takes up to twice `WATCH_S`; no time if the process is known to be dead or has given the name back.
+    Takes up to twice `WATCH_S`, and as long as the store is away; no time if the process is known to be dead or has
+    given the name back.
     """
     if lease.is_released or lease.owner is None:
         return False

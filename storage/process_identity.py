@@ -74,12 +74,15 @@ class Identity(Process):
         """Whether the process works: by `is_running`, or, if it cannot be looked up from here, by its heartbeat.
 
         read_beat: its newest heartbeat, which must change twice, each time within `watch_s`. Compares no clocks. Takes
-        up to twice `watch_s`; no time if the process is known to be dead.
+        up to twice `watch_s`, without the time that `read_beat` takes; no time if the process is known to be dead.
         """
         beats = [read_beat()]
         deadline = time.monotonic() + watch_s
         while (runs := self.is_running()) is not False:
-            if (beat := read_beat()) not in beats:
+            asked_at = time.monotonic()
+            beat, took_s = read_beat(), time.monotonic() - asked_at
+            deadline += took_s  # the store may have been away for the process, too
+            if beat not in beats:
                 beats.append(beat)
                 deadline = time.monotonic() + watch_s
             if len(beats) > 2:  # one change may be the last heartbeat of a process that ends

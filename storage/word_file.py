@@ -14,8 +14,9 @@ from storage.patience import with_room
 _NAME = "the replay buffer's word file"
 WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
 SEGMENT_BYTES = 64 * 1024**2
-# A segment is freed once at most this share of its records is stored; these are copied before. So the file takes at
-# most four times the room of what is stored, and a segment.
+# A segment of which at most this share of the records is stored is freed, after these were copied. This is checked each
+# time that another segment is full. So with records of equal length the file takes some four times the room of what is
+# stored, and two segments.
 FREED_SHARE = 0.25
 
 

@@ -113,7 +113,7 @@ class VllmEngine:
         self, folder: Path, *, arguments: Mapping[str, Any] = MappingProxyType({}), **limits: Unpack[Limits]
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # CUDA was asked for its devices: no fork
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # take_gpus used CUDA, which survives no fork
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB

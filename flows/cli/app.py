@@ -65,7 +65,7 @@ def main() -> None:
     ):  # `timeout` and a closing terminal end a run in order, as Ctrl-C does
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _interrupt)
-    log_printable(logging.WARNING, "%(message)s")
+    log_printable(logging.WARNING, "%(message)s", ("storage", "flows", "tba", "infra"))
     try:
         app()
     except SystemExit as end:

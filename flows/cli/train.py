@@ -119,7 +119,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         say(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
         raise typer.Exit(130) from None
     finally:
-        with _uninterrupted():
+        with _uninterrupted(), contextlib.suppress(stack.StackError):  # it was told above
             stack.leave(project, say=say)
     _tell_end(project, store, state.name)
 

@@ -53,8 +53,11 @@ def printable(text: str) -> str:
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def log_printable(level: int, layout: str) -> None:
-    """Logs to standard error from this level on, with control characters escaped: messages have names of a store."""
+def log_printable(level: int, layout: str, loggers: tuple[str, ...]) -> None:
+    """Makes these loggers print from this level on, with control characters escaped: messages have names of a store.
+
+    "": the root. Prefect's import replaces the root's handlers.
+    """
 
     class Printable(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
@@ -62,7 +65,10 @@ def log_printable(level: int, layout: str) -> None:
 
     handler = logging.StreamHandler()
     handler.setFormatter(Printable(layout))
-    logging.basicConfig(handlers=[handler], level=level)
+    for logger in map(logging.getLogger, loggers):
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False
 
 
 def clip(text: str) -> str:

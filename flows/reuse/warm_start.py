@@ -133,8 +133,9 @@ class Copy:
         return rows
 
     def _with_own_ids(self, rows: pa.Table) -> pa.Table:
-        """The rows, where a prompt whose id another text has gets an id of its text: the loss compares responses to one
-        prompt, and the buffer tells prompts apart by their ids.
+        """Gives a prompt a new id, made from its text, if its id belongs to another text.
+
+        The buffer tells prompts apart by their ids, and the loss compares responses to one prompt.
         """
         if not _text_columns(rows, "prompt_id"):
             return rows

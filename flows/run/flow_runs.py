@@ -8,14 +8,15 @@ until the run's store shows no live Trainer.
 
 import contextlib
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from pydantic import ValidationError
 
 from flows.config import RunConfig
 from infra import prefect_server
 from infra.processes import find_processes, stop_processes
-from storage import attempts, leases, policies
-from storage.store import RunStore
+from storage import attempts, leases, policies, requests
+from storage.store import RunStore, transfer_all
 
 FLOWS = ["tba", "search"]
 TRAINER_WATCH_S = 15  # seconds that a Trainer is watched: several heartbeats
@@ -51,11 +52,13 @@ def mark_crashed(client, config: RunConfig) -> int:
     Call it only if no flow trains the run (live_run). A killed stack or flow leaves such flow runs behind. Flow runs
     that wait for a worker are marked, too. On another machine the worker there stops the processes. A Searcher there
     that still lives is left: the next flow adopts it (flows/run/searchers.py). One here is stopped, because it is soon
-    started again, with the code as it is now. Takes as long as leases.is_alive for each of them."""
+    started again, with the code as it is now. Takes as long as leases.is_alive."""
     from prefect.states import Crashed
 
+    searchers = unfinished(client, config, ["search"])
+    may_stay = transfer_all(partial(_may_stay, client, config), searchers)
     dead = unfinished(client, config, ["tba"])
-    dead += [r for r in unfinished(client, config, ["search"]) if not _may_stay(client, r)]
+    dead += [flow_run for flow_run, stays in zip(searchers, may_stay, strict=True) if not stays]
     for flow_run in dead:
         state = _ended(client, flow_run, Crashed(message="Its stack or flow was killed; found by a later `tba train`."))
         stop_processes(_processes(flow_run))
@@ -63,15 +66,19 @@ def mark_crashed(client, config: RunConfig) -> int:
     return len(dead)
 
 
-def _may_stay(client, flow_run) -> bool:
-    """Whether a Searcher's flow run goes on without the flow that started it, or was started by none."""
+def _may_stay(client, config: RunConfig, flow_run) -> bool:
+    """Whether to leave a Searcher's flow run as it is.
+
+    If a person started it: it lives. If a flow started it: it lives on another machine, and the next flow adopts it.
+    """
     if not flow_run.parent_task_run_id:
         return is_alive(client, flow_run)
     if prefect_server.is_loopback(str(client.api_url)) or _processes(flow_run):
         return False
-    given = flow_run.parameters
-    store = RunStore(given["store"], given["run"])
-    lease = leases.newest(store, given.get("name", "s0"))
+    store, name = RunStore(config.store, config.run), flow_run.parameters.get("name", "s0")
+    if name not in {f"s{number}" for number in range(requests.wanted_searchers(store, config.searchers))}:
+        return False
+    lease = leases.newest(store, name)
     return lease is not None and lease.flow_run == str(flow_run.id) and leases.is_alive(store, lease)
 
 

@@ -16,12 +16,14 @@ from prefect.states import Cancelling, Crashed
 from flows.config import RunConfig
 from storage import leases, policies, requests, shards
 from storage.errors import StoreError
+from storage.patience import patience_s
 from storage.store import RunStore, transfer_all
 
 # A failed Searcher is replaced. Repeated failure without progress (a committed round) is not transient.
 MAX_REPLACEMENTS = 3
-# A Searcher that has not renewed its lease for this long is replaced: its machine died, or cannot reach the store.
-SILENT_S = 60.0
+# A Searcher that has not renewed its lease for this long is replaced: its machine died, or cannot reach the store. A
+# renewal may have to wait for the store.
+SILENT_S = max(180.0, 60.0 + patience_s())
 LOOK_S = 20.0
 # Flow runs in one answer: the default of PREFECT_SERVER_API_DEFAULT_LIMIT, above which the server refuses.
 PAGE = 200
@@ -74,7 +76,7 @@ class Searchers:
 
     def _add(self, names: list[str]) -> None:
         """Adopts the living Searchers of these names, which an earlier flow started, and starts the others."""
-        living = self._claim(names)
+        living = self._claim(names, evaluator=next(iter([*self._runs, *names])))
         for name in names:
             if name in living:
                 requests.welcome(self._store, name)
@@ -82,10 +84,11 @@ class Searchers:
             self._runs[name] = living.get(name) or self._start(name, evaluates=not self._runs)
             self._num_names += 1
 
-    def _claim(self, names: list[str]) -> dict[str, FlowRun]:
+    def _claim(self, names: list[str], evaluator: str) -> dict[str, FlowRun]:
         """The flow runs of living Searchers of these names. Every other owner loses the name.
 
-        Takes as long as leases.is_alive.
+        evaluator: the name of the Searcher that evaluates, which one that was started by hand may not do. Takes as long
+        as leases.is_alive.
         """
         newest = transfer_all(partial(leases.newest, self._store), names)
         held = [lease for lease in newest if lease is not None and not lease.is_released]
@@ -93,7 +96,8 @@ class Searchers:
 
         def living(lease: leases.Lease) -> FlowRun | None:
             run = runs.get(UUID(lease.flow_run)) if lease.flow_run else None
-            if run is not None and not run.state.is_final() and leases.is_alive(self._store, lease):
+            fits = run is not None and (lease.searcher != evaluator or run.parameters.get("evaluates"))
+            if fits and not run.state.is_final() and leases.is_alive(self._store, lease):
                 return run
             leases.revoke(self._store, lease)
             return None
@@ -115,9 +119,12 @@ class Searchers:
             raise RuntimeError(
                 f"searcher {name} failed {failures} times in its round {at}; its flow run's log has the reason"
             )
-        self._runs[name] = self._claim([name]).get(name) or self._start(name, evaluates=name == next(iter(self._runs)))
+        evaluator = next(iter(self._runs))
+        living = self._claim([name], evaluator).get(name)
+        self._runs[name] = living or self._start(name, evaluates=name == evaluator)
         self._failures[name] = at, failures
-        get_run_logger().warning("searcher %s failed and is started again: %s", name, state.message)
+        then = "another process has its name and goes on" if living else "it is started again"
+        get_run_logger().warning("searcher %s failed, and %s: %s", name, then, state.message)
 
     def _start(self, name: str, *, evaluates: bool) -> FlowRun:
         config = self._config
@@ -143,34 +150,36 @@ class Renewals:
 
     def __init__(self, store: RunStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
-        self._seen: dict[str, tuple[leases.Lease, float]] = {}  # by name: the newest lease, first seen at
+        self._seen: dict[str, tuple[leases.Lease, int]] = {}  # by name: the newest lease, and looks that found it so
         self._looked_at = clock() - LOOK_S
 
     def silent(self, names: Iterable[str]) -> list[str]:
-        """The Searchers whose leases have not changed for `SILENT_S`. Looks every `LOOK_S`; in between there are none.
+        """The Searchers whose leases have not changed for `SILENT_S`. It looks every `LOOK_S`; between two looks it
+        returns no names.
 
-        A Searcher that has no lease yet, because no worker has started it, is not silent.
+        It counts looks, because this process may have been frozen between two of them. A Searcher that has no lease
+        yet, because no worker has started it, is not silent.
         """
         if self._clock() - self._looked_at < LOOK_S:
             return []
-        self._looked_at = self._clock()
         before, self._seen = self._seen, {}
         with contextlib.suppress(StoreError):  # count anew: the Searchers may not reach the store, either
-            found = transfer_all(lambda name: (name, self._look(*before.get(name, (None, 0.0)), name)), names)
+            found = transfer_all(lambda name: (name, self._look(*before.get(name, (None, 0)), name)), names)
             self._seen = {name: seen for name, seen in found if seen}
-        return [name for name, (_, since) in self._seen.items() if self._clock() - since > SILENT_S]
+        self._looked_at = self._clock()  # not before: the store may have been away
+        return [name for name, (_, looks) in self._seen.items() if looks * LOOK_S > SILENT_S]
 
-    def _look(self, lease: leases.Lease | None, since: float, name: str) -> tuple[leases.Lease, float] | None:
-        """The newest lease of a name, and since when it is the same; None: nobody has the name.
+    def _look(self, lease: leases.Lease | None, looks: int, name: str) -> tuple[leases.Lease, int] | None:
+        """The newest lease of a name, and how many looks in a row found it so; None: nobody has the name.
 
         Reads one file, unless the lease is new or has not changed for long. Raises: StoreError.
         """
         found = leases.read(self._store, name, lease.number) if lease else None
-        if found is None or (found == lease and self._clock() - since > SILENT_S):
+        if found is None or (found == lease and looks * LOOK_S > SILENT_S):
             found = leases.newest(self._store, name)
         if found is None or found.is_released:
             return None
-        return found, since if found == lease else self._clock()
+        return found, looks + 1 if found == lease else 0
 
 
 def _end(run: FlowRun, state: State) -> None:

@@ -33,10 +33,12 @@ class HeldName:
         leases.check_name(self._store, self._lease)
 
     def give_back(self) -> None:
+        """Does nothing if the store is away, which would take minutes. Then the next owner waits."""
         self._closing.set()
-        self._thread.join()
-        with contextlib.suppress(StoreError):  # the next owner waits, then
-            leases.release(self._store, self._lease)
+        self._thread.join(leases.RENEWAL_S)
+        if not self._thread.is_alive():
+            with contextlib.suppress(StoreError):
+                leases.release(self._store, self._lease)
 
     def _renew(self) -> None:
         while not self._closing.wait(leases.RENEWAL_S):

@@ -94,8 +94,8 @@ def place_among_gpus(config: RunConfig) -> tuple[int, int]:
 def place_on_machine(config: RunConfig) -> tuple[int, int, int]:
     """This Searcher's place among the run's on this machine, from 0; the numbers of Searchers and Trainer processes.
 
-    Beside the Trainer all of the run's Searchers are expected, although some may not have started yet. Elsewhere only
-    those count that have.
+    Beside the Trainer all of the run's Searchers are expected, although some may not have started yet. On another
+    machine, only Searchers that have started count.
     """
     group = hashlib.blake2b(f"{config.store}/{config.run}".encode(), digest_size=8).hexdigest()
     place, num_trainers = take_place(group), attempts.num_trainer_processes_here(RunStore(config.store, config.run))

@@ -74,8 +74,8 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
 def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies.PolicyRef | None) -> None:
     """Refuses to begin a run at step 0 if it had a checkpoint.
 
-    Resumes and damaged checkpoints prove that it had one. So does a policy of more than two intervals, because a
-    checkpoint is complete before the next but one begins.
+    Resumes and damaged checkpoints prove that it had one. Checkpoint n is complete before checkpoint n + 2 begins, so a
+    policy of more than two intervals proves it, too.
 
     Raises: RuntimeError: the run had a checkpoint; the message has the remedies.
     """
@@ -94,7 +94,7 @@ def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies
 
 def main(store: str, run: str, parent: str, *devices: str) -> int:
     """Exit status: ALREADY_TRAINING if the run has another Trainer; other errors are raised."""
-    log_printable(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
+    log_printable(logging.INFO, "%(asctime)s %(levelname)s %(message)s", ("",))
     logging.getLogger("botocore").setLevel(logging.WARNING)  # it names its source of credentials at each connection
     try:
         learn(store, run, int(parent), *map(int, devices))

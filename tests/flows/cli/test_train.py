@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from uuid import UUID, uuid4
@@ -36,7 +37,7 @@ from flows.cli.train import _refuse_live_trainer
 from flows.config import RunConfig
 from flows.run import flow_runs
 from infra import prefect_server, stack
-from storage import attempts, leases, policies
+from storage import attempts, leases, policies, requests
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -239,15 +240,39 @@ def test_what_runs_elsewhere_is_ended_by_the_worker_there(config, monkeypatch):
     assert [run.state.name for run in (flow, searcher, waiting)] == ["Cancelling", "Cancelling", "Cancelled"]
 
 
+def took_elsewhere(store: RunStore, name: str, flow_run: SimpleNamespace) -> leases.Lease:
+    """The lease of a process on another machine."""
+    flow_run.parameters["name"] = name
+    lease = leases.take_name(store, name, str(flow_run.id))
+    lease = replace(lease, owner=replace(lease.owner, boot_id="of another machine"))
+    store.put(lease.path, leases._text(lease))
+    return lease
+
+
 def test_silent_searchers_that_a_dead_flow_left_elsewhere_are_ended(config, monkeypatch):
     """The next flow adopts those that live (tests/flows/run/test_searchers.py). Those that joined are nobody's."""
-    monkeypatch.setattr(leases, "WATCH_S", 0.5)
+    monkeypatch.setattr(leases, "WATCH_S", 3)
     orphan, living = [flow_run("search", config, Running(), parent=uuid4()) for _ in range(2)]
     joined = flow_run("search", config, Running())
-    living.parameters["name"] = "s1"
-    leases.take_name(RunStore(config.store, config.run), "s1", str(living.id))
-    assert flow_runs.mark_crashed(RemoteServer(orphan, living, joined), config) == 1
-    assert [run.state.name for run in (orphan, living, joined)] == ["Cancelling", "Running", "Running"]
+    surplus, store = flow_run("search", config, Running(), parent=uuid4()), RunStore(config.store, config.run)
+    elsewhere = {
+        name: took_elsewhere(store, name, run) for name, run in (("s0", orphan), ("s1", living), ("s2", surplus))
+    }
+    requests.want_searchers(store, 2)
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(0.1):
+            for name in ("s1", "s2"):
+                leases.renew(store, elsewhere[name])
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    assert flow_runs.mark_crashed(RemoteServer(orphan, living, surplus, joined), config) == 2
+    over.set()
+    thread.join()
+    found = [run.state.name for run in (orphan, living, surplus, joined)]
+    assert found == ["Cancelling", "Running", "Cancelling", "Running"]
 
 
 def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch):

@@ -13,6 +13,8 @@ Run: pytest tests/flows/run/test_searchers.py
 """
 
 import logging
+import math
+import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from uuid import UUID, uuid4
@@ -41,14 +43,14 @@ class Server:
         self.runs: dict[UUID, SimpleNamespace] = {}
         self.started: list[dict] = []
 
-    def add(self, state: State) -> SimpleNamespace:
-        run = SimpleNamespace(id=uuid4(), state=state)
+    def add(self, state: State, **parameters) -> SimpleNamespace:
+        run = SimpleNamespace(id=uuid4(), state=state, parameters=parameters)
         self.runs[run.id] = run
         return run
 
     def run_deployment(self, name: str, **given) -> SimpleNamespace:
         self.started.append(given["parameters"])
-        return self.add(Running())
+        return self.add(Running(), **given["parameters"])
 
     def read_flow_runs(self, ids) -> dict[UUID, SimpleNamespace]:
         return {each: self.runs[each] for each in ids if each in self.runs}
@@ -94,7 +96,7 @@ def held(store: RunStore, name: str, flow_run: SimpleNamespace, **owner) -> Leas
 
 
 def test_a_resumed_flow_adopts_the_living_and_starts_the_missing(store, server):
-    living, dead, ended = server.add(Running()), server.add(Running()), server.add(Crashed())
+    living, dead, ended = server.add(Running(), evaluates=True), server.add(Running()), server.add(Crashed())
     held(store, "s0", living)
     held(store, "s1", dead, boot_id="of a machine that died")
     lost = held(store, "s2", ended)
@@ -117,11 +119,19 @@ def test_whoever_took_the_name_meanwhile_is_adopted(store, server):
     searchers = make_searchers(store, 1)
     keep_up(searchers)
     (first,) = server.runs.values()
-    held(store, "s0", server.add(Running()))
+    held(store, "s0", server.add(Running(), evaluates=True))
     server.end(first, Crashed())
     keep_up(searchers)
     keep_up(searchers)
     assert server.names == ["s0"]
+
+
+def test_one_that_was_started_by_hand_does_not_take_the_evaluators_place(store, server):
+    """It does not evaluate, so the run would wait for its last evaluation."""
+    for name in ("s0", "s1"):
+        held(store, name, server.add(Running(), evaluates=False))
+    keep_up(make_searchers(store, 2))
+    assert [(parameters["name"], parameters["evaluates"]) for parameters in server.started] == [("s0", True)]
 
 
 def test_a_silent_searcher_is_replaced(store, server, monkeypatch):
@@ -142,7 +152,7 @@ def test_a_silent_searcher_is_replaced(store, server, monkeypatch):
         leases.check_name(store, silent)
 
     leases.renew(store, lively)
-    for seconds in range(200, 400, int(LOOK_S)):  # the new one waits for a worker, and has no lease
+    for seconds in range(1000, 1400, int(LOOK_S)):  # the new one waits for a worker, and has no lease
         now[0] = seconds
         leases.renew(store, lively)
         keep_up(searchers)
@@ -161,14 +171,21 @@ def test_silence_is_counted_anew_after_the_store_was_away(store, monkeypatch):
     def away(*_):
         raise StoreUnreachable("away")
 
-    assert looks(0) == looks(SILENT_S - 1) == []
+    def silent_after(begin: float) -> int:
+        """Looks until it is silent."""
+        return next(number for number in range(100) if looks(begin + number * LOOK_S))
+
+    enough = math.floor(SILENT_S / LOOK_S) + 1
+    assert silent_after(0) == enough
+    assert looks(10_000) == ["s0"], "one that stays silent stays so"
+    leases.renew(store, leases.newest(store, "s0"))
+    assert looks(20_000) == looks(30_000) == [], "this process was frozen between two looks"
     with monkeypatch.context() as outage:
         outage.setattr(RunStore, "get", away)
-        assert looks(SILENT_S + LOOK_S) == []
-    assert looks(SILENT_S + 2 * LOOK_S) == looks(2 * SILENT_S + LOOK_S) == []
-    assert looks(3 * SILENT_S) == ["s0"]
+        assert looks(31_000) == []
+    assert silent_after(32_000) == enough
     leases.release(store, leases.newest(store, "s0"))
-    assert looks(4 * SILENT_S) == []
+    assert looks(60_000) == []
 
 
 # --- the Searcher's side
@@ -206,10 +223,11 @@ def test_a_searcher_that_lost_its_name_commits_no_round(store, flow_run):
 
 def test_the_name_is_renewed_and_given_back(store, flow_run, monkeypatch):
     monkeypatch.setattr(leases, "RENEWAL_S", 0.05)
-    with pytest.raises(ArithmeticError), held_name.held_name(store, "s0") as name:
-        before = leases.newest(store, "s0")
+    with pytest.raises(ArithmeticError), held_name.held_name(store, "s0"):
+        before, deadline = leases.newest(store, "s0"), time.monotonic() + 60
         while leases.newest(store, "s0").renewed_at == before.renewed_at:
-            name._closing.wait(0.05)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert before.flow_run == flow_run.id
         raise ArithmeticError("the Searcher fails")
     assert leases.newest(store, "s0").is_released
