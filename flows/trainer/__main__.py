@@ -95,7 +95,8 @@ def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies
 def main(store: str, run: str, parent: str, *devices: str) -> int:
     """Exit status: ALREADY_TRAINING if the run has another Trainer; other errors are raised."""
     log_printable(logging.INFO, "%(asctime)s %(levelname)s %(message)s", ("",))
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # it names its source of credentials at each connection
+    for library in ("botocore", "huggingface_hub"):  # a line for each connection, and for each policy
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
         learn(store, run, int(parent), *map(int, devices))
     except AlreadyTraining as error:
