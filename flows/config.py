@@ -1,5 +1,6 @@
 """The configuration of a run: one pydantic model, by which Prefect validates parameters and builds its form."""
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -141,6 +142,17 @@ class RunConfig(Settings):
                 f"train.objective {train.objective} needs sampling from the policy as it is trained: set "
                 "search.temperature to train.temperature, search.top_p to 1 and search.exploration_probability to 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_recorded(self):
+        try:
+            json.dumps(self.recorded(), ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise ValueError(
+                f"a setting cannot be written to run.json: {error}. Numbers must be finite, and text (also a file's "
+                "name) UTF-8"
+            ) from error
         return self
 
     def on_devices(self, processes: int, zero_stage: int) -> "RunConfig":

@@ -20,19 +20,20 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, Field
 
 from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, Superseded
-from storage.paths import first_stray
+from storage.paths import LARGEST_NUMBER, first_stray
 from storage.process_identity import Identity
 from storage.store import RESTORE, RunStore, transfer_all
 
 HEARTBEAT = "trainer/heartbeat.json"
-_ATTEMPT_NAME = re.compile(r"trainer/attempt=(?P<attempt>\d{8})\.json")
+_ATTEMPT_NAME = re.compile(r"trainer/attempt=(?P<attempt>[0-9]{8})\.json")
 
 
 def _is_time(text: str) -> str:
-    datetime.fromisoformat(text)
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("the time has no zone")
     return text
 
 
@@ -40,8 +41,8 @@ def _is_time(text: str) -> str:
 class _Attempt:
     """The content of trainer/attempt=….json."""
 
-    attempt: int
-    resumed_from: int
+    attempt: Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
+    resumed_from: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
     owner: Identity
     created_at: Annotated[str, AfterValidator(_is_time)]  # UTC, ISO 8601
     checkpoint: str | None = None  # its folder; "": from scratch; None: an older version did not record it

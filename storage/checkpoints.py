@@ -22,7 +22,7 @@ from storage.errors import DamagedRecord, NotFound, StoreError
 from storage.store import RunStore, scans
 
 _COMPLETE = "state.json"
-_NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4,}))?")
+_NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4,}))?")
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ store, which plain DuckDB cannot read without an extension and credentials; and 
 path, which DuckDB's file patterns take for a separator.
 """
 
+import errno
 import os
 import re
 import uuid
@@ -26,8 +27,11 @@ def export(store: RunStore, path: Path) -> bool:
     """Writes the database to `path`, replacing an existing file. Returns whether it follows the run; False: it is a
     copy.
 
-    Any number of processes may open it with `duckdb.connect(path, read_only=True)`.
+    Any number of processes may open it with `duckdb.connect(path, read_only=True)`. Raises: OSError: `path` names no
+    file that can be replaced, but a folder, a device or a link.
     """
+    if not path.name or path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(errno.EINVAL, "this is no file that can be replaced; name a file", str(path))
     partial = path.with_name(f".tmp-{uuid.uuid4().hex}-{path.name}")
     folder = _folder_for_views(store)
     try:

@@ -29,7 +29,7 @@ RENEWAL_S = 10.0
 # An owner whose process cannot be looked up from here counts as dead if its lease stays the same for this long. So an
 # owner whose renewal waits for the store for longer loses its name.
 WATCH_S = 30.0
-_LEASE_NAME = re.compile(r"searchers/[a-z0-9-]+/lease=(?P<number>\d{8})\.json")
+_LEASE_NAME = re.compile(r"searchers/[a-z0-9-]+/lease=(?P<number>[0-9]{8})\.json")
 
 
 def _as_uuid(text: str) -> str:

@@ -21,13 +21,14 @@ import pyarrow.parquet as pq
 
 from storage.attempts import counts, list_attempts
 from storage.errors import DamagedRecord
+from storage.paths import LARGEST_NUMBER
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RESTORE, RunStore, transfer_all
 
 # By folder: columns that no entry may lack. Older versions recorded no attempt of evaluations.
 NEEDED = {
-    "batches": ("attempt", "step", "trajectory_id"),
+    "batches": ("attempt", "step", "prompt_index", "trajectory_id", "recent", "draw_probability", "reward"),
     "metrics/training": ("attempt", "step", "started_at", "ended_at"),
     "metrics/search": ("searcher", "round", "started_at", "ended_at"),
     "metrics/evaluations": ("policy_step", "accuracy"),
@@ -35,8 +36,9 @@ NEEDED = {
     "rewards": ("trajectory_id", "reward"),
     "diversity": ("metric", "value"),
 }
-_SYNC_NAME = re.compile(r"syncs/attempt=\d{8}/sync=\d{8}\.parquet")
-_EVALUATION_NAME = re.compile(r"metrics/evaluations/step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?\.parquet")
+_NUMBERS = {"attempt", "step", "sync", "round", "first_round", "last_round"}
+_SYNC_NAME = re.compile(r"syncs/attempt=[0-9]{8}/sync=[0-9]{8}\.parquet")
+_EVALUATION_NAME = re.compile(r"metrics/evaluations/step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4}))?\.parquet")
 
 
 def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> None:
@@ -144,6 +146,11 @@ def read_entry(store: RunStore, path: str, columns: pa.Schema, needed: Iterable[
             raise ValueError(f"it has {table.num_rows} rows, and lacks values of {', '.join(lacking) or 'all columns'}")
         fields = [columns.field(name) for name in table.column_names if name in columns.names]
         table = table.select([field.name for field in fields]).cast(pa.schema(fields))
+        for name in _NUMBERS & set(table.column_names):  # readers count up to them
+            if (least := pc.min(table[name]).as_py()) is not None and not (
+                least >= 0 and pc.max(table[name]).as_py() <= LARGEST_NUMBER
+            ):
+                raise ValueError(f"{name} is not from 0 to {LARGEST_NUMBER}")
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DamagedRecord(
             f"cannot read {path} (run {store.run} in {store.url}): it is empty, cut short or not of this program "

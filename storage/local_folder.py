@@ -7,9 +7,11 @@ was put before it, or fails: it is not empty because the store does not answer. 
 may pass (storage/patience.py). Paths are relative, with `/`; exceptions are the backend's.
 """
 
+import errno
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +20,7 @@ from typing import BinaryIO
 
 import pyarrow.fs
 
+from storage.errors import UnsafePath
 from storage.paths import inside
 from storage.patience import patience_s, patient
 
@@ -69,18 +72,31 @@ class LocalFolder:
         self._sync_folder(path)
 
     @patient("write")
-    def _write(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
+    def _write(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[..., None]) -> None:
         target = self._path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        folder, temporary = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY), f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
-            with open(temporary, "xb") as file:
+            self._check_inside(folder, path)
+            new = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+            with open(new, "wb") as file:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
-            publish(temporary, target)
+            publish(temporary, target.name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+            os.close(folder)
+
+    def _check_inside(self, folder: int, path: str) -> None:
+        """Raises: UnsafePath: the open folder is not the run's any more: a link took its place since it was checked."""
+        real = os.path.realpath(f"/proc/self/fd/{folder}")  # on Linux
+        if real.startswith("/proc/") or f"{real}/".startswith(f"{os.path.realpath(self._root)}/"):
+            return
+        raise UnsafePath(
+            f"path {path!r} leads to {real}, out of the run's folder, by a symbolic link. Remove the link."
+        )
 
     @patient("write")
     def _sync_folder(self, path: str) -> None:
@@ -96,7 +112,10 @@ class LocalFolder:
 
     @patient("read")
     def get(self, path: str) -> bytes:
-        return self._path(path).read_bytes()
+        with open(os.open(self._path(path), os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe would be waited for
+                raise OSError(errno.EINVAL, "it is no regular file; remove it", path)
+            return file.read()
 
     @patient("copy")
     def get_file(self, path: str, local: Path) -> None:

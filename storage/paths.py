@@ -34,6 +34,9 @@ def check_path(path: str) -> str:
     return path
 
 
+LARGEST_NUMBER = 99_999_999  # of a step, an attempt, a sync or a round: names have eight digits
+
+
 def first_stray(numbers: Iterable[int], after: int) -> float:
     """The first of some files' numbers that is far beyond the one before it; infinity if none is.
 

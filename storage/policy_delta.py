@@ -228,6 +228,8 @@ def fetch(store: RunStore, policy: Link, cache_dir: str | Path) -> Path:
             _download(store, policy, folder)
         except (NotFound, FileNotFoundError) as error:
             raise lacks_files(store, policy, error) from error
+        except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+            raise damaged(store, policy, f"its list of files is not one of a folder ({error})") from error
 
     return into_cache(cached_path(policy.path, policy.fingerprint, cache_dir), fill)
 

@@ -24,7 +24,7 @@ from storage.errors import UnsafePath
 from storage.paths import inside, is_plain
 
 MANIFEST = "policy.json"
-POLICY_NAME = re.compile(r"step=(?P<step>\d{8})(-a(?P<attempt>\d{4}))?")
+POLICY_NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4}))?")
 DELTA = ".delta"  # suffix of a file that holds the changes of another (storage/policy_delta.py)
 LONGEST_CHAIN = 16  # links; two anchors are among them (storage/policy_delta.py)
 _DIGEST = re.compile(r"[0-9a-f]{64}")

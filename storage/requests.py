@@ -9,8 +9,9 @@ control/leaving/<name>    this Searcher ends after its current round
 import contextlib
 import json
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import NonNegativeInt
+from pydantic import Field
 
 from storage.errors import NotFound
 from storage.store import RunStore
@@ -19,11 +20,14 @@ STOP = "control/stop.json"
 SEARCHERS = "control/searchers.json"
 
 
+MOST_SEARCHERS = 10_000
+
+
 @dataclass(frozen=True)
 class _Wanted:
     """The content of control/searchers.json."""
 
-    wanted: NonNegativeInt
+    wanted: Annotated[int, Field(ge=0, le=MOST_SEARCHERS)]
 
 
 def ask_to_stop(store: RunStore) -> None:

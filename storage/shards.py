@@ -44,12 +44,11 @@ _SEARCHER = re.compile(r"(?!(?:epoch|infinity)(?![a-z0-9-]))[a-z][a-z0-9-]{0,31}
 # files hold the same round.
 ROUNDS_PER_BLOCK = 32
 _COMPACTED = "trajectories/compacted"
-_SHARD_NAME = re.compile(rf"trajectories/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.parquet")
-_MARK_NAME = re.compile(rf"expired/searcher=(?P<searcher>{_SEARCHER.pattern})/through=(?P<through>\d{{8}})\.json")
-_REFUSAL_NAME = re.compile(rf"quarantine/searcher=(?P<searcher>{_SEARCHER.pattern})/round=(?P<round>\d{{8}})\.json")
-_BLOCK_NAME = re.compile(
-    rf"{_COMPACTED}/(?P<searcher>{_SEARCHER.pattern})-(?P<first>\d{{8}})-(?P<last>\d{{8}})\.parquet"
-)
+_NAME = rf"(?P<searcher>{_SEARCHER.pattern})"
+_SHARD_NAME = re.compile(rf"trajectories/searcher={_NAME}/round=(?P<round>[0-9]{{8}})\.parquet")
+_MARK_NAME = re.compile(rf"expired/searcher={_NAME}/through=(?P<through>[0-9]{{8}})\.json")
+_REFUSAL_NAME = re.compile(rf"quarantine/searcher={_NAME}/round=(?P<round>[0-9]{{8}})\.json")
+_BLOCK_NAME = re.compile(rf"{_COMPACTED}/{_NAME}-(?P<first>[0-9]{{8}})-(?P<last>[0-9]{{8}})\.parquet")
 
 
 def check_searcher_id(searcher: str) -> str:

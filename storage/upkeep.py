@@ -54,7 +54,7 @@ from storage.summary import is_finished
 
 # A block is compacted if its shards are at most this large together, because a reader holds a whole file in memory.
 MAX_BLOCK_BYTES = 32 << 20
-_REWARDS = re.compile(r"rewards/[^/]+/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
+_REWARDS = re.compile(r"rewards/[^/]+/searcher=(?P<searcher>[^/]+)/round=(?P<round>[0-9]{8})\.parquet")
 _WRITTEN_AT = b"written_at"  # in a compacted file's metadata: a JSON list of when each shard was written, in ISO 8601
 _TIMES = TypeAdapter(list[AwareDatetime])
 _CLOCK = "expired/clock"

@@ -3,6 +3,7 @@
 flows/config.py joins these with the buffer's settings (storage.buffer.Sampling) into the one configuration of a run.
 """
 
+import difflib
 import math
 import re
 import sys
@@ -26,13 +27,44 @@ ENGINES_OWN = {
     "trust_remote_code": None,
     "worker_extension_cls": None,
 }
+# Arguments of vllm.LLM that may be given. Others name files, classes or addresses, and a run.json is other people's.
+ENGINES_FREE = {
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "enable_expert_parallel",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "cpu_offload_gb",
+    "block_size",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "enforce_eager",
+    "async_scheduling",
+    "disable_custom_all_reduce",
+    "num_gpu_blocks_override",
+    "scheduling_policy",
+    "attention_backend",
+    "disable_cascade_attn",
+    "long_prefill_token_threshold",
+    "moe_backend",
+    "optimization_level",
+    "performance_mode",
+    "disable_sliding_window",
+    "mamba_cache_dtype",
+}
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 
 
 class Settings(BaseModel):
     """Base of the settings. Unknown names are errors, so that no misspelt setting is ignored; values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TaskSettings(Settings):
@@ -159,16 +191,21 @@ class SearchSettings(Settings):
 
     engine: dict[str, JsonValue] = Field(
         {},
-        description="Further arguments of vllm.LLM: tensor_parallel_size, kv_cache_dtype, quantization, …",
+        description="Arguments of vllm.LLM (a list is in tba/config.py): tensor_parallel_size, quantization, …",
     )
 
     @field_validator("engine")
     @classmethod
     def _engine_keeps_its_own(cls, engine: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        for name in engine:
+        for name, value in engine.items():
             if name in ENGINES_OWN:
                 setting = ENGINES_OWN[name]
                 raise ValueError(f"search.engine: {name} " + (f"is {setting}" if setting else "cannot be changed"))
+            if name not in ENGINES_FREE:
+                close = difflib.get_close_matches(name, ENGINES_FREE) or sorted(ENGINES_FREE)
+                raise ValueError(f"search.engine: there is no argument {name}; there is {', '.join(close)}")
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"search.engine: {name} is {value!r:.80}; give a number or a word")
         for name in PARALLEL_SIZES:
             if not (isinstance(engine.get(name, 1), int) and engine.get(name, 1) >= 1):
                 raise ValueError(f"search.engine: {name} is {engine[name]!r}; give a whole number of at least 1")

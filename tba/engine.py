@@ -5,13 +5,12 @@ flight goes on with the new weights and the keys and values that it has. Each to
 weights that sampled it. Such a mixture of policies is a behavior policy like any other to the Trajectory Balance loss.
 """
 
-import difflib
 import importlib.util
 import json
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -88,7 +87,7 @@ def make_engine(
 ) -> Engine:
     """An engine for policies of the shape in `folder`. No policy is served until `load`.
 
-    arguments: further ones of vllm.LLM. Raises: ValueError: vLLM does not know an argument, or is not installed.
+    arguments: further ones of vllm.LLM. Raises: ValueError: vLLM has to take them, and is not used.
     """
     if importlib.util.find_spec("vllm") and not _is_mixture_on_a_cpu(folder):
         return VllmEngine(folder, arguments=arguments, **limits)
@@ -119,7 +118,6 @@ class VllmEngine:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("OMP_NUM_THREADS", str(limits["threads"]))  # read by the CPU backend only
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        check_arguments(arguments)
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -235,17 +233,6 @@ class VllmEngine:
         logprobs = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
         policies = [(span.start, self._policies[int(span.version)]) for span in completion.weight_versions]
         return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason, policies)
-
-
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises: ValueError: vllm.LLM has no such argument."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    names = [field.name for field in fields(EngineArgs)]
-    for name in arguments:
-        if name not in names:
-            close = ", ".join(difflib.get_close_matches(name, names)) or "those of its documentation"
-            raise ValueError(f"search.engine: vLLM has no argument {name}; it has {close}")
 
 
 class WholeBatches:

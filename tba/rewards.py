@@ -160,6 +160,9 @@ class RewardedTask:
         return f"{self.name}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
+NUMBERS = (bool, int, float, type(None))
+
+
 def load_reward(name: str) -> FunctionReward:
     """The reward called `module:function`, or `module:function(…)` for one that a function returns.
 
@@ -175,6 +178,8 @@ def load_reward(name: str) -> FunctionReward:
         call = ast.parse(f"f({arguments}", mode="eval").body
         positional = [ast.literal_eval(value) for value in call.args]
         named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if not is_users_own(path) and not all(isinstance(v, NUMBERS) for v in [*positional, *named.values()]):
+            raise ValueError("a package's function takes numbers only here: text could be code that it runs")
         made = function(*positional, **named)
     except Exception as error:  # not Python, not literals, or refused by the function
         raise ValueError(f"reward {name}: the call failed ({type(error).__name__}: {error})") from error

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.report.text import printable
+from flows.report.text import printable, without_secrets
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -60,8 +60,9 @@ def existing_run(run: str, store: str | None):
 
 
 def say(message: str, err: bool = False) -> None:
-    """Prints a line, with control characters escaped: text of a store or a model must not control the terminal."""
-    typer.echo(printable(message), err=err)
+    """Prints a line, with control characters escaped: text of a store or a model must not control the terminal. It is
+    printed without the credentials of URLs."""
+    typer.echo(printable(without_secrets(message)), err=err)
 
 
 def fail(message: str, status: int = 1):

@@ -21,7 +21,7 @@ def plan(
     run: RunName,
     store: StoreOption = None,
     searchers: Annotated[
-        list[int], typer.Option("--searchers", min=1, help="Number of Searchers; may be repeated.")
+        list[int], typer.Option("--searchers", min=1, max=10_000, help="Number of Searchers; may be repeated.")
     ] = (1, 2, 4, 8, 16),
     as_json: AsJson = False,
 ) -> None:

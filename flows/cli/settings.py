@@ -26,14 +26,14 @@ def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
             fail(f"--set {setting}: has no '='; write --set key.path=value, such as --set train.beta=0.1", status=2)
         try:
             given[key] = json.loads(value) if value == "null" or value[:1] in ("[", "{") else value
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             fail(
-                f"--set {setting}: is not JSON; write a list as --set search.exploration_top_p=[0.8,1], an object as "
-                f'--set \'search.engine={{"dtype": "float16"}}\' ({error})',
+                f"--set {setting:.200}: is not JSON; write a list as --set search.exploration_top_p=[0.8,1], an object "
+                f'as --set \'search.engine={{"dtype": "float16"}}\' ({error})',
                 status=2,
             )
         if key.startswith("search.engine."):  # vLLM's own arguments, whose types pydantic does not know
-            with contextlib.suppress(ValueError):  # a word
+            with contextlib.suppress(ValueError, RecursionError):  # a word
                 given[key] = json.loads(value)
     for key, value in given.items():
         *path, name = key.split(".")

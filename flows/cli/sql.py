@@ -43,6 +43,8 @@ def sql(
     """
     run_store = existing_run(run, store)
     form = Format.json if as_json else form
+    if query is None and sys.stdin is None:
+        fail("No query was given, and standard input is closed.", status=2)
     if query is None and sys.stdin.isatty():
         _prompt(run_store, form)
     elif reason := _answer(run_store, sys.stdin.read() if query is None else query, form):
@@ -89,7 +91,7 @@ def _answer(store: "RunStore", statement: str, form: Format) -> str | None:
 
     try:
         print_table(query(store, statement), form)
-    except (StoreError, ValueError, OverflowError, duckdb.Error) as error:
+    except (StoreError, ValueError, OverflowError, TypeError, RecursionError, duckdb.Error) as error:
         return str(error)
     return None
 

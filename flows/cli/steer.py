@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -69,6 +69,7 @@ def searchers(
 
     Example: tba searchers arithmetic +1
     """
+    from flows.config import load_run
     from storage import requests
     from storage.attempts import read_heartbeat
     from storage.errors import StoreError
@@ -76,22 +77,23 @@ def searchers(
     from storage.summary import is_finished
 
     run_store = existing_run(run, store)
-    by = int(change) if re.fullmatch(r"[+-][0-9]+", change) else 0
+    by = int(change) if re.fullmatch(r"[+-][0-9]{1,4}", change) else 0
     if by == 0:
         fail(f"change: got {change!r}; write a number of Searchers with its sign, such as +1 or -1", status=2)
     try:
-        recorded = run_store.read_json("run.json", dict[str, Any])
-        if recorded.get("synchronous"):
+        recorded = load_run(run_store)
+        if recorded.synchronous:
             fail(f"change: run {run!r} is synchronous: one Searcher and the Trainer take turns", status=2)
-        configured = recorded.get("searchers", 1)
-        before = requests.wanted_searchers(run_store, configured)
+        before = requests.wanted_searchers(run_store, recorded.searchers)
         wanted = before + by
-        if wanted < (least := min(1, configured)):
+        if wanted < (least := min(1, recorded.searchers)):
             why = ", because the last one evaluates the final policy" if least else ""
             fail(
                 f"change: got {change}, but run {run!r} has {before} Searchers; at least {least} must stay{why}",
                 status=2,
             )
+        if wanted > (most := requests.MOST_SEARCHERS):
+            fail(f"change: got {change}, but a run has at most {most} Searchers", status=2)
         if is_finished(run_store):
             fail(f"Run {run!r} is finished.", status=2)
         requests.want_searchers(run_store, wanted)

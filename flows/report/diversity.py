@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flows.config import load_run
 from storage import measurements as stored
 from storage.store import RunStore
 
@@ -70,8 +71,7 @@ def measure_diversity(
 
 def usual_responses_per_prompt(store: RunStore) -> int:
     """Responses to a prompt that a round of the run samples, at most `RESPONSES_PER_PROMPT`."""
-    search = (store.read_json("run.json", dict[str, Any]) or {}).get("search", {})
-    return min(RESPONSES_PER_PROMPT, search.get("samples_per_prompt", RESPONSES_PER_PROMPT))
+    return min(RESPONSES_PER_PROMPT, load_run(store).search.samples_per_prompt)
 
 
 def _embed(groups: list[tuple], num_prompts: int, m: int) -> dict[str, np.ndarray]:

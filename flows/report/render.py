@@ -7,6 +7,7 @@ page. Responses are untrusted text: the template escapes everything, and the pag
 from datetime import UTC, datetime
 from importlib.resources import files
 
+from flows.config import load_run
 from flows.report import figures
 from flows.report.diversity import measure_diversity
 from flows.report.text import clip, long_duration, number, percent, setting, when
@@ -41,7 +42,7 @@ def render(store: RunStore) -> str:
 
     tables = {name: table.to_pylist() for name, table in report_tables(store).items()}
     best = best_policy(store)
-    config, summary = store.read_json("run.json", dict), read_summary(store)
+    config, summary = load_run(store).recorded(), read_summary(store)
     totals = tables["totals"][0]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (number, percent, clip, when, long_duration, setting)}

@@ -15,6 +15,13 @@ _COMMANDS = re.compile(
 )
 
 
+# In a URL: name and password before the host, and values of a query that sign or name.
+_SECRETS = re.compile(
+    r"(?P<scheme>\w+:/+)[^\s'\"@]*@|(?P<name>[?&][\w-]*(?:amz|sig|token|key|secret|password|credential)[\w-]*=)[^\s&'\"`]+",
+    re.IGNORECASE,
+)
+
+
 def number(value: float) -> str:
     """A short form: 0.25, 12k, 3.4M."""
     if value == 0:
@@ -53,6 +60,11 @@ def printable(text: str) -> str:
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def without_secrets(text: str) -> str:
+    """The text without the credentials of URLs in it. For messages, which may repeat what a user has typed."""
+    return _SECRETS.sub(lambda found: f"{found['scheme']}…@" if found["scheme"] else f"{found['name']}…", text)
+
+
 def log_printable(level: int, layout: str, loggers: tuple[str, ...]) -> None:
     """Makes these loggers print from this level on, with control characters escaped: messages have names of a store.
 
@@ -61,7 +73,7 @@ def log_printable(level: int, layout: str, loggers: tuple[str, ...]) -> None:
 
     class Printable(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            return printable(super().format(record))
+            return printable(without_secrets(super().format(record)))
 
     handler = logging.StreamHandler()
     handler.setFormatter(Printable(layout))

@@ -49,7 +49,7 @@ class Page:
         try:
             self._update()
             self._behind = False
-        except (httpx.HTTPError, StoreError) as error:  # training needs no page
+        except (httpx.HTTPError, StoreError, ValueError, TypeError, OverflowError) as error:  # training needs no page
             if not self._behind:
                 get_run_logger().warning("Prefect's page of the run is not up to date: %r", error)
             self._behind = True

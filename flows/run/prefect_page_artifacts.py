@@ -45,8 +45,8 @@ class Artifacts:
 
     def show_progress(self, beat: dict) -> None:
         step, steps = beat.get("step", 0), self._config.train.steps
-        words = [beat.get("state", "starting"), f"step {step} of {steps}"]
-        if beat.get("reward_mean") is not None:
+        words = [_plain(beat.get("state") or "starting"), f"step {step} of {steps}"]
+        if isinstance(beat.get("reward_mean"), int | float):
             words.append(f"reward {beat['reward_mean']:.2f}")
         if beat.get("seconds_left") is not None:
             words.append(f"{duration(beat['seconds_left'])} left")

@@ -31,10 +31,6 @@ def check_inputs(config: RunConfig) -> list[str]:
             f"train.lora_rank is {config.train.lora_rank}, but peft is not installed: "
             "pip install peft, or leave the setting out"
         )
-    if config.search.engine and find_spec("vllm") and not store.exists("run.json"):  # a resumed run was checked
-        from tba.engine import check_arguments  # imports torch, which takes seconds
-
-        check_arguments(config.search.engine)
     tokenizer = _tokenizer(model_folder(config.model))
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     task.check(tokenizer)

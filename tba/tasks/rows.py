@@ -4,12 +4,14 @@ Rows are mappings from column to value. Each has its location, so that an error 
 """
 
 import hashlib
+import inspect
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tba.imports import FILES, is_function_name, load_function
+from tba.imports import FILES, is_function_name, is_users_own, load_function
 from tba.tasks.base import Problem
 
 HELDOUT_ONE_IN = 10  # share of the problems held out where a dataset comes without a test split
@@ -83,7 +85,7 @@ def _read_jsonl(file: Path) -> Rows:
             where = f"{file}, line {number}"
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"task.data: {where} is not JSON ({error}); each line is one object") from error
             if not isinstance(row, dict):
                 raise ValueError(f"task.data: {where} is not an object, but {line[:40]!r}; each line is one object")
@@ -119,9 +121,17 @@ def _read_hub(dataset: str, columns: Sequence[str], config: str | None) -> tuple
     return located("train", train), None if heldout is None else located("held-out", heldout)
 
 
+_ROWS = re.compile(r"list|Iter|Sequence|Dataset", re.IGNORECASE)
+
+
 def _call(name: str) -> Rows:
     """The rows that a user's function returns: a list, or a dataset."""
     rows = load_function(name, "task.data")
+    if not is_users_own(name) and not _ROWS.search(str(inspect.signature(rows).return_annotation)):
+        raise ValueError(
+            f"task.data: {name} is a package's function, and only one that is annotated to return a list, an Iterable "
+            "or a Dataset is called. Write a function in a file of the working folder that calls it"
+        )
     try:
         return [(f"{name}, row {number}", row) for number, row in enumerate(rows())]
     except Exception as error:  # the function is the user's: it may raise anything

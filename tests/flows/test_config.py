@@ -94,6 +94,11 @@ def test_arguments_of_the_engine_may_be_words_or_json(tmp_path, setting):
         ({"max_num_seqs": 8}, "max_num_seqs is search.prompts_per_round x search.samples_per_prompt"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; give a whole number of at least 1"),
         ({"pipeline_parallel_size": "two"}, "pipeline_parallel_size is 'two'"),
+        ({"tensor_paralel_size": 2}, "there is no argument tensor_paralel_size; there is tensor_parallel_size"),
+        ({"worker_cls": "runs.evil.x.Worker"}, "there is no argument worker_cls; there is"),
+        ({"reasoning_parser_plugin": "/shared/x.py"}, "there is no argument reasoning_parser_plugin"),
+        ({"hf_token": "secret"}, "there is no argument hf_token"),
+        ({"dtype": {"a": 1}}, "dtype is {'a': 1}; give a number or a word"),
     ],
 )
 def test_arguments_that_the_searcher_needs_as_they_are_are_refused(engine, message):

@@ -31,6 +31,7 @@ REFUSED = {
     "posix:system": "standard library",
     "_posixsubprocess:fork_exec": "standard library",
     "os.path:join": "standard library",
+    "test.autotest:main": "standard library",
     "xmlrpc.client:loads": "standard library",
     "runpy:run_path": "standard library",
     "antigravity:geohash": "standard library",
@@ -120,6 +121,17 @@ def test_what_a_module_took_from_python_is_refused(folder, name):
 def test_functions_of_the_working_folder_are_loaded(folder, name):
     assert load_reward(f"my_rewards:{name}").path == f"my_rewards:{name.partition('(')[0]}"
     assert TaskSettings(rewards=[f"my_rewards:{name}"]).rewards == (f"my_rewards:{name}",)
+
+
+@pytest.mark.parametrize("place", ["", "run", "somebodys/run"])
+def test_files_of_a_store_in_the_working_folder_are_not_imported(folder, place):
+    """Other people may write to it."""
+    run = folder / "runs" / place
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "run.json").write_text("{}")
+    (folder / "runs" / "evil.py").write_text("raise SystemExit('it was imported')")
+    with pytest.raises(ValueError, match=r"runs is in a store, whose files may be other people's"):
+        load_reward("runs.evil:reward")
 
 
 def test_functions_of_installed_packages_are_loaded():

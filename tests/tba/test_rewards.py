@@ -157,6 +157,10 @@ def test_trls_length_penalty_is_made_by_a_call():
         ("torch.hub:load('somebody/repository')", "only a function that is annotated to return a Callable"),
         ("pandas:read_pickle('file.pkl')", "only a function that is annotated to return a Callable"),
         ("tests.storage.helpers:start_python('1')", "only a function that is annotated to return a Callable"),
+        (
+            "sqlalchemy.util.langhelpers:exec_code_in_env('import os; os.abort()', {}, 'f')",
+            "a package's function takes numbers only",
+        ),
         (f"{__name__}:longer(__import__('os'))", "the call failed .*malformed node"),
         (f"{__name__}:longer(4", "the call failed .*SyntaxError"),
     ],

@@ -82,6 +82,15 @@ def tba(*arguments: str):
         ),
         (["--set", "betta=1"], "betta: there is no such setting; settings of this group: run, store"),
         (["--set", "train.beta"], "--set train.beta: has no '='"),
+        (["--set", "x=" + "[" * 100_000], "--set x=[[["),
+        (["--set", "search.engine.a=" + "[" * 100_000], "--set search.engine.a=[[["),
+        (
+            ["--set", "task.missing_eos_reward=nan"],
+            "task.missing_eos_reward: got 'nan'; Input should be a finite number",
+        ),
+        (["--set", 'search.engine.cpu_offload_gb="\ud800"'], "a setting cannot be written to run.json"),
+        (["--set", "warm_start=s3://KEY:SECRET@bucket/run"], "warm_start: got 's3://…@bucket/run'"),
+        (["--set", "s3://KEY:SE/CRET@bucket/run"], "--set s3://…@bucket/run: has no '='"),
         (
             ["--set", "search.exploration_top_p=[0.8"],
             "--set search.exploration_top_p=[0.8: is not JSON; write a list as",
@@ -92,7 +101,7 @@ def tba(*arguments: str):
 def test_bad_input_is_one_line_before_any_work(project, checked, arguments, message):
     result = tba("train", *arguments)
     assert result.exit_code == 2
-    assert result.stderr.startswith(message)
+    assert result.stderr.startswith(message) and "SECRET" not in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not checked
     assert list(project.iterdir()) == []

@@ -76,13 +76,6 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(
         check_inputs(config(tmp_path, **changes))
 
 
-@pytest.mark.slow
-def test_an_argument_that_vllm_does_not_have_is_named_before_anything_starts(tmp_path, tokenizer_only):
-    pytest.importorskip("vllm")
-    with pytest.raises(ValueError, match="vLLM has no argument tensor_paralel_size; it has tensor_parallel_size"):
-        check_inputs(config(tmp_path, search={"engine": {"tensor_paralel_size": 2}}))
-
-
 def test_a_check_does_without_torch(tmp_path, tokenizer_only):
     """It is made twice before a run begins, by the command and by the flow; torch would be ten seconds each time."""
     code = f"""

@@ -42,7 +42,7 @@ def length(completions, size, **columns):
     return [float(len(text[0]["content"]) - most) for text, most in zip(completions, size, strict=True)]
 
 
-def rows():
+def rows() -> list[dict]:
     return ROWS
 
 
@@ -77,7 +77,7 @@ def test_a_chat_is_rendered_and_rewarded_with_its_columns():
     task.check(tokenizer)
 
 
-def long_rows():
+def long_rows() -> list[dict]:
     return [{"prompt": "x" * number} for number in range(1, 41)]
 
 
@@ -122,6 +122,22 @@ def test_no_data_is_refused():
         Dataset(data=None)
 
 
+def failing() -> list:
+    raise TypeError("it fails")
+
+
 def test_a_function_that_fails_is_named():
-    with pytest.raises(ValueError, match=r"task\.data: .*:length failed \(TypeError"):
-        Dataset(data=f"{__name__}:length")
+    with pytest.raises(ValueError, match=r"task\.data: .*:failing failed \(TypeError: it fails"):
+        Dataset(data=f"{__name__}:failing")
+
+
+def test_a_packages_function_that_returns_no_rows_is_not_called():
+    """It would delete the user's token."""
+    with pytest.raises(ValueError, match="only one that is annotated to return a list, an Iterable or a Dataset"):
+        Dataset(data="huggingface_hub:logout")
+
+
+def test_a_line_that_is_nested_without_end_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": ' + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1 is not JSON"):
+        Dataset(data=str(tmp_path / "rows.jsonl"))
