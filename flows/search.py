@@ -53,7 +53,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
             if policy.final:
                 searcher.drop_rounds()  # nobody trains on them
             if feed.is_new and evaluates and (policy.step == 0 or policy.final or budget.allows()):
-                budget.spend(evaluate_task(run_store, searcher, name, config.task.num_heldout, policy))
+                budget.spend(evaluate_task(run_store, searcher, held, config.task.num_heldout, policy))
             if policy.final:
                 break
             search_round(run_store, searcher, feed, held, number, ahead)
@@ -117,7 +117,9 @@ def finish_round(store: RunStore, searcher: "Searcher", sampled: "SampledRound")
     return True
 
 
-def evaluate(store: RunStore, searcher: "Searcher", name: str, num_problems: int, policy: policies.PolicyRef) -> float:
+def evaluate(
+    store: RunStore, searcher: "Searcher", held: HeldName, num_problems: int, policy: policies.PolicyRef
+) -> float:
     """Measures greedy accuracy on held-out problems, unless the ledger has this policy step; keeps the best policy.
 
     best.json is written before the ledger's entry, so every recorded evaluation has been compared, also after a kill.
@@ -125,14 +127,16 @@ def evaluate(store: RunStore, searcher: "Searcher", name: str, num_problems: int
     """
     if policy.step in ledger.evaluations(store):
         return 0.0
-    is_held = policies.hold_policy(store, policy, name)
-    result = searcher.evaluate(num_problems) | {"attempt": policy.attempt, "policy_step": policy.step}
+    is_held = policies.hold_policy(store, policy, held.name)
+    measured = searcher.evaluate(num_problems)
+    held.check()  # evaluation takes minutes: another process of the name may hold another policy now
+    result = measured | {"attempt": policy.attempt, "policy_step": policy.step}
     accuracy, num_problems = result["accuracy"], result["num_problems"]
     cache = policy_cache(store.run)
     is_best = is_held and policies.keep_if_best(store, policy, accuracy, num_problems, cache)
     with contextlib.suppress(AlreadyExists):
         ledger.record_evaluation(store, result)
-    policies.release_policy(store, name)
+    policies.release_policy(store, held.name)
     get_run_logger().info(
         "policy step %d: accuracy %.3f on %d held-out problems%s",
         policy.step, accuracy, num_problems, ", the best so far" if is_best else "",

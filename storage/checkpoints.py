@@ -11,6 +11,7 @@ If files of a complete checkpoint are torn, the run resumes from an older one th
 """
 
 import logging
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from storage.store import RunStore, scans
 
 _COMPLETE = "state.json"
 _NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4,}))?")
+# Bytes of a number of each type that safetensors has.
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
+_BYTES |= {f"{kind}{bits}": bits // 8 for kind in "IU" for bits in (8, 16, 32, 64)}
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
 
 logger = logging.getLogger(__name__)
@@ -155,8 +159,16 @@ def _broken_safetensors(store: RunStore, path: str) -> str | None:
         header_length = int.from_bytes(file.read_at(min(8, size), 0), "little")
         header = file.read_at(header_length, 8) if header_length <= min(size - 8, _LONGEST_HEADER) else b""
     try:
-        ends = [tensor["data_offsets"][1] for name, tensor in from_json(header).items() if name != "__metadata__"]
-        expected = 8 + header_length + max(ends, default=0)
+        tensors = [tensor for name, tensor in from_json(header).items() if name != "__metadata__"]
+        end = 0
+        for tensor in sorted(tensors, key=lambda tensor: tensor["data_offsets"]):
+            length = _BYTES[tensor["dtype"]] * math.prod(tensor["shape"])
+            if tensor["data_offsets"] != [end, end + length]:
+                raise ValueError(f"the tensor at {tensor['data_offsets']} should be at {[end, end + length]}")
+            end += length
+        if not tensors:
+            raise ValueError("it has no tensors")
+        expected = 8 + header_length + end
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         return f"its header cannot be read ({error!r})"
     return None if size == expected else f"it has {size} bytes, but {expected} by its header"

@@ -17,6 +17,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage import shards
+from storage.ledger import NAMES
 from storage.queries import STORED, VIEWS, attempts_table, dataset, torn_files
 from storage.shards import committed_files, files_named, marked_through, refused_rounds, shard_path, stray_files
 from storage.sql import sql
@@ -89,21 +91,24 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
             values |= {"table": "files", "columns": f"{values['columns']}, filename", "condition": _named(run, store)}
         else:
             torn = [path for path in store.list(folder) if path.endswith(".parquet") and not _has_footer(run / path)]
-            values["condition"] = _is_none_of(run, ["", *torn, *_links(run, folder)])
+            is_entry = f"regexp_matches(filename, '/{folder}/{NAMES[folder]}\\.parquet$')"
+            values["condition"] = f"{is_entry} AND {_is_none_of(run, ['', *torn, *_links(run, folder)])}"
         connection.execute(sql("view_of_files").format(**values))
     columns = ", ".join(STORED["trajectories"][1].names)
-    values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns}
+    values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns, "block": shards.ROUNDS_PER_BLOCK}
     connection.execute(sql("view_of_committed").format(**values))
-    connection.execute(sql("view_of_attempts").format(folder=_pattern(run / "trainer")))
+    connection.execute(sql("view_of_attempts").format(folder=_pattern(run / "trainer"), digits="[0-9]" * 8))
 
 
 def _named(run: Path, store: RunStore) -> str:
     """The condition for files of trajectories: names of shards or compacted files, neither refused nor torn now."""
     refused = [shard_path(name, number) for name, rounds in refused_rounds(store).items() for number in rounds]
     torn = [file.path for file in committed_files(store) if not _has_footer(run / file.path)]
-    names = r"/(searcher=[a-z][a-z0-9-]*/round=\d+|compacted/[a-z][a-z0-9-]*-\d+-\d+)\.parquet$"
-    marked = marked_through(store.list("expired"))
-    stray = [file.path for file in stray_files(files_named(store.list("trajectories")), marked)]
+    names = r"/(searcher=[a-z][a-z0-9-]*/round=[0-9]{8}|compacted/[a-z][a-z0-9-]*-[0-9]{8}-[0-9]{8})\.parquet$"
+    marked, paths = marked_through(store.list("expired")), store.list("trajectories")
+    files = files_named(paths)
+    stray = [file.path for file in stray_files(files, marked)]
+    stray += {path for path in paths if path.endswith(".parquet")} - {file.path for file in files}
     excluded = ["", *refused, *torn, *stray, *_links(run, "trajectories")]
     return f"regexp_matches(filename, '{names}') AND {_is_none_of(run, excluded)}"
 
@@ -122,7 +127,11 @@ def _is_none_of(run: Path, paths: list[str]) -> str:
 def _has_footer(file: Path) -> bool:
     try:
         pq.read_schema(file)
-    except (pa.ArrowException, OSError):
+    except FileNotFoundError:  # deleted since it was listed
+        return False
+    except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None):  # the system's error, not Parquet's: the file may be whole
+            raise
         return False
     return True
 

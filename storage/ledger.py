@@ -36,6 +36,17 @@ NEEDED = {
     "rewards": ("trajectory_id", "reward"),
     "diversity": ("metric", "value"),
 }
+# By folder: the names of entries. Files with other names, such as copies, are never read.
+_OF_ATTEMPT, _OF_SEARCHER = r"attempt=[0-9]{8}", r"searcher=[a-z][a-z0-9-]{0,31}/round=[0-9]{8}"
+NAMES = {
+    "batches": rf"{_OF_ATTEMPT}/step=[0-9]{{8}}",
+    "metrics/training": rf"{_OF_ATTEMPT}/step=[0-9]{{8}}",
+    "metrics/search": _OF_SEARCHER,
+    "metrics/evaluations": r"step=[0-9]{8}(-a[0-9]{4})?",
+    "syncs": rf"{_OF_ATTEMPT}/sync=[0-9]{{8}}",
+    "rewards": rf"[^/]+/{_OF_SEARCHER}",
+    "diversity": r"measured=[^/]+",
+}
 _NUMBERS = {"attempt", "step", "sync", "round", "first_round", "last_round"}
 _SYNC_NAME = re.compile(r"syncs/attempt=[0-9]{8}/sync=[0-9]{8}\.parquet")
 _EVALUATION_NAME = re.compile(r"metrics/evaluations/step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4}))?\.parquet")
@@ -131,6 +142,11 @@ def effective_syncs(store: RunStore, step: int) -> list[dict]:
     paths = [path for path in store.list("syncs") if _SYNC_NAME.fullmatch(path)]
     rows = [row for rows in transfer_all(read, paths) for row in rows]
     return [row for row in rows if row["step"] <= step and counts(row["attempt"], row["step"], resumes)]
+
+
+def is_entry(folder: str, path: str) -> bool:
+    """Whether a path in a folder of the ledger has an entry's name."""
+    return bool(re.fullmatch(rf"{folder}/{NAMES[folder]}\.parquet", path))
 
 
 def read_entry(store: RunStore, path: str, columns: pa.Schema, needed: Iterable[str]) -> pa.Table:

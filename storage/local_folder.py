@@ -121,6 +121,7 @@ class LocalFolder:
     def get_file(self, path: str, local: Path) -> None:
         shutil.copyfile(self._path(path), local)
 
+    @patient("look up")
     def exists(self, path: str) -> bool:
         return self._path(path).is_file()
 
@@ -139,7 +140,7 @@ class LocalFolder:
     @patient("list")
     def folders(self, folder: str) -> list[str]:
         may_be_links = not folder  # a run may lie on another disk than its store
-        return sorted(e.name for e in self._entries(folder) if e.is_dir(follow_symlinks=may_be_links))
+        return sorted(e.name for e in self._entries(folder) if _is_folder(e, may_be_links))
 
     def _entries(self, folder: str) -> list[os.DirEntry]:
         """A folder's entries; none if there is no such folder. Any other error is raised, unlike by os.walk."""
@@ -153,9 +154,11 @@ class LocalFolder:
             self._links.add(link)
         return entries
 
+    @patient("delete")
     def delete(self, path: str) -> None:
         self._path(path).unlink()
 
+    @patient("delete")
     def delete_folder(self, folder: str) -> None:
         with suppress(FileNotFoundError):  # another process deletes it, too
             shutil.rmtree(self._path(folder))
@@ -165,3 +168,10 @@ class LocalFolder:
 
     def local_path(self, path: str) -> Path:
         return self._path(path)
+
+
+def _is_folder(entry: os.DirEntry, may_be_link: bool) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=may_be_link)
+    except OSError:  # a link that leads to itself, or to where this account may not look
+        return False

@@ -166,7 +166,7 @@ def latest_policy(store: RunStore) -> PolicyRef | None:
     found = _read_pointer(store, LATEST, PolicyRef)
     if found is None or not is_superseded(store, found.attempt):
         return found
-    if newer := _newest_policy_after(store, found.attempt):
+    if newer := newest_policy_after(store, found.attempt):
         return newer
     return found if counts(found.attempt, found.step, list_attempts(store)) else replace(found, final=False)
 
@@ -183,7 +183,7 @@ def is_latest(store: RunStore, ref: PolicyRef) -> bool:
     return False
 
 
-def _newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
+def newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
     """The newest policy of later attempts that is not pruned, found without latest.json."""
     folders = [path.removesuffix(f"/{MANIFEST}") for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
     later = [folder for folder in folders if is_policy(folder) and age(folder)[0] > attempt]
@@ -272,9 +272,11 @@ def keep_if_best(
 
 
 def _store_weights(store: RunStore, ref: PolicyRef, cache_dir: str | Path | None) -> None:
-    """Uploads a policy's weights if only a delta is stored."""
+    """Uploads a policy's weights if only a delta is stored. Raises: NotFound: the policy was pruned meanwhile."""
     manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
-    if manifest is None or not manifest.whole:
+    if manifest is None or manifest.pruned:  # its hold was taken over by another Searcher of the name
+        raise NotFound(f"policy {ref.path} of run {store.run} in {store.url} was pruned or removed")
+    if not manifest.whole:
         with tempfile.TemporaryDirectory(prefix="tba-best-") as temporary:
             make_whole(store, ref.path, fetch_policy(store, ref, cache_dir or temporary))
 

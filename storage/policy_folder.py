@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from storage.errors import UnsafePath
 from storage.paths import inside, is_plain
+from storage.patience import with_room
 
 MANIFEST = "policy.json"
 POLICY_NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4}))?")
@@ -166,13 +167,13 @@ def into_cache(cached: Path, fill: Callable[[Path], object]) -> Path:
 
     Of several processes of this machine one fills, and the others wait for it. A kill leaves the copy whole or absent.
     """
-    cached.parent.mkdir(parents=True, exist_ok=True)
+    with_room(lambda: cached.parent.mkdir(parents=True, exist_ok=True), cached.name, cached.parent)
     with _one_process(cached.parent / f".tmp-lock-{cached.name}"):
         if cached.is_dir() and (fault := _copy_fault(cached)):
             logger.warning("the copy %s of a policy is damaged and is fetched again: %s", cached, fault)
             drop(cached)
         if not cached.is_dir():
-            _fill(cached, fill)
+            with_room(lambda: _fill(cached, fill), f"policy {cached.name}", cached.parent)
             _trim(cached.parent)
     return cached
 

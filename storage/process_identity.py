@@ -37,7 +37,7 @@ class Process:
             process = psutil.Process(self.pid)
             same = abs(_since_boot_s(process) - self.started) < 0.1 and process.status() != psutil.STATUS_ZOMBIE
             return process if same else None
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError, OverflowError):  # ValueError: no system has such a pid
             return None
 
 

@@ -25,7 +25,7 @@ import pyarrow.dataset as ds
 
 from storage import attempts, schema
 from storage.errors import DamagedRecord, NotFound, ReadOnly, StoreError, TornShard
-from storage.ledger import NEEDED, read_entry
+from storage.ledger import NEEDED, is_entry, read_entry
 from storage.shards import committed_files, read_file, refused_rounds
 from storage.sql import sql
 from storage.store import RunStore, scans, transfer_all
@@ -132,7 +132,7 @@ def _files_of(store: RunStore, folder: str, torn: Collection[str] = ()) -> list[
     """Paths of a table's files, less torn ones; of trajectories those that count."""
     if folder == "trajectories":
         return [file.path for file in committed_files(store, torn)]
-    return [path for path in store.list(folder) if path.endswith(".parquet") and path not in torn]
+    return [path for path in store.list(folder) if is_entry(folder, path) and path not in torn]
 
 
 def connect(store: RunStore, torn: Collection[str] = ()) -> duckdb.DuckDBPyConnection:

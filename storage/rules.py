@@ -83,7 +83,7 @@ RULES = (
     _unique("trajectory_id is unique", "trajectory_id"),
     _equal("trajectory_id is searcher-round-index", "trajectory_id", "id_of_place"),
     _among("reward is finite", "bad_reward", ""),
-    _between("components of rewards are finite", "num_bad_rewards", 0, 0),
+    _between("components of rewards are finite and have different names", "num_bad_rewards", 0, 0),
     *(_between(f"{name} has at least one token", f"num_{name}", 1, _INT32_MAX) for name in _TOKENS),
     *(_between(f"{name} are inside the vocabulary", f"num_bad_{name}", 0, 0) for name in _TOKENS),
     *(
@@ -187,7 +187,15 @@ def _count_not_finite(maps: pa.ChunkedArray) -> np.ndarray:
     """Number of components of each row's rewards that are null or not finite."""
     rows = maps.combine_chunks()
     values = rows.items[rows.offsets[0].as_py() : rows.offsets[-1].as_py()]
-    if not values.null_count and pc.all(pc.is_finite(values), min_count=0).as_py():
+    rows_of = np.repeat(np.arange(len(rows)), np.diff(rows.offsets.to_numpy()))
+    keys = rows.keys[rows.offsets[0].as_py() : rows.offsets[-1].as_py()]
+    distinct = pa.table({"row": rows_of, "key": keys}).group_by(["row", "key"]).aggregate([]).num_rows
+    if not values.null_count and pc.all(pc.is_finite(values), min_count=0).as_py() and distinct == len(keys):
         return np.zeros(len(maps), np.int64)
     components = (row or [] for row in maps.to_pylist())
-    return np.array([sum(value is None or not np.isfinite(value) for _, value in row) for row in components])
+    return np.array(
+        [
+            sum(value is None or not np.isfinite(value) for _, value in row) + len(row) - len({key for key, _ in row})
+            for row in components
+        ]
+    )

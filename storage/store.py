@@ -28,6 +28,7 @@ from storage.errors import (
     RunConfigMismatch,
     StoreError,
     StoreUnreachable,
+    UnsafePath,
     is_without_reason,
     translate,
 )
@@ -289,8 +290,16 @@ def list_runs(url: str) -> list[str]:
     backend, root = _backend_of(url)
     with _store_errors("list", url):
         names = [name for name in backend(root).folders("") if _RUN_NAME.fullmatch(name)]
-        are_runs = transfer_all(lambda name: backend(f"{root}/{name}").exists("run.json"), names)
+        are_runs = transfer_all(lambda name: _may_be_run(backend(f"{root}/{name}")), names)
     return [name for name, is_run in zip(names, are_runs, strict=True) if is_run]
+
+
+def _may_be_run(files: LocalFolder | S3Prefix) -> bool:
+    """Whether a folder has a run.json. One that may not be looked at is a run: its own status has the reason."""
+    try:
+        return files.exists("run.json")
+    except (PermissionError, UnsafePath):
+        return True
 
 
 def read_file(url: str) -> bytes:

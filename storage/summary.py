@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from statistics import median
 
@@ -45,25 +46,28 @@ def summarise(store: RunStore) -> dict:
     steps = queries.query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
     rounds = queries.query(store, "SELECT * FROM search_rounds ORDER BY started_at").to_pylist()
     accuracy = {
-        row["policy_step"]: row["accuracy"] for row in queries.query(store, "SELECT * FROM evaluations").to_pylist()
+        row["policy_step"]: row["accuracy"]
+        for row in queries.query(store, "SELECT policy_step, accuracy FROM evaluations").to_pylist()
     }
     best = policies.best_policy(store)
     training = [(step["started_at"], step["ended_at"]) for step in steps]
     sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
     num_attempts = queries.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
     # Of the time from the Trainer's first step to its last. The time between attempts of a resumed run does not count.
-    wait_s = sum(step["wait_s"] for step in steps[1:])
+    wait_s = sum(step["wait_s"] or 0.0 for step in steps[1:])
+    last = _last_step(store, steps)
+    staleness = [step for step in steps if step["staleness_mean"] is not None and step["staleness_max"] is not None]
     summary = {
         "run": store.run,
         "accuracy_before": accuracy.get(0),
-        "accuracy_after": accuracy.get(steps[-1]["step"]),
+        "accuracy_after": accuracy.get(last),
         "best_accuracy": best.accuracy if best else None,
         "best_step": best.step if best else None,
         "best_policy": best.path if best else None,
-        "steps": steps[-1]["step"],
+        "steps": last,
         "trajectories": queries.query(store, "SELECT count(*) FROM trajectories").column(0)[0].as_py(),
-        "staleness_mean": sum(step["staleness_mean"] for step in steps) / len(steps),
-        "staleness_max": max(step["staleness_max"] for step in steps),
+        "staleness_mean": _mean(step["staleness_mean"] for step in staleness),
+        "staleness_max": max((step["staleness_max"] for step in staleness), default=None),
         "trainer_wait_share": _share(wait_s, wait_s + length(training)),
         # Runs of an older version did not measure it.
         "publish_stall_share": _share(sum(step["publish_stall_s"] or 0.0 for step in steps[1:]), length(training)),
@@ -71,7 +75,7 @@ def summarise(store: RunStore) -> dict:
         "evaluation_share": evaluation_share(store, rounds),
         "overlap_share": _share(length(intersection(union(training), sampling)), length(training)),
         "wall_s": (datetime.now(UTC) - attempts.first_attempt_at(store)).total_seconds(),
-        "step_s_median": median(step["step_s"] for step in steps),
+        "step_s_median": median([step["step_s"] for step in steps if step["step_s"] is not None] or [0.0]),
         "attempts": num_attempts,
         "num_refused_shards": len(refused),
         "refused_shards": {refusal.shard: "; ".join(refusal.reasons) for refusal in refused[:MAX_REFUSED]},
@@ -80,6 +84,17 @@ def summarise(store: RunStore) -> dict:
     }
     store.put(_PATH, json.dumps(summary, indent=1).encode())
     return summary
+
+
+def _last_step(store: RunStore, steps: list[dict]) -> int:
+    """That of the final policy, because the last step's entry may be torn."""
+    final = policies.latest_policy(store)
+    return final.step if final and final.final else max((step["step"] for step in steps), default=0)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return sum(values) / len(values) if values else None
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -105,12 +120,16 @@ def evaluation_share(store: RunStore, rounds: list[dict]) -> float | None:
 
     None: no policy was evaluated, or an older version did not measure the duration.
     """
-    rows = queries.query(store, "SELECT created_at, seconds FROM stored_evaluations WHERE seconds > 0").to_pylist()
+    rows = queries.query(
+        store,
+        "SELECT created_at, seconds FROM stored_evaluations WHERE seconds > 0 AND seconds < 1e9 "
+        "AND created_at BETWEEN TIMESTAMPTZ '1990-01-01' AND TIMESTAMPTZ '9999-01-01'",
+    ).to_pylist()
     if not rows:
         return None
     evaluating = [(row["created_at"] - timedelta(seconds=row["seconds"]), row["created_at"]) for row in rows]
     searching = [(row["started_at"], row["ended_at"]) for row in rounds]
-    return length(union(evaluating)) / length(union(evaluating + searching))
+    return _share(length(union(evaluating)), length(union(evaluating + searching)))
 
 
 def union(intervals: list[Interval]) -> list[Interval]:

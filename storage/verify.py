@@ -124,8 +124,16 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
             return table.append_column("path", pa.array([path] * table.num_rows, pa.string()))
         except DamagedRecord as error:
             return Fault("torn ledger entry", path, str(error))
+        except NotFound:  # deleted since it was listed: upkeep deletes the rewards of expired rounds
+            return None
 
-    found = transfer_all(read, [path for path in store.list(folder) if not path.endswith(f"/{VERSION}")])
+    paths = [path for path in store.list(folder) if not path.endswith(f"/{VERSION}")]
+    entries = [path for path in paths if ledger.is_entry(folder, path)]
+    faults += [
+        Fault("stray file", path, "its name is not an entry's, so it is not read")
+        for path in sorted({*paths} - {*entries})
+    ]
+    found = transfer_all(read, entries)
     faults += [fault for fault in found if isinstance(fault, Fault)]
     empty = columns.append(pa.field("path", pa.string())).empty_table()
     return pa.concat_tables([empty, *(table for table in found if isinstance(table, pa.Table))])

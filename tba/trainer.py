@@ -266,6 +266,8 @@ class Trainer:
             for name, parameter in self._trained.items():
                 if f"{kind}.{name}" in tensors:
                     parameter.copy_(tensors[f"{kind}.{name}"])
+                elif kind == "policy":
+                    raise ValueError(f"the checkpoint has no weights {name}, so it is damaged or of another model")
 
 
 def _of_slots(draws: Sequence[Draw], name: str) -> Tensor:

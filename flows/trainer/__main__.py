@@ -7,10 +7,13 @@ The Trainer runs in a process beside the flow, so that neither Prefect's threads
 several devices it starts their processes (flows/trainer/ranks.py). It reads the run's configuration from run.json only.
 """
 
+import contextlib
+import json
 import logging
 import os
 import signal
 import sys
+from dataclasses import asdict, replace
 
 from flows.config import RunConfig, load_run
 from flows.report.text import log_printable
@@ -18,7 +21,7 @@ from flows.trainer import ALREADY_TRAINING
 from flows.trainer.heartbeat import Heartbeat
 from infra.machine import remove_leftovers
 from storage import attempts, checkpoints, policies
-from storage.errors import AlreadyTraining
+from storage.errors import AlreadyTraining, DamagedRecord
 from storage.store import RunStore
 
 # Several heartbeats, on a slow store too. Only a Trainer on another machine is watched for this long.
@@ -38,7 +41,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     store = RunStore(store_url, run)
     config = load_run(store).on_devices(processes, zero_stage)
     previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)
-    if (policy := policies.latest_policy(store)) and policy.final:
+    if (policy := latest_policy(store)) and policy.final:
         log.info("run %s has its final policy: nothing is left to train", run)
         return
     checkpoint = checkpoints.newest_whole_checkpoint(store)
@@ -69,6 +72,18 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
         raise
     finally:
         heart.end(state, message)
+
+
+def latest_policy(store: RunStore) -> policies.PolicyRef | None:
+    """As policies.latest_policy. If latest.json is missing or damaged, writes it again from the newest policy.json."""
+    with contextlib.suppress(DamagedRecord):
+        if found := policies.latest_policy(store):
+            return found
+    if found := policies.newest_policy_after(store, 0):
+        does_count = attempts.counts(found.attempt, found.step, attempts.list_attempts(store))
+        found = found if does_count else replace(found, final=False)
+        store.put(policies.LATEST, json.dumps(asdict(found), indent=2).encode())
+    return found
 
 
 def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies.PolicyRef | None) -> None:

@@ -2,7 +2,7 @@
 CREATE VIEW evaluations AS
 SELECT *
 FROM stored_evaluations
-WHERE counts(stored_evaluations.attempt, stored_evaluations.policy_step);
+WHERE counts(coalesce(stored_evaluations.attempt, 1), stored_evaluations.policy_step);
 
 COMMENT ON VIEW evaluations IS 'One row for each evaluated policy, without policies that a resume undid.';
 COMMENT ON COLUMN evaluations.attempt IS 'Attempt of the Trainer that published the policy; NULL in runs of an older version.';

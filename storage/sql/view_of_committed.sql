@@ -8,17 +8,19 @@ blocks AS (
     SELECT parts.searcher, parts.first_round::BIGINT AS first_round, parts.last_round::BIGINT AS last_round
     FROM (
         SELECT regexp_extract(
-            parse_filename(file), '^(.+)-(\d+)-(\d+)\.parquet$', ['searcher', 'first_round', 'last_round']
+            parse_filename(file), '^(.+)-(\d{{8}})-(\d{{8}})\.parquet$', ['searcher', 'first_round', 'last_round']
         ) AS parts
         FROM glob('{pattern}/trajectories/compacted/*.parquet')
     )
-    WHERE parts.first_round != '' -- files with other names are not read
+    -- files with other names are not read
+    WHERE parts.first_round != '' AND parts.first_round::BIGINT % {block} = 0
+        AND parts.last_round::BIGINT = parts.first_round::BIGINT + {block} - 1
 ),
 -- per searcher the last round that was marked as expired
 marks AS (
     SELECT parts.searcher, max(parts.last_round::BIGINT) AS last_round
     FROM (
-        SELECT regexp_extract(file, '/searcher=([^/]+)/through=(\d+)\.json$', ['searcher', 'last_round']) AS parts
+        SELECT regexp_extract(file, '/searcher=([^/]+)/through=(\d{{8}})\.json$', ['searcher', 'last_round']) AS parts
         FROM glob('{pattern}/expired/*/through=*.json')
     )
     WHERE parts.last_round != ''
@@ -28,7 +30,7 @@ marks AS (
 refused AS (
     SELECT parts.searcher, parts.round::BIGINT AS round
     FROM (
-        SELECT regexp_extract(file, '/searcher=([^/]+)/round=(\d+)\.json$', ['searcher', 'round']) AS parts
+        SELECT regexp_extract(file, '/searcher=([^/]+)/round=(\d{{8}})\.json$', ['searcher', 'round']) AS parts
         FROM glob('{pattern}/quarantine/*/round=*.json')
     )
     WHERE parts.round != ''

@@ -1,8 +1,12 @@
 -- The committed search rounds. Rows of another program's file have no times and are left out.
 CREATE VIEW search_rounds AS
-SELECT *
+SELECT * REPLACE (
+    coalesce(sampling_started_at, started_at) AS sampling_started_at,
+    coalesce(sampling_ended_at, ended_at) AS sampling_ended_at
+)
 FROM stored_search_rounds
-WHERE searcher IS NOT NULL AND started_at IS NOT NULL AND ended_at IS NOT NULL;
+WHERE searcher IS NOT NULL AND started_at BETWEEN TIMESTAMPTZ '1900-01-01' AND TIMESTAMPTZ '9999-01-01'
+    AND ended_at BETWEEN TIMESTAMPTZ '1900-01-01' AND TIMESTAMPTZ '9999-01-01';
 
 COMMENT ON VIEW search_rounds IS 'One row for each committed search round.';
 COMMENT ON COLUMN search_rounds.searcher IS 'Name of the Searcher.';

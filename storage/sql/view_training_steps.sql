@@ -2,7 +2,9 @@
 CREATE VIEW training_steps AS
 SELECT *
 FROM stored_training_steps
-WHERE counts(stored_training_steps.attempt, stored_training_steps.step);
+WHERE counts(stored_training_steps.attempt, stored_training_steps.step)
+    AND started_at BETWEEN TIMESTAMPTZ '1900-01-01' AND TIMESTAMPTZ '9999-01-01'
+    AND ended_at BETWEEN TIMESTAMPTZ '1900-01-01' AND TIMESTAMPTZ '9999-01-01'; -- not of another program's file
 
 COMMENT ON VIEW training_steps IS 'One row for each training step, without steps that a resume undid.';
 COMMENT ON COLUMN training_steps.attempt IS 'Attempt of the Trainer that trained the step.';

@@ -259,6 +259,9 @@ class Killing(RunStore):
         super().delete(*arguments)
 
 
+HELD = SimpleNamespace(name="s0", check=lambda: None)
+
+
 @pytest.mark.parametrize("num_writes", range(5))
 def test_whenever_the_searcher_is_killed_a_recorded_accuracy_has_its_policy(tmp_path, num_writes):
     """Of the best one: while it is evaluated, and afterwards, the Trainer publishes and prunes."""
@@ -275,12 +278,12 @@ def test_whenever_the_searcher_is_killed_a_recorded_accuracy_has_its_policy(tmp_
     with disable_run_logger():
         first = publish(store, folder, 0)
         searcher.load(None, 0)
-        search.evaluate(store, searcher, "s0", 8, first)
+        search.evaluate(store, searcher, HELD, 8, first)
         better = publish(store, folder, 1)
         searcher.load(None, 1)
         searcher.evaluate, dying.num_writes = slow, num_writes
         with suppress(Killed):
-            search.evaluate(dying, searcher, "s0", 8, better)
+            search.evaluate(dying, searcher, HELD, 8, better)
         searcher.evaluate = measure
         for step in (5, 6, 7):
             publish(store, folder, step)
@@ -290,7 +293,7 @@ def test_whenever_the_searcher_is_killed_a_recorded_accuracy_has_its_policy(tmp_
             assert (best.step, best.accuracy) == (1, 0.75)
         assert (best.step == 1) == (num_writes >= 2)  # held, then the pointer, then the record, then released
         searcher.load(None, 7)
-        search.evaluate(store, searcher, "s0", 8, policies.latest_policy(store))  # the next one of its name
+        search.evaluate(store, searcher, HELD, 8, policies.latest_policy(store))  # the next one of its name
     assert store.list("policies/held") == []
     assert policies.best_policy(store).step == (1 if num_writes >= 2 else 7)
 

@@ -23,6 +23,7 @@ from flows.cli import train
 from flows.cli.app import app
 from flows.run.preflight import check_inputs
 from flows.search import evaluate, finish_round
+from flows.searcher.held_name import held_name
 from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import start_searcher
 from flows.trainer.__main__ import learn
@@ -65,7 +66,8 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
         assert finish_round(store, searcher, searcher.sample(0))
         learn(config.store, config.run, os.getppid())
         policy = PolicyFeed(store, searcher).next()
-        evaluate(store, searcher, "s0", 2, policy)
+        with held_name(store, "s0") as held:
+            evaluate(store, searcher, held, 2, policy)
     rows = query(store, "SELECT prompt, rewards, reward FROM trajectories").to_pylist()
     assert len(rows) == 18 * 4
     for row in rows:

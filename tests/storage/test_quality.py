@@ -36,7 +36,7 @@ def test_a_valid_shard_passes():
     [
         ({"reward": math.nan}, "reward is finite"),
         ({"reward": -math.inf}, "reward is finite"),
-        ({"rewards": {"exact": 1.0, "length": math.nan}}, "components of rewards are finite"),
+        ({"rewards": {"exact": 1.0, "length": math.nan}}, "components of rewards are finite and have different names"),
         ({"behavior_logprobs": [-0.5, 0.125]}, "behavior_logprobs are finite and <= 0"),
         ({"behavior_logprobs": [math.nan, -0.5]}, "behavior_logprobs are finite and <= 0"),
         ({"behavior_logprobs": [-0.5, None]}, "behavior_logprobs are finite and <= 0"),
