@@ -146,6 +146,9 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
     blocks = compacted_blocks(files)
     marks = sorted(path for path, at in marked.items() if at <= due)
     expired = whole_blocks(marked_through(marks), blocks)
+    newest = {file.searcher: file.rounds[-1] for file in sorted(files, key=lambda file: file.rounds[-1])}
+    # a searcher's last round is never marked here, so a mark of it is another program's
+    expired = {searcher: last for searcher, last in expired.items() if last < newest.get(searcher, -1)}
     replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
     replacements = {block_path(file.searcher, file.block) for file in replaced}
     due_replacements = {path for path in replacements if written.get(path, due) <= due and _is_whole(store, path)}

@@ -10,6 +10,7 @@ Claims
 - a shard in which a component of the reward has two values is refused
 - an export of a folder counts as `tba sql` does, whatever foreign files lie beside
 - copies of ledger entries count nowhere, and verify names them
+- a mark of expired rounds that upkeep did not write deletes no shard
 - verify goes on though upkeep deletes rewards meanwhile
 
 Run: pytest tests/storage/test_odd_files.py
@@ -19,6 +20,7 @@ import errno
 import json
 import os
 import random
+from datetime import timedelta
 from pathlib import Path
 
 import duckdb
@@ -35,6 +37,7 @@ from storage.export import export
 from storage.intake import refusals
 from storage.shards import commit_shard, parquet_bytes
 from storage.store import RunStore
+from storage.upkeep import delete_superseded
 from storage.verify import verify
 from tests.faults.memory_store import memory_store
 from tests.flows.prepared_run import prepare_run
@@ -254,6 +257,14 @@ def test_a_copy_of_an_entry_counts_nowhere_and_is_named(run):
         run.put(copy, run.get(copy.replace(" (conflicted copy)", "")))
     assert count(run, "batches", "training_steps") == before
     assert set(copies) <= {fault.path for fault in verify(run, lambda _: "").faults if fault.kind == "stray file"}
+
+
+def test_a_mark_of_another_program_deletes_no_shard(run):
+    for number in range(2, 5):
+        commit_shard(run, make_shard("s0", number))
+    run.put("expired/searcher=s0/through=99999999.json", b"")
+    before = run.list("trajectories")
+    assert delete_superseded(run, timedelta(0)) == 0 and run.list("trajectories") == before
 
 
 def test_verify_goes_on_though_rewards_are_deleted_meanwhile(run, monkeypatch):
