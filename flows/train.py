@@ -21,7 +21,7 @@ from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
 from flows.trainer import ALREADY_TRAINING
 from storage import attempts, ledger, policies, requests
-from storage.errors import AlreadyTraining, DamagedRecord
+from storage.errors import AlreadyTraining, DamagedRecord, StoreError
 from storage.store import RunStore
 from storage.summary import read_summary, summarise
 
@@ -144,7 +144,7 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
             if not began.is_set() and is_trainer(run_store, process.pid):
                 attempt = attempts.latest_attempt(run_store)
                 began.set()
-            elif began.is_set() and attempts.is_superseded(run_store, attempt):
+            elif began.is_set() and is_superseded(run_store, attempt):
                 began.clear()  # the run's Searchers are another flow's now
     finally:
         status = end(process)
@@ -163,6 +163,13 @@ def is_trainer(store: RunStore, pid: int) -> bool:
     """Whether the latest attempt is this process's, and not that of a process with the same pid on another machine."""
     owner = attempts.trainer(store)
     return owner is not None and owner.pid == pid and owner.is_running() is True
+
+
+def is_superseded(store: RunStore, attempt: int) -> bool:
+    """Whether a later attempt has begun; False while the store is away."""
+    with contextlib.suppress(StoreError):
+        return attempts.is_superseded(store, attempt)
+    return False
 
 
 def end(process: subprocess.Popen) -> int:
