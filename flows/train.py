@@ -136,6 +136,7 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
     """
     store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
     run_store = RunStore(store, run)
+    began.clear()  # a retry's Trainer begins another attempt
     process = subprocess.Popen(
         [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), *map(str, devices)]
     )
