@@ -10,13 +10,14 @@ Inputs are the same in each run. Run: make fuzz
 """
 
 import contextlib
+import sys
 
 import pytest
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from flows.cli import rescore, train
+from flows.cli import train
 from flows.cli.app import app
 from flows.cli.common import store_url
 from flows.cli.settings import config_of
@@ -152,7 +153,7 @@ def project(tmp_path_factory):
 def test_the_arguments_of_a_command(command, project, monkeypatch):
     monkeypatch.chdir(project)
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(rescore.sys, "path", list(rescore.sys.path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     for name, stub in STUBS.items():
         monkeypatch.setattr(name, stub)
     runner = CliRunner()

@@ -336,13 +336,3 @@ def test_vllm_serves_a_policy_that_two_processes_share(base, tokens, tmp_path):
         for file in base.glob("tokenizer*"):
             (folders[-1] / file.name).symlink_to(file)
     run_apart(check_two_processes, *folders, tokens)
-
-
-def check_unknown_argument(base: Path) -> None:
-    with pytest.raises(ValueError, match="vLLM has no argument tensor_paralel_size"):
-        make_engine(base, **LIMITS, arguments={"tensor_paralel_size": 2})
-
-
-@pytest.mark.slow
-def test_an_argument_that_vllm_does_not_know_is_refused(base):
-    run_apart(check_unknown_argument, base)
