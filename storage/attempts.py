@@ -156,14 +156,14 @@ def read_attempt(store: RunStore, path: str) -> dict | None:
 
 def trainer(store: RunStore) -> Identity | None:
     """The process of the latest attempt's Trainer; None before the first."""
-    latest = list_attempts(store)[-1:]
-    return Identity(**latest[0]["owner"]) if latest else None
+    latest = read_attempt(store, _attempt_path(latest_attempt(store)))
+    return Identity(**latest["owner"]) if latest else None
 
 
 def num_trainer_processes_here(store: RunStore) -> int:
     """Processes of the latest attempt's Trainer on this machine; 0: it is on another one, or there is none."""
-    latest = list_attempts(store)[-1:]
-    return latest[0]["processes"] if latest and Identity(**latest[0]["owner"]).is_here() else 0
+    latest = read_attempt(store, _attempt_path(latest_attempt(store)))
+    return latest["processes"] if latest and Identity(**latest["owner"]).is_here() else 0
 
 
 def first_attempt_at(store: RunStore) -> datetime:

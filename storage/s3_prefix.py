@@ -169,7 +169,9 @@ class S3Prefix:
 
     def _abort_uploads(self, folder: str) -> None:
         """Deletes parts of files that killed processes were uploading: no listing shows them, and they are billed."""
-        with suppress(Exception):  # the server may refuse it, or be away: the parts cost room and nothing else
+        from botocore.exceptions import BotoCoreError
+
+        with suppress(OSError, BotoCoreError):  # refused, or the server is away: the parts cost room and nothing else
             found = self._fs.call_s3("list_multipart_uploads", Bucket=self._bucket, Prefix=f"{self._key(folder)}/")
             for upload in found.get("Uploads", ()):
                 self._fs.call_s3(

@@ -144,10 +144,6 @@ class WordFile:
         """Frees the segment with this first record. None of its records may be stored any more."""
         self._segments = [segment for segment in self._segments if segment.first != first]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(segment.num_bytes for segment in self._segments)
-
     @staticmethod
     def _positions(starts: np.ndarray, lengths: np.ndarray, column: int) -> np.ndarray:
         """Where the words of one column are, record after record, given starts [rows] and lengths [rows, columns]."""

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from flows.trainer.__main__ import latest_policy
 from storage import attempts, checkpoints, ledger, policies, queries, reward_versions, status, summary
@@ -186,8 +186,7 @@ def test_a_damaged_header_of_a_checkpoint_is_seen(local_store, tmp_path):
         flipped[8 + chance.randrange(length)] ^= 1 << chance.randrange(7)
         file.write_bytes(flipped)
         if checkpoints.newest_whole_checkpoint(local_store) is not None:
-            header = json.loads(flipped[8 : 8 + length])  # a name may differ, which the Trainer sees
-            assert [tensor["data_offsets"] for tensor in header.values() if "dtype" in tensor]
+            assert len(load_file(file)) == len(weights)  # their names may differ, which the Trainer sees
     file.write_bytes((2).to_bytes(8, "little") + b"{}")
     assert checkpoints.newest_whole_checkpoint(local_store) is None
 
