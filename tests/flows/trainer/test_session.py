@@ -8,8 +8,6 @@ Claims
 - a resumed run's first batch waits for a shard that is new, also where it had no checkpoint yet
 - a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
 - an error of its writers stops the Trainer, also where it waits
-- a Trainer that waits notices every few seconds that its policy was removed, and mends the pointer to it
-- what is published is what the Trainer hands over, and its fingerprint; to a remote store its changes
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
 Run: pytest tests/flows/trainer/test_session.py
@@ -27,60 +25,26 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
-import torch
 
 from flows.config import RunConfig
 from flows.trainer import session
 from flows.trainer.__main__ import learn
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience, make_draws
-from flows.trainer.heartbeat import Heartbeat
-from flows.trainer.outbox import StoreOutbox
 from infra import machine
 from storage import attempts, checkpoints, ledger, policies
 from storage.schema import TRAINING_STEP
 from storage.store import RunStore
 from tba.batch import Batch
-from tba.precision import to_bfloat16
 from tba.training_loop import TooEarly
-from tba.weights import fingerprint, read_weights
-from tests.faults.memory_store import memory_store
-from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
+from tests.storage.buffer_runs import commit, distinct, new_buffer
 from tests.storage.helpers import make_batch, make_training_step
-
-
-@pytest.fixture
-def store(tmp_path):
-    return new_store(tmp_path)
-
-
-@pytest.fixture
-def alarms(store):
-    return RunAlarms()
 
 
 @pytest.fixture
 def experience(store, alarms):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2, max_age=4)
     return StoredExperience(store, buffer, attempt=1, alarms=alarms)
-
-
-@pytest.fixture
-def heart(store):
-    heart = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
-    while not store.exists(attempts.HEARTBEAT):  # the first beat of its thread; later it would replace a test's own
-        time.sleep(0.01)
-    yield heart
-    heart.end("finished")
-
-
-@pytest.fixture
-def outbox(store, heart, alarms, tmp_path):
-    template = tmp_path / "template"
-    template.mkdir()
-    (template / "config.json").write_text("{}")
-    with contextlib.closing(StoreOutbox(store, RunConfig(), 1, template, heart, alarms)) as outbox:
-        yield outbox
 
 
 def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experience):
@@ -249,17 +213,6 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     assert written == ["metrics/training/attempt=00000001/step=00000001.parquet"]
 
 
-def test_a_policy_has_its_own_weights_and_the_models_other_files(store, outbox, tmp_path):
-    """The index of a model's files names files that the policy does not have."""
-    for name in ("model.safetensors.index.json", "pytorch_model.bin", "model-00001-of-00002.safetensors", "merges.txt"):
-        (tmp_path / "template" / name).write_text("{}")
-    outbox.publish(2, {"weight": torch.zeros(4, dtype=torch.bfloat16)}, final=False)
-    outbox._newest_policy.result()
-    folder = store.local_path(policies.policy_path(2, 1))
-    names = {"config.json", "merges.txt", "model.safetensors", policies.MANIFEST}
-    assert {file.name for file in folder.iterdir()} == names
-
-
 def test_the_final_policy_is_not_published_before_all_that_was_trained_is_on_record(store, outbox, monkeypatch):
     """A run that has it trains no more, so what is missing by then would stay missing."""
 
@@ -307,90 +260,6 @@ def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
         for _ in range(100):
             outbox.status("waiting", 7, {"message": "too early"})
             time.sleep(0.05)
-
-
-def test_what_is_published_is_what_the_trainer_hands_over(store, outbox, tmp_path):
-    published = to_bfloat16(torch.full((1000,), 1 + 2**-10))
-    outbox.publish(7, {"weight": published}, final=False)
-    deadline = time.monotonic() + 30
-    while (ref := policies.latest_policy(store)) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    folder = policies.fetch_policy(store, ref, tmp_path / "cache")
-    ((_, weight),) = read_weights(folder)
-    assert torch.equal(weight, published)
-    assert (folder / "config.json").exists() and ref.fingerprint == fingerprint([("weight", weight)])
-
-
-def test_a_remote_store_gets_the_changes_and_after_a_loss_the_weights(heart, alarms, tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
-    monkeypatch.setattr("flows.trainer.outbox.policy_cache", lambda run: tmp_path / "cache")
-    remote, weight = memory_store(), torch.randn(10_000).bfloat16()
-    (tmp_path / "template").mkdir()
-    with contextlib.closing(StoreOutbox(remote, RunConfig(), 1, tmp_path / "template", heart, alarms)) as outbox:
-        for step in (7, 9):
-            weight[step] += 1
-            outbox.publish(step, {"weight": weight.clone()}, final=False)
-            ref = published(outbox, remote)
-        delta, manifest = f"{ref.path}/model.safetensors.delta", f"{ref.path}/policy.json"
-        assert remote.list(ref.path) == [delta, manifest] and not outbox.has_lost_policy()
-        remote.delete(delta)
-        assert outbox.has_lost_policy()
-        outbox.publish(9, {"weight": weight}, final=False)
-        assert remote.list(published(outbox, remote).path) == [f"{ref.path}/model.safetensors", manifest]
-    ((_, found),) = read_weights(policies.fetch_policy(remote, ref, tmp_path / "another"))
-    assert torch.equal(found, weight)
-
-
-def test_each_file_of_a_large_policy_travels_as_its_changes(heart, alarms, tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.trainer.outbox.policy_cache", lambda run: tmp_path / "cache")
-    monkeypatch.setattr("tba.weights.SHARD_BYTES", 25_000)
-    remote, weights = memory_store(), {name: torch.randn(10_000).bfloat16() for name in ("a", "b")}
-    (tmp_path / "template").mkdir()
-    with contextlib.closing(StoreOutbox(remote, RunConfig(), 1, tmp_path / "template", heart, alarms)) as outbox:
-        for step in (7, 9):
-            weights["a"][step] += 1
-            outbox.publish(step, {name: weight.clone() for name, weight in weights.items()}, final=False)
-            ref = published(outbox, remote)
-    files = [path.rpartition("/")[2] for path in remote.list(ref.path)]
-    deltas = [f"model-0000{number}-of-00002.safetensors.delta" for number in (1, 2)]
-    assert files == [*deltas, "model.safetensors.index.json", "policy.json"]
-    found = dict(read_weights(policies.fetch_policy(remote, ref, tmp_path / "another")))
-    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
-
-
-def published(outbox, store) -> policies.PolicyRef:
-    outbox._newest_policy.result()
-    return policies.latest_policy(store)
-
-
-@pytest.mark.parametrize("file", ["weight", "policy.json"])
-def test_a_trainer_that_waits_notices_that_its_policy_was_removed(store, outbox, monkeypatch, file):
-    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
-    assert not outbox.has_lost_policy(), "none was published"
-    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
-    ref = published(outbox, store)
-    assert not outbox.has_lost_policy()
-    store.delete(next(path for path in store.list(ref.path) if path.endswith(file) or file in ("weight",)))
-    assert outbox.has_lost_policy()
-    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
-    assert published(outbox, store).path == ref.path and not outbox.has_lost_policy()
-
-
-@pytest.mark.parametrize("content", [b"", b'{"a": 1}', None])
-def test_a_trainer_that_waits_mends_the_pointer(store, outbox, monkeypatch, content):
-    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
-    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
-    ref = published(outbox, store)
-    store.put(policies.LATEST, content) if content is not None else store.delete(policies.LATEST)
-    assert not outbox.has_lost_policy()
-    assert policies.latest_policy(store) == ref
-
-
-def test_it_looks_now_and_then_only(outbox, store, monkeypatch):
-    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
-    published(outbox, store)
-    monkeypatch.setattr(policies, "is_stored", lambda *_: pytest.fail("asked the store"))
-    assert not any(outbox.has_lost_policy() for _ in range(100))
 
 
 def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch):

@@ -1,0 +1,117 @@
+"""The policies that the Trainer publishes (flows/trainer/outbox.py).
+
+Claims
+- what is published is what the Trainer hands over, and its fingerprint; to a remote store its changes, file by file
+- a policy's folder has its own weights, and the model's other files
+- a Trainer that waits notices every few seconds that its policy was removed, and mends the pointer to it
+
+Run: pytest tests/flows/trainer/test_outbox.py
+"""
+
+import contextlib
+import time
+
+import pytest
+import torch
+
+from flows.config import RunConfig
+from flows.trainer.outbox import StoreOutbox
+from storage import policies
+from tba.precision import to_bfloat16
+from tba.weights import fingerprint, read_weights
+from tests.faults.memory_store import memory_store
+
+
+def test_a_policy_has_its_own_weights_and_the_models_other_files(store, outbox, tmp_path):
+    """The index of a model's files names files that the policy does not have."""
+    for name in ("model.safetensors.index.json", "pytorch_model.bin", "model-00001-of-00002.safetensors", "merges.txt"):
+        (tmp_path / "template" / name).write_text("{}")
+    outbox.publish(2, {"weight": torch.zeros(4, dtype=torch.bfloat16)}, final=False)
+    outbox._newest_policy.result()
+    folder = store.local_path(policies.policy_path(2, 1))
+    names = {"config.json", "merges.txt", "model.safetensors", policies.MANIFEST}
+    assert {file.name for file in folder.iterdir()} == names
+
+
+def test_what_is_published_is_what_the_trainer_hands_over(store, outbox, tmp_path):
+    published = to_bfloat16(torch.full((1000,), 1 + 2**-10))
+    outbox.publish(7, {"weight": published}, final=False)
+    deadline = time.monotonic() + 30
+    while (ref := policies.latest_policy(store)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    folder = policies.fetch_policy(store, ref, tmp_path / "cache")
+    ((_, weight),) = read_weights(folder)
+    assert torch.equal(weight, published)
+    assert (folder / "config.json").exists() and ref.fingerprint == fingerprint([("weight", weight)])
+
+
+def test_a_remote_store_gets_the_changes_and_after_a_loss_the_weights(heart, alarms, tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
+    monkeypatch.setattr("flows.trainer.outbox.policy_cache", lambda run: tmp_path / "cache")
+    remote, weight = memory_store(), torch.randn(10_000).bfloat16()
+    (tmp_path / "template").mkdir()
+    with contextlib.closing(StoreOutbox(remote, RunConfig(), 1, tmp_path / "template", heart, alarms)) as outbox:
+        for step in (7, 9):
+            weight[step] += 1
+            outbox.publish(step, {"weight": weight.clone()}, final=False)
+            ref = published(outbox, remote)
+        delta, manifest = f"{ref.path}/model.safetensors.delta", f"{ref.path}/policy.json"
+        assert remote.list(ref.path) == [delta, manifest] and not outbox.has_lost_policy()
+        remote.delete(delta)
+        assert outbox.has_lost_policy()
+        outbox.publish(9, {"weight": weight}, final=False)
+        assert remote.list(published(outbox, remote).path) == [f"{ref.path}/model.safetensors", manifest]
+    ((_, found),) = read_weights(policies.fetch_policy(remote, ref, tmp_path / "another"))
+    assert torch.equal(found, weight)
+
+
+def test_each_file_of_a_large_policy_travels_as_its_changes(heart, alarms, tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.trainer.outbox.policy_cache", lambda run: tmp_path / "cache")
+    monkeypatch.setattr("tba.weights.SHARD_BYTES", 25_000)
+    remote, weights = memory_store(), {name: torch.randn(10_000).bfloat16() for name in ("a", "b")}
+    (tmp_path / "template").mkdir()
+    with contextlib.closing(StoreOutbox(remote, RunConfig(), 1, tmp_path / "template", heart, alarms)) as outbox:
+        for step in (7, 9):
+            weights["a"][step] += 1
+            outbox.publish(step, {name: weight.clone() for name, weight in weights.items()}, final=False)
+            ref = published(outbox, remote)
+    files = [path.rpartition("/")[2] for path in remote.list(ref.path)]
+    deltas = [f"model-0000{number}-of-00002.safetensors.delta" for number in (1, 2)]
+    assert files == [*deltas, "model.safetensors.index.json", "policy.json"]
+    found = dict(read_weights(policies.fetch_policy(remote, ref, tmp_path / "another")))
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def published(outbox, store) -> policies.PolicyRef:
+    outbox._newest_policy.result()
+    return policies.latest_policy(store)
+
+
+@pytest.mark.parametrize("file", ["weight", "policy.json"])
+def test_a_trainer_that_waits_notices_that_its_policy_was_removed(store, outbox, monkeypatch, file):
+    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
+    assert not outbox.has_lost_policy(), "none was published"
+    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    ref = published(outbox, store)
+    assert not outbox.has_lost_policy()
+    store.delete(next(path for path in store.list(ref.path) if path.endswith(file) or file in ("weight",)))
+    assert outbox.has_lost_policy()
+    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    assert published(outbox, store).path == ref.path and not outbox.has_lost_policy()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": 1}', None])
+def test_a_trainer_that_waits_mends_the_pointer(store, outbox, monkeypatch, content):
+    monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
+    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    ref = published(outbox, store)
+    store.put(policies.LATEST, content) if content is not None else store.delete(policies.LATEST)
+    assert not outbox.has_lost_policy()
+    assert policies.latest_policy(store) == ref
+
+
+def test_it_looks_now_and_then_only(outbox, store, monkeypatch):
+    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    published(outbox, store)
+    monkeypatch.setattr(policies, "is_stored", lambda *_: pytest.fail("asked the store"))
+    assert not any(outbox.has_lost_policy() for _ in range(100))
