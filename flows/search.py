@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import StoreUrl, load_run
 from flows.run.prefect_page_lineage import asset_key
+from flows.run.trainer_watch import TrainerWatch
 from flows.searcher.held_name import HeldName, held_name
 from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import samples_ahead, start_searcher_task
@@ -41,7 +42,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
-    with held_name(run_store, name) as held:
+    with held_name(run_store, name) as held, contextlib.closing(TrainerWatch(run_store, config)):
         first = number = shards.next_round(run_store, name)
         searcher = start_searcher_task(config, name, first)
         feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from uuid import UUID
 
 import httpx
 from prefect import flow, get_run_logger, task
@@ -17,6 +18,7 @@ from prefect.states import Completed
 
 from flows.config import RunConfig, continued, read_recorded
 from flows.reuse.warm_start import take_over_task
+from flows.run import flow_runs
 from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
 from flows.trainer import ALREADY_TRAINING
@@ -50,8 +52,9 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         get_run_logger().info("run %s is finished; to train again, choose another name", config.run)
         return summary
     take_over_task(store, config)
-    searchers, page, began, over = Searchers(config), Page(store, config), threading.Event(), threading.Event()
-    training = train_policy.submit(config, began, over)
+    searchers, page = Searchers(config), Page(store, config)
+    began, lost, over = threading.Event(), threading.Event(), threading.Event()
+    training = train_policy.submit(config, began, lost, over)
     try:
         while not training.state.is_final():
             look_after(searchers, began)
@@ -67,7 +70,8 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         try:
             training.wait()
         finally:  # in a suspended flow run wait() raises, because its tasks end with Prefect's signal
-            searchers.stop()
+            if not lost.is_set():  # otherwise another flow has adopted the Searchers
+                searchers.stop()
     summary = summarise(store)
     page.finish(summary)
     return summary
@@ -128,14 +132,14 @@ def may_succeed_later(_task, _run, state) -> bool:
     retry_delay_seconds=5,
     retry_condition_fn=may_succeed_later,
 )
-def train_policy(config: RunConfig, began: threading.Event, over: threading.Event) -> None:
+def train_policy(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event) -> None:
     """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
 
-    `began` is set while this Trainer owns the run. Raises: AlreadyTraining: another Trainer owns it. RuntimeError: the
-    Trainer failed; the message has the reason.
+    `began` is set while this Trainer owns the run, and `lost` once another flow's Trainer has taken the run over.
+    Raises: AlreadyTraining: another Trainer owns the run. RuntimeError: the Trainer failed; the message has the reason.
     """
     store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
-    run_store = RunStore(store, run)
+    run_store, attempt = RunStore(store, run), None
     began.clear()  # a retry's Trainer begins another attempt
     process = subprocess.Popen(
         [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), *map(str, devices)]
@@ -144,11 +148,16 @@ def train_policy(config: RunConfig, began: threading.Event, over: threading.Even
         while process.poll() is None and not over.wait(POLL_S):
             if not began.is_set() and is_trainer(run_store, process.pid):
                 attempt = attempts.latest_attempt(run_store)
+                lost.clear()
+                end_other_flow_runs(config)
                 began.set()
             elif began.is_set() and is_superseded(run_store, attempt):
-                began.clear()  # the run's Searchers are another flow's now
+                began.clear()
     finally:
         status = end(process)
+    if attempt is not None and not over.is_set() and is_superseded(run_store, attempt):
+        began.clear()
+        lost.set()
     if over.is_set():
         return
     if status == ALREADY_TRAINING:
@@ -164,6 +173,12 @@ def is_trainer(store: RunStore, pid: int) -> bool:
     """Whether the latest attempt is this process's, and not that of a process with the same pid on another machine."""
     owner = attempts.trainer(store)
     return owner is not None and owner.pid == pid and owner.is_running() is True
+
+
+def end_other_flow_runs(config: RunConfig) -> None:
+    """Tells Prefect's server, if it answers, that the run's other flow runs train no more: their machines died."""
+    with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+        flow_runs.end_others(client, config, UUID(flow_run.id))
 
 
 def is_superseded(store: RunStore, attempt: int) -> bool:

@@ -6,8 +6,9 @@
     .venv/bin/python infra/local_s3.py stop                 the data stays in the folder; `start` serves it again
 
 `start` installs missing Debian packages, which needs root. Default folder: .tba/.local/s3. All daemons listen on
-127.0.0.1. Ceph's own authentication is off, so every account of this machine can read the data. There is one copy on
-one disk: use it for development and tests only. The start takes about 15 s; the daemons take 2 GB of memory.
+127.0.0.1; the gateway listens on another address if `--address` names one. Ceph's own authentication is off, so every
+account of this machine can read the data. There is one copy on one disk: use it for development and tests only. The
+start takes about 15 s; the daemons take 2 GB of memory.
 """
 
 import argparse
@@ -65,7 +66,7 @@ osd memory target = 1073741824
 [client.rgw]
 # Without tcp_nodelay a small object takes 44 ms to read: its last packet waits for an acknowledgement that is delayed.
 rgw data = {folder}/rgw
-rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+rgw frontends = beast endpoint={address}:{port} tcp_nodelay=1
 debug rgw = 0
 # Space of deleted objects is free after a minute. The default is two hours, in which old checkpoints would fill the
 # disk.
@@ -82,8 +83,9 @@ class LocalS3Error(RuntimeError):
 class LocalS3:
     """A local S3 in a folder. Recognises its daemons by pid and command line."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder.absolute()
+    def __init__(self, folder: Path, address: str = "127.0.0.1"):
+        """`address`: the gateway's, in a new folder; an old one keeps its own."""
+        self.folder, self._new_address = folder.absolute(), address
         self.configuration = self.folder / "ceph.conf"
 
     # --- public interface ---------------------------------------------------------------------------------------------
@@ -146,7 +148,8 @@ class LocalS3:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._settings()['port']}"
+        address, port = self._gateway()
+        return f"http://{address}:{port}"
 
     # --- making a cluster ---------------------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class LocalS3:
         self.folder.chmod(0o700)
         ports = dict(zip(("port", "mon_v1", "mon_v2"), free_ports(3), strict=True))
         block_bytes = max(10 << 30, shutil.disk_usage(self.folder).free // 2)  # a sparse file: it takes the used space
-        settings = {"fsid": str(uuid.uuid4()), "osd": str(uuid.uuid4()), **ports}
+        settings = {"fsid": str(uuid.uuid4()), "osd": str(uuid.uuid4()), "address": self._new_address, **ports}
         (self.folder / "settings.json").write_text(json.dumps(settings))
         self.configuration.write_text(CONFIGURATION.format(folder=self.folder, block_bytes=block_bytes, **settings))
         address = f"[v2:127.0.0.1:{ports['mon_v2']},v1:127.0.0.1:{ports['mon_v1']}]"
@@ -240,7 +243,11 @@ class LocalS3:
 
     def _gateway_answers(self) -> bool:
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self._settings()["port"])) == 0
+            return probe.connect_ex(self._gateway()) == 0
+
+    def _gateway(self) -> tuple[str, int]:
+        settings = self._settings()
+        return settings.get("address", "127.0.0.1"), settings["port"]  # without an address: of an older version
 
     def _settings(self) -> dict:
         return json.loads((self.folder / "settings.json").read_text())
@@ -291,8 +298,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["install", "start", "stop"])
     parser.add_argument("--folder", type=Path, default=Path(".tba/.local/s3"), help="for data, logs and sockets")
+    parser.add_argument("--address", default="127.0.0.1", help="of the gateway, in a new folder")
     arguments = parser.parse_args()
-    local_s3 = LocalS3(arguments.folder)
+    local_s3 = LocalS3(arguments.folder, arguments.address)
     try:
         if arguments.action == "install":
             install()

@@ -108,6 +108,9 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
             flow_run, submitted = _live_or_new(client, config, store, is_new=old is None)
             say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}{stack.page_hint(project, url)}")
             state = _follow(FlowRunView(project, client, flow_run), store, old if submitted else None)
+            while state.is_crashed() and (other := flow_runs.live_run(client, config)):
+                say(f"Flow run {other.id} has taken the run over: following it.")
+                flow_run, state = other, _follow(FlowRunView(project, client, other), store, None)
         if not state.is_completed():
             fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
     except (stack.StackError, StoreError) as error:

@@ -1,1 +1,1 @@
-"""The checks before a run, its flow runs, its Searchers and its view on Prefect's page."""
+"""The checks before a run, its flow runs, its Searchers, the watch over its Trainer, its view on Prefect's page."""

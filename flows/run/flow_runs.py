@@ -9,6 +9,8 @@ until the run's store shows no live Trainer.
 import contextlib
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from hashlib import sha256
+from uuid import UUID
 
 from pydantic import ValidationError
 
@@ -96,14 +98,40 @@ def _age(state) -> timedelta:
     return datetime.now(UTC) - state.timestamp
 
 
-def submit(client, config: RunConfig):
-    """A new flow run of tba/train with this configuration. Returns prefect.client.schemas.FlowRun."""
+def resume_elsewhere(client, config: RunConfig, last_heartbeat: bytes):
+    """Submits the run again after its Trainer's last heartbeat. However many Searchers ask, there is one flow run.
+
+    Returns prefect.client.schemas.FlowRun. None: no flow run of the run claims to run, because the run was stopped, or
+    another one waits for a worker already.
+    """
+    states = [flow_run.state for flow_run in unfinished(client, config, ["tba"])]
+    if not any(state.is_running() for state in states) or any(s.is_scheduled() or s.is_pending() for s in states):
+        return None
+    return submit(client, config, key=f"{config.store}/{config.run}/{sha256(last_heartbeat).hexdigest()}")
+
+
+def end_others(client, config: RunConfig, ours: UUID) -> None:
+    """Marks the run's other flow runs that claim to run as Crashed. Call it once the run's Trainer is ours."""
+    from prefect.states import Crashed
+
+    for flow_run in unfinished(client, config, ["tba"]):
+        if flow_run.id != ours and (flow_run.state.is_running() or flow_run.state.is_cancelling()):
+            state = Crashed(message=f"Its Trainer fell silent. Flow run {ours} has taken the run over.")
+            client.set_flow_run_state(flow_run.id, state, force=True)
+
+
+def submit(client, config: RunConfig, key: str | None = None):
+    """A new flow run of tba/train with this configuration; the earlier one that was submitted with this `key`, if any.
+
+    Returns prefect.client.schemas.FlowRun.
+    """
     deployment = client.read_deployment_by_name(prefect_server.DEPLOYMENT)
     return client.create_flow_run_from_deployment(
         deployment.id,
         parameters={"config": config.model_dump(mode="json")},
         name=config.run,
         tags=[f"run:{config.run}"],
+        idempotency_key=key,
     )
 
 

@@ -19,16 +19,21 @@ RELATED_SHOWN = 90  # Prefect refuses an event that names more than 100 others
 
 
 class PublishedPolicies:
-    """The published policies of one run. Use it inside the run's flow run."""
+    """The policies that the run publishes from now on. Use it inside the run's flow run.
+
+    Earlier attempts' policies were shown by the flow runs that trained them.
+    """
 
     def __init__(self, store: RunStore) -> None:
-        self._store = store
+        self._store, self._earlier_attempts = store, attempts.latest_attempt(store)
         self._published: tuple[int, int] | None = None  # attempt and step of the policy that was shown last
 
     def show(self) -> None:
         """Shows each policy published since the last call: a task run named by its steps, an asset, an event."""
         latest = policies.latest_policy(self._store)
-        if latest is None or self._published == (latest.attempt, latest.step):
+        if latest is None or latest.attempt <= self._earlier_attempts:
+            return
+        if self._published == (latest.attempt, latest.step):
             return
         if self._published is None or self._published[0] != latest.attempt:
             resumed_from = attempts.list_attempts(self._store)[-1]["resumed_from"]

@@ -16,15 +16,14 @@ from prefect.states import Cancelling, Crashed
 from flows.config import RunConfig
 from storage import leases, policies, requests, shards
 from storage.errors import StoreError
-from storage.patience import patience_s
 from storage.store import RunStore, transfer_all
 
 # A failed Searcher is replaced. Repeated failure without progress (a committed round) is not transient.
 MAX_REPLACEMENTS = 3
-# A Searcher that has not renewed its lease for this long is replaced: its machine died, or cannot reach the store. A
-# renewal may have to wait for the store.
-SILENT_S = max(180.0, 60.0 + patience_s())
-LOOK_S = 20.0
+# A Searcher that has not renewed its lease for this long is replaced: its machine died, or cannot reach the store.
+SILENT_S = 40.0  # four renewals
+LOOK_S = 10.0
+SILENT = "Silent"  # name of a Crashed state, which no one but the flow sets
 # Flow runs in one answer: the default of PREFECT_SERVER_API_DEFAULT_LIMIT, above which the server refuses.
 PAGE = 200
 
@@ -60,7 +59,7 @@ class Searchers:
         for name, run in list(self._runs.items()):
             state = states.get(run.id, Crashed(message="The flow run was deleted."))
             if name in silent and not state.is_final():
-                state = Crashed(message=f"It has not renewed its lease for {SILENT_S:.0f} s.")
+                state = Crashed(name=SILENT, message=f"It has not renewed its lease for {SILENT_S:.0f} s.")
                 _end(run, state)
             with contextlib.suppress(StoreError):  # the store is unreachable: try again later
                 if self._has_failed(state):
@@ -96,10 +95,12 @@ class Searchers:
 
         def living(lease: leases.Lease) -> FlowRun | None:
             run = runs.get(UUID(lease.flow_run)) if lease.flow_run else None
-            fits = run is not None and (lease.searcher != evaluator or run.parameters.get("evaluates"))
-            if fits and not run.state.is_final() and leases.is_alive(self._store, lease):
+            is_living = run is not None and not run.state.is_final() and leases.is_alive(self._store, lease)
+            if is_living and (lease.searcher != evaluator or run.parameters.get("evaluates")):
                 return run
             leases.revoke(self._store, lease)
+            if run is not None and not run.state.is_final() and not is_living:
+                _end(run, Crashed(name=SILENT, message="It was silent when another flow resumed the run."))
             return None
 
         return {lease.searcher: run for lease, run in zip(held, transfer_all(living, held), strict=True) if run}
@@ -113,8 +114,8 @@ class Searchers:
         before, failures = self._failures.get(name, (at, 0))
         if before != at:  # it has committed a round since
             failures = 0
-        # a Searcher that ended because its Trainer was silent for too long is not at fault
-        failures += not state.is_completed()
+        # A Searcher is not at fault if it ended because its Trainer was silent for too long, or if its machine died.
+        failures += not (state.is_completed() or state.name == SILENT)
         if failures > MAX_REPLACEMENTS:
             raise RuntimeError(
                 f"searcher {name} failed {failures} times in its round {at}; its flow run's log has the reason"

@@ -1,1 +1,1 @@
-"""A Searcher's start, and the policies that it serves."""
+"""A Searcher's start and name, the policies that it serves, and its look at the Trainer."""

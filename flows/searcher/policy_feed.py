@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from prefect import get_run_logger
 
+from flows.searcher.trainer_pulse import TrainerPulse
 from infra.machine import policy_cache
 from storage import policies
-from storage.attempts import raw_heartbeat
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, UnsafePath
 from storage.patience import patience_s
 from storage.store import RunStore
@@ -28,20 +28,6 @@ POLL_S = 0.5
 LOST_S = 10.0
 # A policy is loaded in the middle of a round only if such loads stop the engine for at most this share of the time.
 LOAD_SHARE = 0.05
-
-
-class TrainerPulse:
-    """Tells whether a Trainer trains the run: whether its heartbeat changes. Needs no common clock."""
-
-    def __init__(self, store: RunStore) -> None:
-        self._store, self._seen = store, time.monotonic()
-        self._last: bytes | None = None
-
-    def is_silent(self) -> bool:
-        beat = raw_heartbeat(self._store)
-        if beat != self._last:
-            self._last, self._seen = beat, time.monotonic()
-        return time.monotonic() - self._seen > TRAINER_SILENT_S
 
 
 class PolicyFeed:
@@ -95,7 +81,7 @@ class PolicyFeed:
 
     def _wait(self) -> policies.PolicyRef | None:
         """The policy that the engine serves: a new one, if there is one. None: the Trainer has been silent for long."""
-        while not self._pulse.is_silent():
+        while not self._pulse.is_silent(TRAINER_SILENT_S):
             newest = self._newest()
             is_delivered = newest is not None and self._is_to_try(newest) and self._deliver(newest)
             if is_delivered or self._may_go_on(newest):

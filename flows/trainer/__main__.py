@@ -8,11 +8,13 @@ several devices it starts their processes (flows/trainer/ranks.py). It reads the
 """
 
 import contextlib
+import importlib
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 from dataclasses import asdict, replace
 
 from flows.config import RunConfig, load_run
@@ -24,8 +26,8 @@ from storage import attempts, checkpoints, policies
 from storage.errors import AlreadyTraining, DamagedRecord
 from storage.store import RunStore
 
-# Several heartbeats, on a slow store too. Only a Trainer on another machine is watched for this long.
-TAKEOVER_WATCH_S = 15.0
+# Five heartbeats. Only a Trainer on another machine is watched for this long.
+TAKEOVER_WATCH_S = 10.0
 
 log = logging.getLogger("tba.learn")
 
@@ -40,6 +42,8 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     """
     store = RunStore(store_url, run)
     config = load_run(store).on_devices(processes, zero_stage)
+    # It imports torch, which takes some seconds; meanwhile another machine's Trainer is watched.
+    threading.Thread(target=importlib.import_module, args=["flows.trainer.session"]).start()
     previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)
     if (policy := latest_policy(store)) and policy.final:
         log.info("run %s has its final policy: nothing is left to train", run)
@@ -63,7 +67,6 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     try:
         remove_leftovers(run)
         log.info("attempt %d of run %s begins at step %d", attempt, run, checkpoint.step)
-        # Imported here: torch takes ten seconds, in which the flow sees that the run is ours and starts Searchers.
         from flows.trainer.session import train_run
 
         state = train_run(store, config, attempt, checkpoint, heart)

@@ -9,6 +9,8 @@ Claims
 - a second Ctrl-C waits until the run is stopped
 - the worker of another machine stops the flow runs there
 - a flow whose machine died is no longer followed, even if the server's record says that it runs
+- a run whose Trainer is silent is submitted once, however many Searchers ask, unless it was stopped or waits already;
+  the flow run that took it over ends the silent one
 
 Run: pytest tests/flows/cli/test_train.py
 """
@@ -315,6 +317,33 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
 
     flow.state = Cancelling()
     assert flow_runs.live_run(client, config) is None
+
+
+def test_one_flow_run_resumes_a_run_whose_trainer_is_silent(config, monkeypatch):
+    keys, flow = [], flow_run("tba", config, Running())
+    monkeypatch.setattr(flow_runs, "submit", lambda client, config, key: keys.append(key) or "submitted")
+    client = RemoteServer(flow)
+    for beat in (b"last", b"last", b"of a later attempt"):
+        assert flow_runs.resume_elsewhere(client, config, beat) == "submitted"
+    assert keys[0] == keys[1] != keys[2], "Prefect returns the same flow run for the same key"
+
+    waiting = flow_run("tba", config, Scheduled())
+    assert flow_runs.resume_elsewhere(RemoteServer(flow, waiting), config, b"last") is None
+    for state in (Cancelling(), Scheduled()):  # somebody stops it, or starts it
+        flow.state = state
+        assert flow_runs.resume_elsewhere(client, config, b"last") is None
+    assert flow_runs.resume_elsewhere(RemoteServer(), config, b"last") is None
+    assert len(keys) == 3
+
+
+def test_flow_runs_that_were_taken_over_are_ended(config):
+    ours, silent, stopped, waiting = [
+        flow_run("tba", config, state) for state in (Running(), Running(), Cancelling(), Scheduled())
+    ]
+    flow_runs.end_others(RemoteServer(ours, silent, stopped, waiting), config, ours.id)
+    found = [run.state.name for run in (ours, silent, stopped, waiting)]
+    assert found == ["Running", "Crashed", "Crashed", "Scheduled"]
+    assert str(ours.id) in silent.state.message
 
 
 @pytest.mark.parametrize("own", ["storage/__init__.py", "flows.py"])

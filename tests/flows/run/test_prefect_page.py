@@ -5,6 +5,7 @@ Claims
 - each published policy is a task run named by its steps, an asset that depends on its shards, and an event
 - Suspend on the page ends the Trainer between two steps and the Searcher; Resume there goes on from what was saved
 - Cancel ends both as well, and says so; the run can be resumed
+- the flow of a resumed run shows the policies of its own attempts, and not the earlier ones again
 - an alarm of the heartbeat is in the progress artifact, and an event and a warning when it goes on
 - tba.run.finished sets off the automation of prefect.yaml, with the run's name and store
 - curves have few points whatever the run's length, and no value is left out at the ends
@@ -23,11 +24,13 @@ import pytest
 
 from flows.config import RunConfig
 from flows.run import prefect_page
+from flows.run.prefect_page_lineage import PublishedPolicies
 from infra import prefect_server, stack
 from storage import attempts, policies
 from storage.store import RunStore
 from tests.browser import LAPTOP, PHONE, browser
 from tests.infra.project import REPOSITORY, make_project, processes_of, string_of, wait_for
+from tests.storage.helpers import OWNER
 
 STEPS = 12
 # The real flow; only its checks, and what the Trainer's process runs, are stood in for.
@@ -94,7 +97,7 @@ import time
 from prefect import flow
 
 @flow(name="search")
-def search(store: str, run: str, name: str, evaluates: bool, place: int) -> None:
+def search(store: str, run: str, name: str, evaluates: bool) -> None:
     time.sleep(600)
 """
 
@@ -289,6 +292,29 @@ def test_a_trainer_that_waits_in_mid_training_is_starved_once(tmp_path, monkeypa
     ]  # fmt: skip
     assert after(1, "training", 2) == after(1, "waiting", 2) == 1
     assert after(60, "waiting", 2) == 2
+
+
+def test_a_resumed_flow_shows_its_own_policies_only(tmp_path, monkeypatch):
+    """Earlier ones were shown, and set off automations, when they were published."""
+    store, shown = RunStore(tmp_path.as_uri(), "some"), []
+    (tmp_path / "weights").mkdir()
+
+    def publish(attempt: int, step: int) -> None:
+        ref = policies.policy_ref(step, "f" * 32, attempt=attempt, final=False)
+        policies.publish_policy(store, tmp_path / "weights", ref)
+
+    attempts.start_attempt(store, 0, OWNER)
+    publish(1, 4)
+    page = PublishedPolicies(store)
+    monkeypatch.setattr(page, "_show_policy", lambda attempt, _, step, **__: shown.append((attempt, step)) or step == 6)
+    page.show()
+    assert shown == []
+    attempts.start_attempt(store, 4, OWNER)
+    publish(2, 6)
+    page.show()
+    assert shown == [(2, 4), (2, 5), (2, 6)], "its first policy, and then each step that may have one"
+    page.show()
+    assert len(shown) == 3
 
 
 def test_each_alarm_that_goes_on_is_an_event_and_a_warning(tmp_path, monkeypatch):

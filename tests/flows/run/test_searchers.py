@@ -5,7 +5,7 @@ Claims
 - a resumed flow adopts Searchers that live, by their leases and flow runs, and starts the missing ones
 - it takes the name from a Searcher that is silent or whose flow run has ended, so that the new one starts at once
 - a Searcher whose lease has not changed for long is replaced, though its flow run's state is Running; one that has no
-  lease yet, gave it back, or was not looked at because the store was away, is not
+  lease yet, gave it back, or was not looked at because the store was away, is not; that is no failure of the Searcher
 - of two processes of one flow run the second ends and leaves the flow run's state; a Searcher that lost its name
   commits no round, and gives no other process's name back
 
@@ -27,7 +27,7 @@ from prefect.states import Crashed, Running, State
 from flows import search
 from flows.config import RunConfig
 from flows.run import searchers as of_run
-from flows.run.searchers import LOOK_S, SILENT_S, Renewals, Searchers
+from flows.run.searchers import LOOK_S, MAX_REPLACEMENTS, SILENT, SILENT_S, Renewals, Searchers
 from flows.searcher import held_name
 from storage import leases, requests
 from storage.errors import NameTaken, StoreUnreachable, Superseded
@@ -107,6 +107,7 @@ def test_a_resumed_flow_adopts_the_living_and_starts_the_missing(store, server):
     assert [parameters["evaluates"] for parameters in server.started] == [False] * 3, "s0 evaluates"
     assert not requests.is_to_leave(store, "s0"), "it is wanted again"
     assert all(leases.newest(store, name).is_released for name in ("s1", "s2")), "the new ones need not wait"
+    assert (living.state.name, dead.state.name, ended.state.name) == ("Running", SILENT, "Crashed")
     with pytest.raises(Superseded):
         leases.check_name(store, lost)
 
@@ -147,7 +148,7 @@ def test_a_silent_searcher_is_replaced(store, server, monkeypatch):
         leases.renew(store, lively)
         keep_up(searchers)
     assert server.names == ["s0", "s1", "s0"]
-    assert (first.state.name, second.state.name) == ("Crashed", "Running")
+    assert (first.state.name, second.state.name) == (SILENT, "Running")
     with pytest.raises(Superseded):
         leases.check_name(store, silent)
 
@@ -157,6 +158,15 @@ def test_a_silent_searcher_is_replaced(store, server, monkeypatch):
         leases.renew(store, lively)
         keep_up(searchers)
     assert len(server.names) == 3
+
+
+def test_silence_is_no_failure(store, server, monkeypatch):
+    """Machines die; a Searcher that fails again and again would end the run."""
+    searchers = make_searchers(store, 1)
+    monkeypatch.setattr(searchers, "_renewals", SimpleNamespace(silent=list))
+    for number in range(2 * MAX_REPLACEMENTS):
+        keep_up(searchers)
+        assert len(server.names) == number + 2 and server.runs[list(server.runs)[number]].state.name == SILENT
 
 
 def test_silence_is_counted_anew_after_the_store_was_away(store, monkeypatch):

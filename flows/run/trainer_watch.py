@@ -1,0 +1,67 @@
+"""A Searcher watches its run's Trainer. If the Trainer's machine dies, the Searcher has the run resumed on another one.
+
+If the Trainer was only cut off, it finds a later attempt when it comes back, and ends (storage/attempts.py). So a wrong
+guess costs time, and no trajectory.
+"""
+
+import threading
+
+import httpx
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+
+from flows.config import RunConfig
+from flows.run import flow_runs
+from flows.searcher.trainer_pulse import TrainerPulse
+from storage import attempts
+from storage.errors import StoreError
+from storage.store import RunStore
+
+LOOK_S = 2.0
+# Seven heartbeats. If the Trainer lives, the new flow run's Trainer sees it and ends (flows/trainer/__main__.py).
+SILENT_S = 15.0
+
+
+class TrainerWatch:
+    """Watches the Trainer in a thread of its own, until it is closed."""
+
+    def __init__(self, store: RunStore, config: RunConfig) -> None:
+        self._store, self._config, self._log = store, config, get_run_logger()
+        self._pulse = TrainerPulse(store)
+        self._answered: bytes | None = None  # the heartbeat after which the run was resumed, or was found ended
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(LOOK_S)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            try:
+                self.look()
+            except StoreError:  # PolicyFeed tells that the store is away
+                self._pulse = TrainerPulse(self._store)
+            except (httpx.HTTPError, ObjectNotFound) as error:
+                self._log.warning("the Trainer is silent, and its run cannot be resumed yet: %r", error)
+
+    def look(self) -> None:
+        """Resumes the run if its Trainer is silent. Raises: StoreError, httpx.HTTPError; ObjectNotFound: tba/train is
+        not deployed.
+        """
+        if not self._pulse.is_silent(SILENT_S) or self._pulse.last == self._answered or not self._has_died_elsewhere():
+            return
+        with get_client(sync_client=True) as client:
+            resumed = flow_runs.resume_elsewhere(client, self._config, self._pulse.last)
+        self._answered = self._pulse.last
+        if resumed is not None:
+            self._log.warning("the Trainer is silent for %.0f s: another flow run resumes the run", SILENT_S)
+
+    def _has_died_elsewhere(self) -> bool:
+        """Whether the silent Trainer was on another machine, and had not ended by itself."""
+        trainer, beat = attempts.trainer(self._store), attempts.read_heartbeat(self._store)
+        if trainer is None or trainer.is_here() or beat is None:
+            return False
+        return beat.get("state") not in ("finished", "stopped", "failed")

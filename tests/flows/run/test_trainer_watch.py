@@ -1,0 +1,128 @@
+"""A Searcher's watch over the Trainer of another machine, without a server.
+
+- a Trainer elsewhere that is silent has its run resumed, once for each last heartbeat
+- one on this machine is left to its flow; one that stopped, finished or failed is left, too
+- a store that is away, or slow, is no silence
+- a server that does not answer is asked again
+
+Run: pytest tests/flows/run/test_trainer_watch.py
+"""
+
+import contextlib
+import logging
+import time
+
+import httpx
+import pytest
+
+from flows.config import RunConfig
+from flows.run import flow_runs, trainer_watch
+from flows.run.trainer_watch import TrainerWatch
+from flows.searcher.trainer_pulse import TrainerPulse
+from storage import attempts
+from storage.errors import StoreUnreachable
+from storage.store import RunStore
+from tests.storage.helpers import OWNER
+
+ELSEWHERE = OWNER
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def watch(local_store, clock, monkeypatch):
+    """A watch that looks when it is told, and the last heartbeats after which it had the run resumed."""
+    resumed = []
+    monkeypatch.setattr(trainer_watch, "LOOK_S", 3600)
+    monkeypatch.setattr(trainer_watch, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(flow_runs, "resume_elsewhere", lambda client, config, beat: resumed.append(beat))
+    config = RunConfig(run=local_store.run, store=local_store.url)
+    with contextlib.closing(TrainerWatch(local_store, config)) as watch:
+        watch.resumed = resumed
+        yield watch
+
+
+def beat(store: RunStore, number: int, state: str = "training") -> None:
+    attempts.heartbeat(store, {"state": state, "step": number})
+
+
+def look(watch: TrainerWatch, clock: list[float], *seconds: float) -> int:
+    """Looks at these times; returns how often the run was resumed so far."""
+    for each in seconds:
+        clock[0] = each
+        watch.look()
+    return len(watch.resumed)
+
+
+def test_a_silent_trainer_elsewhere_has_its_run_resumed_once(watch, clock, local_store):
+    attempts.start_attempt(local_store, 0, ELSEWHERE)
+    beat(local_store, 1)
+    assert look(watch, clock, 1, 10, 16) == 0
+    assert look(watch, clock, 17, 30, 600) == 1
+    beat(local_store, 2)  # it was cut off, and is back
+    assert look(watch, clock, 601, 616) == 1
+    assert look(watch, clock, 617, 700) == 2
+    assert watch.resumed[0] != watch.resumed[1]
+
+
+@pytest.mark.parametrize("state", ["stopped", "finished", "failed"])
+def test_a_trainer_that_ended_by_itself_is_left(watch, clock, local_store, state):
+    attempts.start_attempt(local_store, 0, ELSEWHERE)
+    beat(local_store, 1, state)
+    assert look(watch, clock, 1, 100, 1000) == 0
+
+
+def test_a_trainer_on_this_machine_is_left_to_its_flow(watch, clock, local_store):
+    attempts.start_attempt(local_store, 0, attempts.this_process())
+    beat(local_store, 1)
+    assert look(watch, clock, 1, 100, 1000) == 0
+
+
+def test_a_run_without_a_trainer_waits_for_its_first(watch, clock):
+    assert look(watch, clock, 1, 100, 1000) == 0
+
+
+def test_a_slow_store_is_no_silence(local_store, clock, monkeypatch):
+    beat(local_store, 1)
+    pulse, get = TrainerPulse(local_store), local_store.get
+
+    def slowly(path: str) -> bytes:
+        clock[0] += 60
+        return get(path)
+
+    monkeypatch.setattr(local_store, "get", slowly)
+    for _ in range(5):
+        clock[0] += 1
+        assert not pulse.is_silent(10)
+    clock[0] += 7
+    assert pulse.is_silent(10)
+
+
+def test_the_thread_goes_on_after_a_store_and_a_server_were_away(local_store, monkeypatch):
+    attempts.start_attempt(local_store, 0, ELSEWHERE)
+    beat(local_store, 1)
+    faults = [StoreUnreachable("away"), httpx.ConnectError("away")]
+    resumed = []
+
+    def resume(client, config, last):
+        if faults:
+            raise faults.pop()
+        resumed.append(last)
+
+    monkeypatch.setattr(trainer_watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(trainer_watch, "SILENT_S", 0.2)
+    monkeypatch.setattr(trainer_watch, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(flow_runs, "resume_elsewhere", resume)
+    with contextlib.closing(TrainerWatch(local_store, RunConfig(run=local_store.run, store=local_store.url))):
+        deadline = time.monotonic() + 60
+        while not resumed:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert not faults and len(resumed) == 1
