@@ -155,14 +155,15 @@ class RunConfig(Settings):
             ) from error
         return self
 
-    def on_devices(self, processes: int, zero_stage: int) -> "RunConfig":
+    def on_devices(self, processes: int, zero_stage: int, machines: int = 1) -> "RunConfig":
         """The same configuration with these device settings, which `recorded` leaves out."""
-        train = self.train.model_copy(update={"processes": processes, "zero_stage": zero_stage})
+        devices = {"processes": processes, "zero_stage": zero_stage, "machines": machines}
+        train = self.train.model_copy(update=devices)
         return self.model_copy(update={"train": train})
 
     def recorded(self) -> dict:
         """The content of run.json: all settings except store and devices, which may differ when a run is resumed."""
-        return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage"}})
+        return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage", "machines"}})
 
 
 # Of a run.json of an older version: settings that are no more, and what was done before there was the setting, where

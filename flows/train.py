@@ -72,6 +72,8 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         finally:  # in a suspended flow run wait() raises, because its tasks end with Prefect's signal
             if not lost.is_set():  # otherwise another flow has adopted the Searchers
                 searchers.stop()
+            if config.train.machines > 1:
+                flow_runs.end_machines(config)
     summary = summarise(store)
     page.finish(summary)
     return summary
@@ -138,7 +140,8 @@ def train_policy(config: RunConfig, began: threading.Event, lost: threading.Even
     `began` is set while this Trainer owns the run, and `lost` once another flow's Trainer has taken the run over.
     Raises: AlreadyTraining: another Trainer owns the run. RuntimeError: the Trainer failed; the message has the reason.
     """
-    store, run, devices = config.store, config.run, (config.train.processes, config.train.zero_stage)
+    store, run, train = config.store, config.run, config.train
+    devices = train.processes, train.zero_stage, train.machines
     run_store, attempt = RunStore(store, run), None
     began.clear()  # a retry's Trainer begins another attempt
     process = subprocess.Popen(
@@ -150,6 +153,7 @@ def train_policy(config: RunConfig, began: threading.Event, lost: threading.Even
                 attempt = attempts.latest_attempt(run_store)
                 lost.clear()
                 end_other_flow_runs(config)
+                flow_runs.start_machines(config, attempt)
                 began.set()
             elif began.is_set() and is_superseded(run_store, attempt):
                 began.clear()

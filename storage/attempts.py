@@ -16,6 +16,7 @@ does not follow a pointer of a superseded attempt.
 
 import json
 import re
+import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Annotated
@@ -195,6 +196,28 @@ def raw_heartbeat(store: RunStore) -> bytes | None:
         return store.get(HEARTBEAT)
     except NotFound:
         return None
+
+
+class TrainerPulse:
+    """Tells whether a Trainer trains the run: whether its heartbeat changes. Needs no common clock."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self._seen_at = store, time.monotonic()
+        self.last: bytes | None = None
+        """The newest heartbeat."""
+
+    def is_silent(self, limit_s: float) -> bool:
+        """Reads the heartbeat. Returns whether it has not changed for `limit_s`.
+
+        Time that the store takes to answer does not count: the Trainer may wait for it, too. Raises: StoreError.
+        """
+        asked_at = time.monotonic()
+        beat = raw_heartbeat(self._store)
+        now = time.monotonic()
+        self._seen_at += now - asked_at
+        if beat != self.last:
+            self.last, self._seen_at = beat, now
+        return now - self._seen_at > limit_s
 
 
 def run_is_alive(store: RunStore, watch_s: float) -> bool:

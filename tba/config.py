@@ -302,12 +302,24 @@ class TrainSettings(Settings):
     lora_rank: int | None = Field(
         None, ge=1, description="Rank of the low-rank adapters that are trained; None: all weights are trained."
     )
-    processes: int = Field(1, ge=1, description="Number of Trainer processes, one device each; may change at a resume.")
+    processes: int = Field(
+        1, ge=1, description="Trainer processes of each machine, one device each; may change at a resume."
+    )
+    machines: int = Field(
+        1,
+        ge=1,
+        description="Machines of the Trainer; it goes on with fewer if they do not come. May change at a resume.",
+    )
     zero_stage: int = Field(
         2, ge=1, le=3, description="DeepSpeed ZeRO stage; 1 shards the optimizer, 2 also gradients, 3 also weights."
     )
     sync_interval: int = Field(2, ge=1, description="k: policy steps between published policies; a sync follows each.")
     checkpoint_interval: int = Field(25, ge=1, description="Policy steps between checkpoints.")
+
+    @property
+    def num_processes(self) -> int:
+        """Trainer processes of all machines."""
+        return self.processes * self.machines
 
     @model_validator(mode="after")
     def _steps_and_their_schedule_go_together(self):
@@ -324,14 +336,15 @@ class TrainSettings(Settings):
                 f"train.reference_reset_interval is {self.reference_reset_interval} with {self.objective}: only tb and "
                 "tba_prime have a reference that moves; leave it out"
             )
-        if self.processes > 1 and self.zero_stage == 3 and self.gradient_checkpointing == "cheap":
+        if self.num_processes > 1 and self.zero_stage == 3 and self.gradient_checkpointing == "cheap":
             raise ValueError(
                 "train.gradient_checkpointing is cheap with train.zero_stage 3, which gathers weights elsewhere when a "
                 "layer is computed again; use none or layers"
             )
-        if self.processes > 1 and self.objective not in ("tb", "tba_prime"):
+        if self.num_processes > 1 and self.objective not in ("tb", "tba_prime"):
             raise ValueError(
-                f"train.processes is {self.processes} with {self.objective}: baselines train on one device; set it to 1"
+                f"train.processes is {self.processes} and train.machines {self.machines} with {self.objective}: "
+                "baselines train on one device; set both to 1"
             )
         tempered = self.reward_tempering != 1 or self.fluency_temperature != 1
         if tempered and self.objective not in ("tb", "tba_prime"):

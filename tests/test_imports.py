@@ -24,11 +24,11 @@ MAY_IMPORT = {
     "storage": set(),
     "tba": set(),
 }
-FLOWS = {"train", "search", "evaluate", "maintain", "analyze"}
+FLOWS = {"train", "search", "ranks", "evaluate", "maintain", "analyze"}
 # Each row imports from rows below it only, and nothing from its own; a room's files import each other.
 ORDER = [
     {"cli"},
-    {"train", "search", "evaluate", "maintain", "analyze", "compare", "plan"},
+    {"train", "search", "ranks", "evaluate", "maintain", "analyze", "compare", "plan"},
     {"run"},
     {"searcher", "trainer", "reuse"},
     {"report"},

@@ -12,6 +12,7 @@ from functools import partial
 from hashlib import sha256
 from uuid import UUID
 
+import httpx
 from pydantic import ValidationError
 
 from flows.config import RunConfig
@@ -20,7 +21,7 @@ from infra.processes import find_processes, stop_processes
 from storage import attempts, leases, policies, requests
 from storage.store import RunStore, transfer_all
 
-FLOWS = ["tba", "search"]
+FLOWS = ["tba", "search", "ranks"]
 TRAINER_WATCH_S = 15  # seconds that a Trainer is watched: several heartbeats
 # Within this time a resumed flow starts its Trainer, and a worker ends the processes of a cancelled flow run.
 PATIENCE = timedelta(minutes=10)
@@ -59,7 +60,7 @@ def mark_crashed(client, config: RunConfig) -> int:
 
     searchers = unfinished(client, config, ["search"])
     may_stay = transfer_all(partial(_may_stay, client, config), searchers)
-    dead = unfinished(client, config, ["tba"])
+    dead = unfinished(client, config, ["tba", "ranks"])
     dead += [flow_run for flow_run, stays in zip(searchers, may_stay, strict=True) if not stays]
     for flow_run in dead:
         state = _ended(client, flow_run, Crashed(message="Its stack or flow was killed; found by a later `tba train`."))
@@ -120,6 +121,34 @@ def end_others(client, config: RunConfig, ours: UUID) -> None:
             client.set_flow_run_state(flow_run.id, state, force=True)
 
 
+def start_machines(config: RunConfig, attempt: int) -> None:
+    """Starts a flow run of ranks/machine for each further machine of the Trainer. Without Prefect's server, none."""
+    from prefect.deployments import run_deployment
+
+    train = config.train
+    given = {"attempt": attempt, "processes": train.processes, "zero_stage": train.zero_stage}
+    with contextlib.suppress(httpx.HTTPError):
+        for number in range(1, train.machines):
+            run_deployment(
+                "ranks/machine",
+                parameters={"store": config.store, "run": config.run} | given,
+                flow_run_name=f"{config.run}/machine {number}",
+                tags=[f"run:{config.run}"],
+                timeout=0,
+            )
+
+
+def end_machines(config: RunConfig) -> None:
+    """Cancels the flow runs of further machines that no worker has taken. The others end by themselves."""
+    from prefect.client.orchestration import get_client
+    from prefect.states import Cancelled
+
+    with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+        for flow_run in unfinished(client, config, ["ranks"]):
+            if flow_run.state.is_scheduled():
+                client.set_flow_run_state(flow_run.id, Cancelled(message="The attempt has ended."), force=True)
+
+
 def submit(client, config: RunConfig, key: str | None = None):
     """A new flow run of tba/train with this configuration; the earlier one that was submitted with this `key`, if any.
 
@@ -140,7 +169,6 @@ def cancel(url: str, credentials: dict, flow_run) -> None:
 
     credentials: stack.credentials of the server. After Ctrl-C in a terminal the server may not answer, because it
     gets the signal, too, as a child of `tba train`."""
-    import httpx
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
     from prefect.states import Cancelled

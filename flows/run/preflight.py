@@ -21,10 +21,10 @@ def check_inputs(config: RunConfig) -> list[str]:
     store.check_config(config.recorded(), read_recorded)
     check_sources(store, config)
     check_trackers(config.trackers)
-    if config.train.processes > 1 and find_spec("deepspeed") is None:
+    if config.train.num_processes > 1 and find_spec("deepspeed") is None:
         raise ValueError(
-            f"train.processes is {config.train.processes}, but DeepSpeed is not installed: "
-            "pip install deepspeed, or leave the setting out"
+            f"train.processes is {config.train.processes} and train.machines {config.train.machines}, but DeepSpeed is "
+            "not installed: pip install deepspeed, or leave the settings out"
         )
     if config.train.lora_rank and find_spec("peft") is None:
         raise ValueError(

@@ -13,8 +13,8 @@ from prefect.exceptions import ObjectNotFound
 
 from flows.config import RunConfig
 from flows.run import flow_runs
-from flows.searcher.trainer_pulse import TrainerPulse
 from storage import attempts
+from storage.attempts import TrainerPulse
 from storage.errors import StoreError
 from storage.store import RunStore
 

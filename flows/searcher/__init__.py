@@ -1,1 +1,1 @@
-"""A Searcher's start and name, the policies that it serves, and its look at the Trainer."""
+"""A Searcher's start and name, and the policies that it serves."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from prefect import get_run_logger
 
-from flows.searcher.trainer_pulse import TrainerPulse
 from infra.machine import policy_cache
 from storage import policies
+from storage.attempts import TrainerPulse
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, UnsafePath
 from storage.patience import patience_s
 from storage.store import RunStore

@@ -9,7 +9,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
 from infra.machine import code_version, cpu_threads, keep_freed_memory, num_places, take_gpus, take_place
-from storage import attempts, quality
+from storage import attempts, machines, quality
 from storage.store import RunStore
 from tba.models import model_folder
 
@@ -91,6 +91,12 @@ def place_among_gpus(config: RunConfig) -> tuple[int, int]:
     return num_trainers + place * each, num_trainers + num_searchers * each
 
 
+def num_trainer_processes_here(store: RunStore) -> int:
+    """Processes of the Trainer on this machine, whether it is the Trainer's first one or a further one."""
+    further = machines.num_processes_here(store, attempts.latest_attempt(store))
+    return attempts.num_trainer_processes_here(store) + further
+
+
 def place_on_machine(config: RunConfig) -> tuple[int, int, int]:
     """This Searcher's place among the run's on this machine, from 0; the numbers of Searchers and Trainer processes.
 
@@ -98,5 +104,5 @@ def place_on_machine(config: RunConfig) -> tuple[int, int, int]:
     machine, only Searchers that have started count.
     """
     group = hashlib.blake2b(f"{config.store}/{config.run}".encode(), digest_size=8).hexdigest()
-    place, num_trainers = take_place(group), attempts.num_trainer_processes_here(RunStore(config.store, config.run))
+    place, num_trainers = take_place(group), num_trainer_processes_here(RunStore(config.store, config.run))
     return place, max(num_places(group), place + 1, config.searchers if num_trainers else 1), num_trainers

@@ -1,4 +1,4 @@
-"""The Trainer's process: `python -m flows.trainer STORE RUN PARENT [PROCESSES ZERO_STAGE]`.
+"""The Trainer's process: `python -m flows.trainer STORE RUN PARENT [PROCESSES ZERO_STAGE MACHINES]`.
 
 PARENT is the pid of the flow's process: if that process ends, the Trainer ends. A run has one Trainer: a second one is
 refused when it starts, and a superseded one that still runs (its machine froze) stops before it writes.
@@ -32,7 +32,7 @@ TAKEOVER_WATCH_S = 10.0
 log = logging.getLogger("tba.learn")
 
 
-def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage: int = 2) -> None:
+def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage: int = 2, machines: int = 1) -> None:
     """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one.
 
     If the run has its final policy (it was killed before the last evaluation), this does nothing.
@@ -41,7 +41,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
     RuntimeError: the run had a checkpoint, and none is whole now; nothing was written.
     """
     store = RunStore(store_url, run)
-    config = load_run(store).on_devices(processes, zero_stage)
+    config = load_run(store).on_devices(processes, zero_stage, machines)
     # It imports torch, which takes some seconds; meanwhile another machine's Trainer is watched.
     threading.Thread(target=importlib.import_module, args=["flows.trainer.session"]).start()
     previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)

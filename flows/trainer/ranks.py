@@ -1,14 +1,13 @@
 """The Trainer's processes, one for each device. The first is flows.trainer's own; the others run
-`python -m flows.trainer.ranks MODEL SETTINGS SEED` and follow it.
+`python -m flows.trainer.ranks MODEL SETTINGS SEED` and follow it, on its machine and on others (flows/ranks.py).
 
-They end together: if the first fails, it kills the others; if the first dies, the others end by themselves.
+They end together: if the first fails, it kills those of its machine; if it dies, the others end by themselves.
 """
 
 import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,11 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+from flows.trainer.meeting import LOOPBACK, POLL_S, Meeting, free_port, interface_variables, own_address
+from storage import attempts, machines
+from storage.errors import StoreError
+from storage.machines import World
+from storage.store import RunStore
 from tba.config import TrainSettings
 from tba.precision import default_device
 from tba.trainer import Trainer
@@ -28,23 +32,25 @@ log = logging.getLogger("tba.devices")
 
 
 @contextlib.contextmanager
-def trainer_of(model: Path, settings: TrainSettings, seed: int) -> Iterator[Trainer]:
-    """The run's Trainer. Its other processes run within the context."""
-    if settings.processes == 1:
+def trainer_of(model: Path, settings: TrainSettings, seed: int, meeting: Meeting | None = None) -> Iterator[Trainer]:
+    """The run's Trainer. Its other processes run within the context.
+
+    meeting: with the further machines, if settings.machines is more than 1.
+    """
+    is_alone = meeting is None or settings.machines == 1
+    world = World(LOOPBACK, free_port(LOOPBACK), []) if is_alone else meeting.form()
+    size = settings.processes * (1 + len(world.machines))
+    if size == 1:
         yield Trainer(model, settings, default_device(), seed)
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(settings.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "flows.trainer.ranks", str(model), settings.model_dump_json(), str(seed)]
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(settings.processes)]
-    others = [subprocess.Popen(command, env=os.environ | world | rank) for rank in ranks[1:]]
+    variables = _variables(world, settings, 0)
+    others = _start(model, settings, seed, variables[1:])
     closing = threading.Event()
-    threading.Thread(target=_end_without, args=(others, closing), daemon=True).start()
-    log.info("starting %d processes; DeepSpeed compiles its operators when a machine first uses them", len(ranks))
+    watch = (others, None if is_alone else meeting, closing)
+    threading.Thread(target=_end_without, args=watch, daemon=True).start()
+    log.info("starting %d processes; DeepSpeed compiles its operators when a machine first uses them", size)
     try:
-        os.environ.update(world | ranks[0])
+        os.environ.update(variables[0])
         trainer = _sharded(model, settings, seed)
         yield trainer
         closing.set()  # from here on, the end of a process is no failure
@@ -59,18 +65,85 @@ def trainer_of(model: Path, settings: TrainSettings, seed: int) -> Iterator[Trai
             other.wait()
 
 
+def follow(store: RunStore, model: Path, settings: TrainSettings, seed: int, attempt: int) -> bool:
+    """Joins this machine's processes to an attempt's Trainer, until the attempt ends.
+
+    Returns False: the Trainer began without this machine. Raises: RuntimeError: a process failed. StoreError.
+    """
+    machine, closing = machines.join(store, attempt, settings.processes), threading.Event()
+    renewing = threading.Thread(target=_renew, args=(store, machine, closing), daemon=True)
+    renewing.start()
+    processes = []
+    try:
+        pulse = attempts.TrainerPulse(store)
+        while (world := machines.read_world(store, attempt)) is None and not _is_over(store, attempt, pulse):
+            time.sleep(POLL_S)
+        if world is None or machine.number not in world.machines:
+            return False
+        first = settings.processes * (1 + world.machines.index(machine.number))
+        processes = _start(model, settings, seed, _variables(world, settings, first))
+        while any(process.poll() is None for process in processes) and not _is_over(store, attempt, pulse):
+            if failed := [process.returncode for process in processes if process.poll()]:
+                raise RuntimeError(f"a process of the Trainer ended with status {failed[0]}; the run resumes by itself")
+            time.sleep(POLL_S)
+        return True
+    finally:
+        closing.set()
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _variables(world: World, settings: TrainSettings, first: int) -> list[dict[str, str]]:
+    """Torch's environment variables of each process of this machine. first: the first one's rank."""
+    of_all = {
+        "WORLD_SIZE": str(settings.processes * (1 + len(world.machines))),
+        "MASTER_ADDR": world.address,
+        "MASTER_PORT": str(world.port),
+    }
+    if world.machines:
+        of_all |= interface_variables(own_address())
+    return [of_all | {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(settings.processes)]
+
+
+def _start(model: Path, settings: TrainSettings, seed: int, variables: list[dict[str, str]]) -> list[subprocess.Popen]:
+    command = [sys.executable, "-m", "flows.trainer.ranks", str(model), settings.model_dump_json(), str(seed)]
+    return [subprocess.Popen(command, env=os.environ | of_one) for of_one in variables]
+
+
+def _is_over(store: RunStore, attempt: int, pulse: attempts.TrainerPulse) -> bool:
+    """Whether the attempt has ended: another one began, or its Trainer ended or is silent."""
+    beat = attempts.read_heartbeat(store) or {}
+    has_ended = beat.get("attempt") == attempt and beat.get("state") in ("finished", "stopped", "failed")
+    return has_ended or attempts.is_superseded(store, attempt) or pulse.is_silent(machines.SILENT_S)
+
+
+def _renew(store: RunStore, machine: machines.Machine, closing: threading.Event) -> None:
+    while not closing.wait(machines.RENEWAL_S):
+        try:
+            machines.renew(store, machine)
+        except StoreError as error:
+            log.warning("this machine's file could not be renewed: %s", error)
+
+
 def _sharded(model: Path, settings: TrainSettings, seed: int) -> "ShardedTrainer":  # noqa: F821
     from tba.zero_trainer import ShardedTrainer
 
     return ShardedTrainer(model, settings, DEEPSPEED / f"zero{settings.zero_stage}.json", seed)
 
 
-def _end_without(others: list[subprocess.Popen], closing: threading.Event) -> None:
+def _end_without(others: list[subprocess.Popen], meeting: Meeting | None, closing: threading.Event) -> None:
     """Ends the Trainer when one of its other processes dies, because the rest might wait for that one for ever."""
     while not closing.wait(1):
-        if any(other.poll() for other in others):
+        if any(other.poll() for other in others) or (meeting is not None and _has_lost(meeting)):
             log.error("a process of the Trainer failed; its output is above. The run resumes from its last checkpoint.")
             os._exit(1)
+
+
+def _has_lost(meeting: Meeting) -> bool:
+    with contextlib.suppress(StoreError):  # the store is away for the other machines, too
+        return meeting.has_lost()
+    return False
 
 
 def _end_with(parent: int) -> None:

@@ -12,6 +12,7 @@ from flows.config import RunConfig
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience
 from flows.trainer.heartbeat import Heartbeat
+from flows.trainer.meeting import Meeting
 from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
 from infra.machine import cpu_threads, filled_folder, keep_freed_memory
@@ -42,7 +43,7 @@ def train_run(
     alarms = RunAlarms()
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
-        trainer_of(folder, config.train, config.seed) as trainer,
+        trainer_of(folder, config.train, config.seed, Meeting(store, attempt, config.train.machines)) as trainer,
     ):
         log.info("attempt %d: the model is loaded", attempt)
         if checkpoint != checkpoints.FROM_SCRATCH:

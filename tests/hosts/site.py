@@ -89,10 +89,11 @@ class Site:
         host.start(sys.executable, "-m", "prefect", *command, log="worker.log")
         return host
 
-    def deploy_and_run(self, host: Host) -> None:
+    def deploy_and_run(self, host: Host, **train: int) -> None:
+        """`train`: settings of the Trainer that differ from SETTINGS."""
         file = str(REPOSITORY / "prefect.yaml")
         host.run(sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file)
-        config = SETTINGS | {"store": self.store, "model": str(self._model)}
+        config = SETTINGS | {"store": self.store, "model": str(self._model), "train": SETTINGS["train"] | train}
         parameter = f"config={json.dumps(config)}"
         host.run(sys.executable, "-m", "prefect", "deployment", "run", "tba/train", "--param", parameter)
 
@@ -158,17 +159,24 @@ def answers(host: Host, program: str) -> bool:
 
 def missing() -> str | None:
     """What this machine lacks for a site, in words; None: nothing."""
-    if os.geteuid():
-        return "namespaces need root"
-    if lacks := [each for each in ("unshare", "nsenter", "ip", "tc", "runuser") if not shutil.which(each)]:
-        return f"not installed: {', '.join(lacks)}"
+    if reason := missing_namespaces():
+        return reason
     if not list(POSTGRES.glob("*/bin/initdb")):
         return "not installed: PostgreSQL"
-    tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, text=True)
-    if tried.returncode:
-        return f"this machine makes no namespaces: {tried.stderr.strip()}"
     try:
         local_s3.install()
     except local_s3.LocalS3Error as error:
         return f"no radosgw: {error}"
+    return None
+
+
+def missing_namespaces() -> str | None:
+    """What this machine lacks for hosts, in words; None: nothing."""
+    if os.geteuid():
+        return "namespaces need root"
+    if lacks := [each for each in ("unshare", "nsenter", "ip", "tc", "runuser") if not shutil.which(each)]:
+        return f"not installed: {', '.join(lacks)}"
+    tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, text=True)
+    if tried.returncode:
+        return f"this machine makes no namespaces: {tried.stderr.strip()}"
     return None

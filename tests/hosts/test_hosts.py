@@ -13,24 +13,11 @@ import time
 
 import pytest
 
-from tests.hosts.network import Host, Network
-from tests.hosts.site import RUN, Site, missing
+from tests.hosts.network import Host
+from tests.hosts.site import RUN, Site
 
 PARTITION_S = 30.0
 SLOW_MBIT_S = 10
-
-
-@pytest.fixture
-def site(tmp_path):
-    if reason := missing():
-        pytest.skip(reason)
-    network = Network(tmp_path)
-    site = Site(network, tmp_path)
-    try:
-        site.start()
-        yield site
-    finally:
-        site.close()
 
 
 def trains(host: Host) -> bool:

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from flows.trainer.meeting import Meeting
 from flows.trainer.ranks import trainer_of
+from storage.store import RunStore
 from tba.batch import Draw
 from tba.config import TrainSettings
 from tba.trainer import Trainer
@@ -28,9 +30,13 @@ def draws_of(step: int) -> list[Draw]:
     return draws
 
 
-def run(model: str, settings: dict, save: str, load: list[str]) -> dict:
-    """Trains all steps, with a checkpoint in the folder `save` half-way; then goes on from each one of `load`."""
-    with trainer_of(Path(model), TrainSettings(steps=len(PROMPTS), **settings), seed=0) as trainer:
+def run(model: str, settings: dict, save: str, load: list[str], meeting: list[str] | None = None) -> dict:
+    """Trains all steps, with a checkpoint in the folder `save` half-way; then goes on from each one of `load`.
+
+    meeting: store and run whose first attempt's machines take part; None: this machine alone.
+    """
+    others = Meeting(RunStore(*meeting), 1, settings["machines"]) if meeting else None
+    with trainer_of(Path(model), TrainSettings(steps=len(PROMPTS), **settings), seed=0, meeting=others) as trainer:
         published = fingerprint(trainer.weights().items())
         curves = [list(_steps(trainer, HALF))]
         Path(save).mkdir()

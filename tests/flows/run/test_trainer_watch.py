@@ -18,8 +18,8 @@ import pytest
 from flows.config import RunConfig
 from flows.run import flow_runs, trainer_watch
 from flows.run.trainer_watch import TrainerWatch
-from flows.searcher.trainer_pulse import TrainerPulse
 from storage import attempts
+from storage.attempts import TrainerPulse
 from storage.errors import StoreUnreachable
 from storage.store import RunStore
 from tests.storage.helpers import OWNER

@@ -1,0 +1,26 @@
+"""ranks/machine: this machine's processes of a Trainer that runs on several machines (train.machines).
+
+The run's flow starts one for each further machine, at each attempt. It ends with the attempt.
+"""
+
+import os
+
+from prefect import flow, get_run_logger
+
+from flows.config import StoreUrl, load_run
+from infra.machine import cpu_threads
+from storage.store import RunStore
+
+
+@flow(name="ranks")
+def ranks(store: StoreUrl, run: str, attempt: int, processes: int = 1, zero_stage: int = 2) -> None:
+    """Joins this machine to an attempt of the run's Trainer. Raises: RuntimeError: one of its processes failed."""
+    from flows.trainer.ranks import follow
+    from tba.models import model_folder
+
+    run_store = RunStore(store, run)
+    config = load_run(run_store).on_devices(processes, zero_stage, machines=2)
+    os.environ["OMP_NUM_THREADS"] = str(cpu_threads(processes))  # for the processes started here
+    folder = model_folder(config.model)
+    if not follow(run_store, folder, config.train, config.seed, attempt):
+        get_run_logger().info("attempt %d has ended, or began without this machine", attempt)

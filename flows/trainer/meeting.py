@@ -1,0 +1,90 @@
+"""How the processes of a Trainer on several machines find each other, and notice that a machine has died.
+
+The first machine's Trainer waits for the others, which join through the store (storage/machines.py). It goes on with
+those that came in time. If one dies, or falls silent, the attempt ends, and the next one begins with those that are
+there.
+"""
+
+import logging
+import os
+import socket
+import time
+from urllib.parse import urlsplit
+
+import psutil
+
+from storage import machines
+from storage.machines import World
+from storage.store import RunStore
+
+JOIN_S = 60.0  # a worker takes the flow run of a machine, and its process starts
+POLL_S = 0.5
+LOOPBACK = "127.0.0.1"
+
+log = logging.getLogger("tba.devices")
+
+
+class Meeting:
+    """The further machines of one attempt, as the first one sees them."""
+
+    def __init__(self, store: RunStore, attempt: int, num_machines: int) -> None:
+        """`num_machines`: how many are wanted, the first one included."""
+        self._store, self._attempt, self._num_others = store, attempt, num_machines - 1
+        self._seen: dict[int, tuple[str, float]] = {}  # by machine: its last renewal, and when it was first seen
+
+    def form(self) -> World:
+        """Waits for the wanted machines, for up to `JOIN_S`, and tells those that joined where to meet."""
+        deadline = time.monotonic() + JOIN_S
+        while len(joined := machines.joined(self._store, self._attempt)) < self._num_others:
+            if time.monotonic() > deadline:
+                log.warning("%d of %d further machines joined; the Trainer goes on", len(joined), self._num_others)
+                break
+            time.sleep(POLL_S)
+        numbers = [machine.number for machine in joined[: self._num_others]]
+        address = own_address() if numbers else LOOPBACK
+        world = World(address, free_port(address), numbers)
+        machines.form_world(self._store, self._attempt, world)
+        self._seen = {number: ("", time.monotonic()) for number in numbers}
+        return world
+
+    def has_lost(self) -> bool:
+        """Whether a machine of the world has fallen silent. Raises: StoreError."""
+        for number, (last, since) in self._seen.items():
+            found = machines.read(self._store, self._attempt, number)
+            renewed_at = found.renewed_at if found else ""
+            if renewed_at != last:
+                self._seen[number] = renewed_at, time.monotonic()
+            elif time.monotonic() - since > machines.SILENT_S:
+                log.error("machine %d of the Trainer is silent", number)
+                return True
+        return False
+
+
+def own_address() -> str:
+    """The address at which other machines reach this one: the one by which it reaches Prefect's server."""
+    server = urlsplit(os.environ.get("PREFECT_API_URL", ""))
+    if not server.hostname:
+        return LOOPBACK
+    family, kind, *_, target = socket.getaddrinfo(server.hostname, server.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # of datagrams: none is sent
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+def free_port(address: str) -> int:
+    """A port that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
+        free.bind((address, 0))
+        return free.getsockname()[1]
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """Environment variables by which gloo and NCCL use the network of this address. The user's own ones stay.
+
+    Otherwise gloo takes the one that the host name resolves to, which may be loopback.
+    """
+    names = [
+        name for name, addresses in psutil.net_if_addrs().items() if address in {each.address for each in addresses}
+    ]
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {variable: os.environ.get(variable, names[0]) for variable in variables if names}

@@ -1,0 +1,106 @@
+"""The further machines of a Trainer (train.machines), and where its processes meet.
+
+machines/attempt=00000002/machine=01.json    a machine that joined the attempt; it renews the file while it lives
+machines/attempt=00000002/world.json         the machines whose processes train together, and the first one's address
+
+The first machine is the one of the attempt's record (storage/attempts.py). It decides once which machines take part.
+"""
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from itertools import count
+from typing import Annotated
+
+from pydantic import Field
+
+from storage.errors import AlreadyExists, DamagedRecord, NotFound
+from storage.process_identity import Identity
+from storage.store import RunStore
+
+RENEWAL_S = 5.0
+# A machine that has not renewed its file for this long has died, or is cut off.
+SILENT_S = 20.0
+_MACHINE_NAME = re.compile(r"machines/attempt=[0-9]{8}/machine=(?P<number>[0-9]{2,})\.json")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The content of machine=….json."""
+
+    attempt: int
+    number: Annotated[int, Field(ge=1)]  # from 1; the first machine has no file
+    owner: Identity
+    processes: Annotated[int, Field(ge=1)]
+    renewed_at: str  # UTC, ISO 8601
+
+    @property
+    def path(self) -> str:
+        return f"{_folder(self.attempt)}/machine={self.number:02d}.json"
+
+
+@dataclass(frozen=True)
+class World:
+    """The content of world.json."""
+
+    address: str
+    port: Annotated[int, Field(ge=1, le=65535)]
+    machines: list[int]  # numbers of the further machines, in the order of their processes' ranks
+
+
+def join(store: RunStore, attempt: int, processes: int) -> Machine:
+    """Adds this machine to the attempt, with so many processes. The attempt may begin without it: see World."""
+    for number in count(1):
+        machine = Machine(attempt, number, Identity.current(), processes, _now())
+        with suppress(AlreadyExists):
+            store.put_new(machine.path, _text(machine))
+            return machine
+    raise AssertionError  # count does not end
+
+
+def renew(store: RunStore, machine: Machine) -> None:
+    """Tells that the machine lives."""
+    store.put(machine.path, _text(replace(machine, renewed_at=_now())))
+
+
+def joined(store: RunStore, attempt: int) -> list[Machine]:
+    """The machines that joined the attempt, in order. A file that cannot be read is left out."""
+    numbers = [int(found["number"]) for found in map(_MACHINE_NAME.fullmatch, store.list(_folder(attempt))) if found]
+    machines = [read(store, attempt, number) for number in sorted(numbers)]
+    return [machine for machine in machines if machine is not None]
+
+
+def read(store: RunStore, attempt: int, number: int) -> Machine | None:
+    """A machine's file as it is now; None: it does not exist or cannot be read."""
+    with suppress(DamagedRecord, NotFound):
+        return store.read_json(f"{_folder(attempt)}/machine={number:02d}.json", Machine)
+    return None
+
+
+def form_world(store: RunStore, attempt: int, world: World) -> None:
+    """Tells the machines that joined which of them take part. Raises: AlreadyExists: it was told before."""
+    store.put_new(f"{_folder(attempt)}/world.json", json.dumps(asdict(world)).encode())
+
+
+def read_world(store: RunStore, attempt: int) -> World | None:
+    """None: the first machine waits for others still. Raises: DamagedRecord."""
+    return store.read_json(f"{_folder(attempt)}/world.json", World)
+
+
+def num_processes_here(store: RunStore, attempt: int) -> int:
+    """Processes of the attempt's Trainer on this machine, if it is one of the further ones; else 0."""
+    return sum(machine.processes for machine in joined(store, attempt) if machine.owner.is_running())
+
+
+def _folder(attempt: int) -> str:
+    return f"machines/attempt={attempt:08d}"
+
+
+def _text(machine: Machine) -> bytes:
+    return json.dumps(asdict(machine), indent=2).encode()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()

@@ -1,0 +1,150 @@
+"""A Trainer whose processes are on several machines (train.machines), each a host with a network of its own.
+
+- ZeRO-2 on two hosts, a process each, trains with one process's losses and gradients
+- a run whose Trainer has two machines goes on by itself on one of them after the other has died
+- the machines of an attempt: late ones are told so, and a silent one is lost
+
+Run: pytest tests/hosts/test_trainer_machines.py -m "apart or not apart"
+"""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.trainer import meeting, ranks
+from flows.trainer.meeting import Meeting
+from storage import attempts, machines
+from storage.machines import World
+from storage.store import RunStore
+from tba.config import TrainSettings
+from tests.hosts.network import Host, Network
+from tests.hosts.site import REPOSITORY, RUN, Site, missing_namespaces
+from tests.tba.addition import tiny_llama
+from tests.tba.run_zero_trainer import run
+from tests.tba.test_zero_trainer import SETTINGS, assert_same_curve
+
+FOLLOW = """
+import json, sys
+from pathlib import Path
+from flows.trainer.ranks import follow
+from storage.store import RunStore
+from tba.config import TrainSettings
+
+url, model, settings = sys.argv[1:]
+print(follow(RunStore(url, "run"), Path(model), TrainSettings(**json.loads(settings)), 0, attempt=1))
+"""
+
+
+@pytest.fixture
+def beating(local_store):
+    """A run whose first attempt has a Trainer with a heartbeat."""
+    attempts.start_attempt(local_store, 0, attempts.this_process())
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.5):
+            attempts.heartbeat(local_store, {"attempt": 1, "state": "training", "time": time.time()})
+
+    attempts.heartbeat(local_store, {"attempt": 1, "state": "starting"})
+    thread = threading.Thread(target=beat)
+    thread.start()
+    yield local_store
+    over.set()
+    thread.join()
+
+
+@pytest.mark.apart
+def test_two_hosts_train_as_one_process(tmp_path, beating: RunStore):
+    if reason := missing_namespaces():
+        pytest.skip(reason)
+    model = tiny_llama(tmp_path / "model")
+    alone = run(str(model), SETTINGS, save=str(tmp_path / "alone"), load=[])
+    network, settings = Network(tmp_path), SETTINGS | {"machines": 2, "zero_stage": 2}
+    try:
+        first, further = network.add("first"), network.add("further")
+        for host in (first, further):
+            host.variables = {"PREFECT_API_URL": f"http://{first.address}:4200/api", "PYTHONPATH": str(REPOSITORY)}
+            host.variables |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        told = {"model": str(model), "settings": settings, "save": str(tmp_path / "half"), "load": []}
+        told |= {"meeting": [beating.url, beating.run]}
+        given = json.dumps(SETTINGS | {"machines": 2, "steps": 20})
+        following = further.start(sys.executable, "-c", FOLLOW, beating.url, str(model), given, log="follow.log")
+        printed = first.run(sys.executable, "-m", "tests.tba.run_zero_trainer", json.dumps(told), timeout_s=400)
+        assert following.wait(60) == 0, (further.folder / "follow.log").read_text()[-3000:]
+    finally:
+        network.close()
+    together = json.loads(printed.splitlines()[-1])
+    assert together["published"] == alone["published"]
+    assert_same_curve(together["curves"][0], alone["curves"][0])
+    world = machines.read_world(beating, 1)
+    assert (world.address, world.machines) == (first.address, [1])
+
+
+def processes_on(host: Host) -> int:
+    return host.run("ps", "-e", "-o", "args").count("-m flows.trainer.ranks")
+
+
+@pytest.mark.apart
+def test_the_trainer_goes_on_without_a_machine_that_died(site: Site):
+    alpha = site.worker("alpha", limit=1)  # room for the flow and the Trainer's first process
+    site.deploy_and_run(alpha, machines=2)
+    site.wait_for(lambda: bool(site.seen()), "the Trainer on alpha", 120)
+    beta = site.worker("beta", limit=1)  # room for the further machine, which was submitted before the Searcher
+    site.wait_for(lambda: processes_on(beta) == 1, "the Trainer's process on beta", 120)
+    site.worker("gamma", limit=1)
+    site.await_attempt(1)
+    site.await_steps(25)  # past a checkpoint
+
+    beta.kill()
+    died_at = time.time()
+    resumed = site.await_attempt(2, timeout_s=300)
+    assert resumed["host"] == "alpha"
+    print(f"\na machine of the Trainer died: the first step without it came {resumed['time'] - died_at:.1f} s later")
+    site.await_steps(5)
+    site.tba(alpha, "stop", RUN)
+    assert "0 faults" in site.tba(alpha, "verify", RUN)
+
+
+def test_the_trainer_begins_with_the_machines_that_came_in_time(local_store, monkeypatch):
+    monkeypatch.setattr(meeting, "JOIN_S", 0.5)
+    first = machines.join(local_store, 3, processes=2)
+    world = Meeting(local_store, 3, num_machines=3).form()
+    assert world.machines == [first.number] == [1]
+    assert machines.read_world(local_store, 3) == world
+    assert machines.join(local_store, 3, processes=2).number == 2
+    assert machines.num_processes_here(local_store, 3) == 4
+    assert machines.num_processes_here(local_store, 4) == 0
+
+
+def test_a_late_machine_is_told_so(beating: RunStore):
+    machines.form_world(beating, 1, World("127.0.0.1", 1, []))
+    assert not ranks.follow(beating, Path("no model is needed"), TrainSettings(), 0, attempt=1)
+
+
+@pytest.mark.parametrize("end", ["stopped", "superseded"])
+def test_a_machine_does_not_wait_for_an_attempt_that_has_ended(local_store, end):
+    attempts.start_attempt(local_store, 0, attempts.this_process())
+    attempts.heartbeat(local_store, {"attempt": 1, "state": "stopped" if end == "stopped" else "training"})
+    if end == "superseded":
+        attempts.start_attempt(local_store, 0, attempts.this_process())
+    assert not ranks.follow(local_store, Path("no model is needed"), TrainSettings(), 0, attempt=1)
+
+
+def test_a_silent_machine_is_lost(local_store, monkeypatch):
+    clock = [0.0]
+    machine = machines.join(local_store, 1, processes=1)
+    trainers = Meeting(local_store, 1, num_machines=2)
+    trainers.form()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    trainers._seen = {1: ("", 0.0)}
+    for clock[0] in (1.0, 19.0):
+        assert not trainers.has_lost()
+    machines.renew(local_store, machine)
+    for clock[0] in (22.0, 41.0):
+        assert not trainers.has_lost()
+    clock[0] = 43.0
+    assert trainers.has_lost()
