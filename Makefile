@@ -14,12 +14,12 @@ TORCH := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--torch-backend
 endif
 
 # Tests run on two cores side by side, on small tensors: more threads a process only wait for each other.
-test test-unit test-apart test-crash soak fuzz: export OMP_NUM_THREADS := 1
+test test-unit test-apart test-crash test-hosts soak fuzz: export OMP_NUM_THREADS := 1
 
 # Bytecode is kept, whatever the shell sets: without it, every process compiles torch and vLLM again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test test-unit test-apart test-crash lint docs up down bench-buffer bench-plan bench-policies bench-report \
+.PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-plan bench-policies bench-report \
 	bench-trainer bench-accuracy bench-search gpu-check bench-stability smoke compare-staleness studies compare-sync crash-matrix \
 	soak fuzz clean
 
@@ -40,6 +40,9 @@ test-apart: $(STAMP)  ## Run the tests that take minutes each: printed commands,
 
 test-crash: $(STAMP)  ## Kill Searcher, Trainer and S3 of a run, each once: the part of crash-matrix that CI runs
 	$(BIN)/python -m pytest -m apart tests/faults/test_crash.py -k killed --timeout 900
+
+test-hosts: $(STAMP)  ## Run a run on hosts that are namespaces of this machine, and kill them, cut them off, slow them
+	$(BIN)/python -m pytest -m apart tests/hosts --timeout 1200
 
 lint: $(STAMP)  ## Check style and common mistakes by ruff
 	$(BIN)/ruff check .

@@ -13,8 +13,11 @@ from storage.store import RunStore
 
 
 @flow(name="ranks")
-def ranks(store: StoreUrl, run: str, attempt: int, processes: int = 1, zero_stage: int = 2) -> None:
-    """Joins this machine to an attempt of the run's Trainer. Raises: RuntimeError: one of its processes failed."""
+def ranks(store: StoreUrl, run: str, attempt: int, key: str, processes: int = 1, zero_stage: int = 2) -> None:
+    """Joins this machine to an attempt of the run's Trainer. `key`: see storage/machines.py.
+
+    Raises: RuntimeError: one of its processes failed.
+    """
     from flows.trainer.ranks import follow
     from tba.models import model_folder
 
@@ -22,5 +25,5 @@ def ranks(store: StoreUrl, run: str, attempt: int, processes: int = 1, zero_stag
     config = load_run(run_store).on_devices(processes, zero_stage, machines=2)
     os.environ["OMP_NUM_THREADS"] = str(cpu_threads(processes))  # for the processes started here
     folder = model_folder(config.model)
-    if not follow(run_store, folder, config.train, config.seed, attempt):
+    if not follow(run_store, config, folder, attempt, key):
         get_run_logger().info("attempt %d has ended, or began without this machine", attempt)

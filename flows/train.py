@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from flows.run import flow_runs
 from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
 from flows.trainer import ALREADY_TRAINING
+from flows.trainer.meeting import KEY_VARIABLE
 from storage import attempts, ledger, policies, requests
 from storage.errors import AlreadyTraining, DamagedRecord, StoreError
 from storage.store import RunStore
@@ -144,6 +146,7 @@ def train_policy(config: RunConfig, began: threading.Event, lost: threading.Even
     devices = train.processes, train.zero_stage, train.machines
     run_store, attempt = RunStore(store, run), None
     began.clear()  # a retry's Trainer begins another attempt
+    os.environ[KEY_VARIABLE] = key = secrets.token_hex(16)
     process = subprocess.Popen(
         [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), *map(str, devices)]
     )
@@ -153,7 +156,7 @@ def train_policy(config: RunConfig, began: threading.Event, lost: threading.Even
                 attempt = attempts.latest_attempt(run_store)
                 lost.clear()
                 end_other_flow_runs(config)
-                flow_runs.start_machines(config, attempt)
+                flow_runs.start_machines(config, attempt, key)
                 began.set()
             elif began.is_set() and is_superseded(run_store, attempt):
                 began.clear()

@@ -4,8 +4,12 @@ machines/attempt=00000002/machine=01.json    a machine that joined the attempt; 
 machines/attempt=00000002/world.json         the machines whose processes train together, and the first one's address
 
 The first machine is the one of the attempt's record (storage/attempts.py). It decides once which machines take part.
+
+Processes that meet run each other's code: PyTorch pickles what they exchange. So world.json is signed with a key that
+the run's flow draws for the attempt, and that is not in the store. Without the key nobody sends a machine elsewhere.
 """
 
+import hmac
 import json
 import re
 from contextlib import suppress
@@ -43,11 +47,19 @@ class Machine:
 
 @dataclass(frozen=True)
 class World:
-    """The content of world.json."""
+    """The machines whose processes train together."""
 
     address: str
     port: Annotated[int, Field(ge=1, le=65535)]
     machines: list[int]  # numbers of the further machines, in the order of their processes' ranks
+
+
+@dataclass(frozen=True)
+class _Signed:
+    """The content of world.json."""
+
+    world: World
+    signature: str  # HMAC-SHA256, in hexadecimal
 
 
 def join(store: RunStore, attempt: int, processes: int) -> Machine:
@@ -79,14 +91,26 @@ def read(store: RunStore, attempt: int, number: int) -> Machine | None:
     return None
 
 
-def form_world(store: RunStore, attempt: int, world: World) -> None:
+def form_world(store: RunStore, attempt: int, world: World, key: str) -> None:
     """Tells the machines that joined which of them take part. Raises: AlreadyExists: it was told before."""
-    store.put_new(f"{_folder(attempt)}/world.json", json.dumps(asdict(world)).encode())
+    signed = _Signed(world, _signature(store, attempt, world, key))
+    store.put_new(f"{_folder(attempt)}/world.json", json.dumps(asdict(signed)).encode())
 
 
-def read_world(store: RunStore, attempt: int) -> World | None:
-    """None: the first machine waits for others still. Raises: DamagedRecord."""
-    return store.read_json(f"{_folder(attempt)}/world.json", World)
+def read_world(store: RunStore, attempt: int, key: str) -> World | None:
+    """None: the first machine waits for others still. Raises: DamagedRecord: it is not signed with this key."""
+    path = f"{_folder(attempt)}/world.json"
+    found = store.read_json(path, _Signed)
+    if found is None:
+        return None
+    if not hmac.compare_digest(found.signature.encode(), _signature(store, attempt, found.world, key).encode()):
+        raise DamagedRecord(f"{path} (run {store.run} in {store.url}) was not written by the attempt's Trainer")
+    return found.world
+
+
+def _signature(store: RunStore, attempt: int, world: World, key: str) -> str:
+    signed = json.dumps([store.url, store.run, attempt, asdict(world)], sort_keys=True)
+    return hmac.digest(key.encode(), signed.encode(), "sha256").hex()
 
 
 def num_processes_here(store: RunStore, attempt: int) -> int:

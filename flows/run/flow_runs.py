@@ -121,12 +121,15 @@ def end_others(client, config: RunConfig, ours: UUID) -> None:
             client.set_flow_run_state(flow_run.id, state, force=True)
 
 
-def start_machines(config: RunConfig, attempt: int) -> None:
-    """Starts a flow run of ranks/machine for each further machine of the Trainer. Without Prefect's server, none."""
+def start_machines(config: RunConfig, attempt: int, key: str) -> None:
+    """Starts a flow run of ranks/machine for each further machine of the Trainer. Without Prefect's server, none.
+
+    key: see storage/machines.py.
+    """
     from prefect.deployments import run_deployment
 
     train = config.train
-    given = {"attempt": attempt, "processes": train.processes, "zero_stage": train.zero_stage}
+    given = {"attempt": attempt, "key": key, "processes": train.processes, "zero_stage": train.zero_stage}
     with contextlib.suppress(httpx.HTTPError):
         for number in range(1, train.machines):
             run_deployment(

@@ -20,6 +20,7 @@ from storage.store import RunStore
 JOIN_S = 60.0  # a worker takes the flow run of a machine, and its process starts
 POLL_S = 0.5
 LOOPBACK = "127.0.0.1"
+KEY_VARIABLE = "TBA_MEETING_KEY"  # in the environment of the Trainer's first process
 
 log = logging.getLogger("tba.devices")
 
@@ -27,9 +28,9 @@ log = logging.getLogger("tba.devices")
 class Meeting:
     """The further machines of one attempt, as the first one sees them."""
 
-    def __init__(self, store: RunStore, attempt: int, num_machines: int) -> None:
-        """`num_machines`: how many are wanted, the first one included."""
-        self._store, self._attempt, self._num_others = store, attempt, num_machines - 1
+    def __init__(self, store: RunStore, attempt: int, num_machines: int, key: str) -> None:
+        """`num_machines`: how many are wanted, the first one included. `key`: see storage/machines.py."""
+        self._store, self._attempt, self._num_others, self._key = store, attempt, num_machines - 1, key
         self._seen: dict[int, tuple[str, float]] = {}  # by machine: its last renewal, and when it was first seen
 
     def form(self) -> World:
@@ -43,7 +44,7 @@ class Meeting:
         numbers = [machine.number for machine in joined[: self._num_others]]
         address = own_address() if numbers else LOOPBACK
         world = World(address, free_port(address), numbers)
-        machines.form_world(self._store, self._attempt, world)
+        machines.form_world(self._store, self._attempt, world, self._key)
         self._seen = {number: ("", time.monotonic()) for number in numbers}
         return world
 

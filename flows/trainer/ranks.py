@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+from flows.config import RunConfig
 from flows.trainer.meeting import LOOPBACK, POLL_S, Meeting, free_port, interface_variables, own_address
 from storage import attempts, machines
 from storage.errors import StoreError
@@ -65,23 +66,25 @@ def trainer_of(model: Path, settings: TrainSettings, seed: int, meeting: Meeting
             other.wait()
 
 
-def follow(store: RunStore, model: Path, settings: TrainSettings, seed: int, attempt: int) -> bool:
+def follow(store: RunStore, config: RunConfig, model: Path, attempt: int, key: str) -> bool:
     """Joins this machine's processes to an attempt's Trainer, until the attempt ends.
 
-    Returns False: the Trainer began without this machine. Raises: RuntimeError: a process failed. StoreError.
+    model: folder of config.model. key: see storage/machines.py. Returns False: the Trainer began without this machine.
+    Raises: RuntimeError: a process failed. StoreError.
     """
+    settings = config.train
     machine, closing = machines.join(store, attempt, settings.processes), threading.Event()
     renewing = threading.Thread(target=_renew, args=(store, machine, closing), daemon=True)
     renewing.start()
     processes = []
     try:
         pulse = attempts.TrainerPulse(store)
-        while (world := machines.read_world(store, attempt)) is None and not _is_over(store, attempt, pulse):
+        while (world := machines.read_world(store, attempt, key)) is None and not _is_over(store, attempt, pulse):
             time.sleep(POLL_S)
         if world is None or machine.number not in world.machines:
             return False
         first = settings.processes * (1 + world.machines.index(machine.number))
-        processes = _start(model, settings, seed, _variables(world, settings, first))
+        processes = _start(model, settings, config.seed, _variables(world, settings, first))
         while any(process.poll() is None for process in processes) and not _is_over(store, attempt, pulse):
             if failed := [process.returncode for process in processes if process.poll()]:
                 raise RuntimeError(f"a process of the Trainer ended with status {failed[0]}; the run resumes by itself")

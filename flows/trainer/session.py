@@ -12,7 +12,7 @@ from flows.config import RunConfig
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience
 from flows.trainer.heartbeat import Heartbeat
-from flows.trainer.meeting import Meeting
+from flows.trainer.meeting import KEY_VARIABLE, Meeting
 from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
 from infra.machine import cpu_threads, filled_folder, keep_freed_memory
@@ -41,9 +41,10 @@ def train_run(
     if default_device() == "cpu":
         keep_freed_memory()
     alarms = RunAlarms()
+    meeting = Meeting(store, attempt, config.train.machines, os.environ.get(KEY_VARIABLE, ""))
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
-        trainer_of(folder, config.train, config.seed, Meeting(store, attempt, config.train.machines)) as trainer,
+        trainer_of(folder, config.train, config.seed, meeting) as trainer,
     ):
         log.info("attempt %d: the model is loaded", attempt)
         if checkpoint != checkpoints.FROM_SCRATCH:

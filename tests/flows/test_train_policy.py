@@ -2,6 +2,7 @@
 
 - while the Trainer owns the run, `began` is set; once another flow's Trainer has taken the run over, `lost` is set, so
   that the flow leaves the Searchers, which the other flow has adopted
+- the Trainer and the flow runs of its further machines get one key, a new one for each attempt
 
 Run: pytest tests/flows/test_train_policy.py
 """
@@ -13,6 +14,7 @@ import pytest
 
 from flows import train
 from flows.config import RunConfig
+from flows.trainer.meeting import KEY_VARIABLE
 from storage import attempts
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
@@ -43,6 +45,7 @@ class Trainer:
 @pytest.mark.parametrize("is_taken_over", [False, True])
 def test_a_flow_that_was_superseded_knows_it(local_store, monkeypatch, is_taken_over):
     began, lost, over = threading.Event(), threading.Event(), threading.Event()
+    started = []
 
     def end() -> None:
         if is_taken_over:
@@ -50,7 +53,10 @@ def test_a_flow_that_was_superseded_knows_it(local_store, monkeypatch, is_taken_
 
     monkeypatch.setattr(train, "POLL_S", 0.01)
     monkeypatch.setattr(train, "end_other_flow_runs", lambda config: None)
+    monkeypatch.setenv(KEY_VARIABLE, "of an earlier attempt")
+    monkeypatch.setattr(train.flow_runs, "start_machines", lambda config, attempt, key: started.append((attempt, key)))
     monkeypatch.setattr(train.subprocess, "Popen", lambda command: Trainer(local_store, began, end))
     with pytest.raises(RuntimeError, match="ended with status 1"):
         train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
     assert (began.is_set(), lost.is_set()) == (not is_taken_over, is_taken_over)
+    assert started == [(1, os.environ[KEY_VARIABLE])], "both sides of the Trainer's machines have the same key"

@@ -8,7 +8,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ class Network:
         """Raises: RuntimeError: this machine makes no namespaces."""
         self._folder, self.hosts = folder, []
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+        wait_until(lambda: network_of(self._switch.pid) != network_of("self"))
         self._at_switch("ip", "link", "add", "switch", "type", "bridge")
         self._at_switch("ip", "link", "set", "switch", "up")
 
@@ -74,12 +75,8 @@ class Host:
         namespaces = ["--net", "--uts", "--mount", "--mount-proc", "--pid", "--fork", "--kill-child"]
         first = ["sh", "-c", f"hostname {name}; exec sleep infinity"]
         self._first = subprocess.Popen(["unshare", *namespaces, *first], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not (children := psutil.Process(self._first.pid).children()):
-            if self._first.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("unshare made no host")
-            time.sleep(0.02)
-        self.first_process = children[0].pid
+        wait_until(lambda: psutil.Process(self._first.pid).children())
+        self.first_process = psutil.Process(self._first.pid).children()[0].pid
 
     def start(self, *command: str, log: str) -> subprocess.Popen:
         """Starts a command in the working folder; its output goes to that file of the host's folder."""
@@ -92,7 +89,7 @@ class Host:
                 stderr=subprocess.STDOUT,
             )
 
-    def run(self, *command: str, timeout_s: float = 120) -> str:
+    def run(self, *command: str, timeout_s: float = 300) -> str:
         """Runs a command in the working folder to its end; returns what it printed. Raises: RuntimeError: it failed."""
         return _run(self._inside(command), self._environment(), timeout_s)
 
@@ -114,6 +111,20 @@ class Host:
         return others | {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "tmp")} | self.variables
 
 
+def network_of(pid: int | str) -> int:
+    """The network namespace of a process."""
+    return os.stat(f"/proc/{pid}/ns/net").st_ino
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Raises: RuntimeError: unshare made no namespace in time."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError("unshare made no namespace")
+        time.sleep(0.02)
+
+
 def _run(command: list[str], environment: dict[str, str] | None = None, timeout_s: float = 20) -> str:
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
@@ -121,12 +132,3 @@ def _run(command: list[str], environment: dict[str, str] | None = None, timeout_
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.stdout
-
-
-@contextlib.contextmanager
-def network(folder: Path) -> Iterator[Network]:
-    made = Network(folder)
-    try:
-        yield made
-    finally:
-        made.close()

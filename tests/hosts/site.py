@@ -18,7 +18,7 @@ from tests.hosts.network import Host, Network
 REPOSITORY = Path(__file__).parents[2]
 POSTGRES = Path("/usr/lib/postgresql")
 RUN = "hosts"
-START_TIMEOUT_S = 120
+PATIENCE_S = 300.0  # of a machine that others keep busy
 WITHOUT_VLLM = "import sys\n\nsys.modules['vllm'] = None\n"  # it starts in 40 s, and transformers' generate in 3
 SETTINGS = {
     "run": RUN,
@@ -77,7 +77,7 @@ class Site:
             sys.executable, "-m", "prefect", "server", "start", "--host", "0.0.0.0", "--port", "4200", log="server.log"
         )
         health = f"import urllib.request as r; r.urlopen('{self.variables['PREFECT_API_URL']}/health', timeout=2)"
-        self.wait_for(lambda: answers(self._server, health), "Prefect's server to answer", START_TIMEOUT_S)
+        self.wait_for(lambda: answers(self._server, health), "Prefect's server to answer")
         self._server.run(sys.executable, "-m", "prefect", "work-pool", "create", "tba", "--type", "process")
 
     def worker(self, name: str, limit: int) -> Host:
@@ -97,8 +97,8 @@ class Site:
         parameter = f"config={json.dumps(config)}"
         host.run(sys.executable, "-m", "prefect", "deployment", "run", "tba/train", "--param", parameter)
 
-    def tba(self, host: Host, *arguments: str, timeout_s: float = 120) -> str:
-        return host.run(sys.executable, "-m", "flows.cli", *arguments, "--store", self.store, timeout_s=timeout_s)
+    def tba(self, host: Host, *arguments: str) -> str:
+        return host.run(sys.executable, "-m", "flows.cli", *arguments, "--store", self.store)
 
     def sql(self, host: Host, query: str) -> list[dict]:
         return json.loads(self.tba(host, "sql", RUN, query, "--format", "json"))
@@ -112,32 +112,32 @@ class Site:
         seen = self.seen()
         return seen[-1]["step"] if seen else 0
 
-    def await_steps(self, number: int, timeout_s: float = 180) -> None:
+    def await_steps(self, number: int) -> None:
         """Waits until the Trainer has made so many further steps."""
         first = self.step()
-        self.wait_for(lambda: self.step() >= first + number, f"step {first + number}", timeout_s)
+        self.wait_for(lambda: self.step() >= first + number, f"step {first + number}")
 
-    def await_round(self, searcher: str, timeout_s: float = 240) -> None:
+    def await_round(self, searcher: str) -> None:
         """Waits until the Searcher has committed another round."""
         before = self.seen()[-1]["rounds"][searcher]
         another = f"another round of {searcher}"
-        self.wait_for(lambda: self.seen()[-1]["rounds"][searcher] > before, another, timeout_s)
+        self.wait_for(lambda: self.seen()[-1]["rounds"][searcher] > before, another)
 
-    def await_attempt(self, attempt: int, timeout_s: float = 180) -> dict:
+    def await_attempt(self, attempt: int) -> dict:
         """Waits until this attempt trains. Returns the first heartbeat after its first step."""
 
         def steps() -> list[int]:
             return [seen["step"] for seen in self.seen() if seen["attempt"] == attempt and seen["state"] == "training"]
 
-        self.wait_for(lambda: steps() and steps()[-1] > steps()[0], f"attempt {attempt} to train", timeout_s)
+        self.wait_for(lambda: steps() and steps()[-1] > steps()[0], f"attempt {attempt} to train")
         of_attempt = [seen for seen in self.seen() if seen["attempt"] == attempt and seen["state"] == "training"]
         return next(seen for seen in of_attempt if seen["step"] > of_attempt[0]["step"])
 
-    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"waited {timeout_s:.0f} s for {what}; saw {self.seen()[-3:]}{self._logs()}")
+                raise AssertionError(f"waited {PATIENCE_S:.0f} s for {what}; saw {self.seen()[-3:]}{self._logs()}")
             time.sleep(0.5)
 
     def _logs(self) -> str:

@@ -28,7 +28,7 @@ def trains(host: Host) -> bool:
 def test_a_run_survives_its_hosts(site: Site):
     alpha = site.worker("alpha", limit=1)  # room for the flow and its Trainer
     site.deploy_and_run(alpha)
-    site.wait_for(lambda: bool(site.seen()), "the Trainer on alpha", 120)
+    site.wait_for(lambda: bool(site.seen()), "the Trainer on alpha")
     beta = site.worker("beta", limit=2)  # room for the Searcher, and for the flow later
     site.await_attempt(1)
 
@@ -57,7 +57,7 @@ def test_a_run_survives_its_hosts(site: Site):
     assert resumed["host"] == "gamma" and trains(beta)
     print(f"it was cut off: the first step on another one came {resumed['time'] - cut_at:.1f} s later")
     site.network.connect(beta, is_on=True)
-    site.wait_for(lambda: not trains(beta), "the superseded flow to end", 120)
+    site.wait_for(lambda: not trains(beta), "the superseded flow to end")
     for searcher in ("s0", "s1"):
         site.await_round(searcher)
     assert site.seen()[-1]["attempt"] == 3

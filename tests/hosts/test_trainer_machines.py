@@ -2,7 +2,7 @@
 
 - ZeRO-2 on two hosts, a process each, trains with one process's losses and gradients
 - a run whose Trainer has two machines goes on by itself on one of them after the other has died
-- the machines of an attempt: late ones are told so, and a silent one is lost
+- of an attempt's machines late ones are told so, a silent one is lost, and none follows a record of somebody else
 
 Run: pytest tests/hosts/test_trainer_machines.py -m "apart or not apart"
 """
@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from flows.config import RunConfig
 from flows.trainer import meeting, ranks
 from flows.trainer.meeting import Meeting
 from storage import attempts, machines
+from storage.errors import DamagedRecord
 from storage.machines import World
 from storage.store import RunStore
-from tba.config import TrainSettings
 from tests.hosts.network import Host, Network
 from tests.hosts.site import REPOSITORY, RUN, Site, missing_namespaces
 from tests.tba.addition import tiny_llama
@@ -30,12 +31,13 @@ from tests.tba.test_zero_trainer import SETTINGS, assert_same_curve
 FOLLOW = """
 import json, sys
 from pathlib import Path
+from flows.config import RunConfig
 from flows.trainer.ranks import follow
 from storage.store import RunStore
-from tba.config import TrainSettings
 
 url, model, settings = sys.argv[1:]
-print(follow(RunStore(url, "run"), Path(model), TrainSettings(**json.loads(settings)), 0, attempt=1))
+config = RunConfig(run="run", store=url, train=json.loads(settings))
+print(follow(RunStore(url, "run"), config, Path(model), 1, "key"))
 """
 
 
@@ -80,7 +82,7 @@ def test_two_hosts_train_as_one_process(tmp_path, beating: RunStore):
     together = json.loads(printed.splitlines()[-1])
     assert together["published"] == alone["published"]
     assert_same_curve(together["curves"][0], alone["curves"][0])
-    world = machines.read_world(beating, 1)
+    world = machines.read_world(beating, 1, "key")
     assert (world.address, world.machines) == (first.address, [1])
 
 
@@ -92,16 +94,16 @@ def processes_on(host: Host) -> int:
 def test_the_trainer_goes_on_without_a_machine_that_died(site: Site):
     alpha = site.worker("alpha", limit=1)  # room for the flow and the Trainer's first process
     site.deploy_and_run(alpha, machines=2)
-    site.wait_for(lambda: bool(site.seen()), "the Trainer on alpha", 120)
+    site.wait_for(lambda: bool(site.seen()), "the Trainer on alpha")
     beta = site.worker("beta", limit=1)  # room for the further machine, which was submitted before the Searcher
-    site.wait_for(lambda: processes_on(beta) == 1, "the Trainer's process on beta", 120)
+    site.wait_for(lambda: processes_on(beta) == 1, "the Trainer's process on beta")
     site.worker("gamma", limit=1)
     site.await_attempt(1)
     site.await_steps(25)  # past a checkpoint
 
     beta.kill()
     died_at = time.time()
-    resumed = site.await_attempt(2, timeout_s=300)
+    resumed = site.await_attempt(2)
     assert resumed["host"] == "alpha"
     print(f"\na machine of the Trainer died: the first step without it came {resumed['time'] - died_at:.1f} s later")
     site.await_steps(5)
@@ -109,20 +111,32 @@ def test_the_trainer_goes_on_without_a_machine_that_died(site: Site):
     assert "0 faults" in site.tba(alpha, "verify", RUN)
 
 
+def follow(store: RunStore, key: str = "key") -> bool:
+    config = RunConfig(run=store.run, store=store.url)
+    return ranks.follow(store, config, Path("no model is needed"), 1, key)
+
+
+def test_nobody_with_write_access_to_the_store_sends_a_machine_elsewhere(beating: RunStore):
+    """What its processes get from there is unpickled."""
+    machines.form_world(beating, 1, World("10.77.0.9", 1, [1]), "another key")
+    with pytest.raises(DamagedRecord, match=r"world\.json .* was not written by the attempt's Trainer"):
+        follow(beating)
+
+
 def test_the_trainer_begins_with_the_machines_that_came_in_time(local_store, monkeypatch):
     monkeypatch.setattr(meeting, "JOIN_S", 0.5)
     first = machines.join(local_store, 3, processes=2)
-    world = Meeting(local_store, 3, num_machines=3).form()
+    world = Meeting(local_store, 3, num_machines=3, key="key").form()
     assert world.machines == [first.number] == [1]
-    assert machines.read_world(local_store, 3) == world
+    assert machines.read_world(local_store, 3, "key") == world
     assert machines.join(local_store, 3, processes=2).number == 2
     assert machines.num_processes_here(local_store, 3) == 4
     assert machines.num_processes_here(local_store, 4) == 0
 
 
 def test_a_late_machine_is_told_so(beating: RunStore):
-    machines.form_world(beating, 1, World("127.0.0.1", 1, []))
-    assert not ranks.follow(beating, Path("no model is needed"), TrainSettings(), 0, attempt=1)
+    machines.form_world(beating, 1, World("127.0.0.1", 1, []), "key")
+    assert not follow(beating)
 
 
 @pytest.mark.parametrize("end", ["stopped", "superseded"])
@@ -131,13 +145,13 @@ def test_a_machine_does_not_wait_for_an_attempt_that_has_ended(local_store, end)
     attempts.heartbeat(local_store, {"attempt": 1, "state": "stopped" if end == "stopped" else "training"})
     if end == "superseded":
         attempts.start_attempt(local_store, 0, attempts.this_process())
-    assert not ranks.follow(local_store, Path("no model is needed"), TrainSettings(), 0, attempt=1)
+    assert not follow(local_store)
 
 
 def test_a_silent_machine_is_lost(local_store, monkeypatch):
     clock = [0.0]
     machine = machines.join(local_store, 1, processes=1)
-    trainers = Meeting(local_store, 1, num_machines=2)
+    trainers = Meeting(local_store, 1, num_machines=2, key="key")
     trainers.form()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     trainers._seen = {1: ("", 0.0)}

@@ -35,7 +35,7 @@ def run(model: str, settings: dict, save: str, load: list[str], meeting: list[st
 
     meeting: store and run whose first attempt's machines take part; None: this machine alone.
     """
-    others = Meeting(RunStore(*meeting), 1, settings["machines"]) if meeting else None
+    others = Meeting(RunStore(*meeting), 1, settings["machines"], "key") if meeting else None
     with trainer_of(Path(model), TrainSettings(steps=len(PROMPTS), **settings), seed=0, meeting=others) as trainer:
         published = fingerprint(trainer.weights().items())
         curves = [list(_steps(trainer, HALF))]

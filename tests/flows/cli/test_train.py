@@ -10,7 +10,7 @@ Claims
 - the worker of another machine stops the flow runs there
 - a flow whose machine died is no longer followed, even if the server's record says that it runs
 - a run whose Trainer is silent is submitted once, however many Searchers ask, unless it was stopped or waits already;
-  the flow run that took it over ends the silent one
+  the flow run that took it over ends the silent one, and is followed in its place
 
 Run: pytest tests/flows/cli/test_train.py
 """
@@ -30,7 +30,7 @@ from uuid import UUID, uuid4
 
 import pytest
 import typer
-from prefect.states import Cancelling, Running, Scheduled
+from prefect.states import Cancelling, Completed, Crashed, Running, Scheduled
 from typer.testing import CliRunner
 
 from flows.cli import train
@@ -209,6 +209,29 @@ def test_a_second_interrupt_waits_until_the_run_is_stopped(project, monkeypatch)
         train._train(project, config, RunStore(config.store, config.run))
     assert stopped == ["run", "stack"]
     assert exit_.value.exit_code == 130
+
+
+def test_the_flow_run_that_took_a_run_over_is_followed(project, monkeypatch, capsys):
+    first, second = SimpleNamespace(id=uuid4()), SimpleNamespace(id=uuid4())
+    ends, followed = {first.id: Crashed(), second.id: Completed()}, []
+    live = iter([None, second])
+
+    def follow(view: train.FlowRunView, *_: object):
+        followed.append(view._flow_run)
+        return ends[view._flow_run.id]
+
+    monkeypatch.setattr(stack, "up", lambda *_, **__: "http://elsewhere:1/api")
+    monkeypatch.setattr(stack, "leave", lambda *_, **__: None)
+    monkeypatch.setattr(prefect_server, "api", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(flow_runs, "live_run", lambda *_: next(live))
+    monkeypatch.setattr(flow_runs, "mark_crashed", lambda *_: 0)
+    monkeypatch.setattr(flow_runs, "submit", lambda *_: first)
+    monkeypatch.setattr(train, "_follow", follow)
+    monkeypatch.setattr(train, "_tell_end", lambda *_: None)
+    config = RunConfig(store=(project / ".tba").as_uri())
+    train._train(project, config, RunStore(config.store, config.run))
+    assert followed == [first, second]
+    assert f"Flow run {second.id} has taken the run over" in capsys.readouterr().out
 
 
 class RemoteServer:
