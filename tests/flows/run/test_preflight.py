@@ -65,7 +65,8 @@ def test_settings_that_cannot_be_are_refused(tmp_path, changes, message):
     ("changes", "message"),
     [
         ({"train": {"lora_rank": 8}}, "train.lora_rank is 8, but peft is not installed: pip install peft"),
-        ({"train": {"processes": 2}}, "train.processes is 2, but DeepSpeed is not installed"),
+        ({"train": {"processes": 2}}, "train.processes is 2 and train.machines 1, but DeepSpeed is not installed"),
+        ({"train": {"machines": 2}}, "train.processes is 1 and train.machines 2, but DeepSpeed is not installed"),
     ],
 )
 def test_a_package_that_is_missing_is_named_before_anything_starts(
