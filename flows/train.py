@@ -7,21 +7,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from uuid import UUID
 
 import httpx
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.exceptions import Pause
+from prefect.exceptions import Pause, PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows.config import RunConfig, continued, read_recorded
 from flows.reuse.warm_start import take_over_task
-from flows.run import flow_runs
+from flows.run import takeover
 from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
+from flows.run.trainer_machines import end_machines, start_machines
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
 from storage import attempts, ledger, policies, requests
@@ -49,7 +51,9 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     not evaluated. prefect.exceptions.Pause: the flow run was suspended.
     """
     config = continued(config)
-    store = prepare_task(config)
+    if takeover.is_out_of_date(RunStore(config.store, config.run), flow_run.tags):
+        return Completed(name="NotNeeded", message="The Trainer is alive: its heartbeat goes on.")
+    store = prepare_task(config, takeover.is_takeover(flow_run.tags))
     if summary := read_summary(store):
         get_run_logger().info("run %s is finished; to train again, choose another name", config.run)
         return summary
@@ -74,8 +78,6 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         finally:  # in a suspended flow run wait() raises, because its tasks end with Prefect's signal
             if not lost.is_set():  # otherwise another flow has adopted the Searchers
                 searchers.stop()
-            if config.train.machines > 1:
-                flow_runs.end_machines(config)
     summary = summarise(store)
     page.finish(summary)
     return summary
@@ -108,15 +110,19 @@ def end_if_suspended() -> None:
         raise Pause(state=state)
 
 
-def prepare(config: RunConfig) -> RunStore:
-    """Checks the inputs, then creates the run or opens the existing one."""
+def prepare(config: RunConfig, is_takeover: bool) -> RunStore:
+    """Checks the inputs, then creates the run or opens the existing one.
+
+    `is_takeover`: nobody gave a command. So a request to stop, made while no Trainer was there to hear it, holds.
+    """
     from flows.run.preflight import check_inputs
 
     for warning in check_inputs(config):
         get_run_logger().warning(warning)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded(), read_recorded)
-    requests.take_back_stop(store)  # the request was for an earlier attempt
+    if not is_takeover:
+        requests.take_back_stop(store)  # the request was for an earlier attempt
     return store
 
 
@@ -139,8 +145,8 @@ def may_succeed_later(_task, _run, state) -> bool:
 def train_policy(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event) -> None:
     """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
 
-    `began` is set while this Trainer owns the run, and `lost` once another flow's Trainer has taken the run over.
-    Raises: AlreadyTraining: another Trainer owns the run. RuntimeError: the Trainer failed; the message has the reason.
+    `began` is set while this Trainer owns the run, and `lost` once another flow's Trainer has it.
+    Raises: AlreadyTraining: another Trainer has the run. RuntimeError: the Trainer failed; the message has the reason.
     """
     store, run, train = config.store, config.run, config.train
     devices = train.processes, train.zero_stage, train.machines
@@ -154,24 +160,22 @@ def train_policy(config: RunConfig, began: threading.Event, lost: threading.Even
         while process.poll() is None and not over.wait(POLL_S):
             if not began.is_set() and is_trainer(run_store, process.pid):
                 attempt = attempts.latest_attempt(run_store)
-                lost.clear()
-                end_other_flow_runs(config)
-                flow_runs.start_machines(config, attempt, key)
+                tell_prefect(end_others, config, attempt)
+                tell_prefect(start_machines, config, attempt, key)
                 began.set()
             elif began.is_set() and is_superseded(run_store, attempt):
                 began.clear()
     finally:
         status = end(process)
-    if attempt is not None and not over.is_set() and is_superseded(run_store, attempt):
-        began.clear()
-        lost.set()
+        if train.machines > 1 and attempt is not None:
+            tell_prefect(end_machines, config, attempt)
     if over.is_set():
         return
-    if status == ALREADY_TRAINING:
+    if status == ALREADY_TRAINING or (attempt is not None and is_superseded(run_store, attempt)):
+        began.clear()
+        lost.set()
         owner = attempts.trainer(run_store)
-        raise AlreadyTraining(
-            f"run {run} has another live Trainer: host {owner.host}, pid {owner.pid}. Nothing was written."
-        )
+        raise AlreadyTraining(f"run {run} has another Trainer: host {owner.host}, pid {owner.pid}. This one ends.")
     if status:
         raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(run_store)}")
 
@@ -182,10 +186,17 @@ def is_trainer(store: RunStore, pid: int) -> bool:
     return owner is not None and owner.pid == pid and owner.is_running() is True
 
 
-def end_other_flow_runs(config: RunConfig) -> None:
-    """Tells Prefect's server, if it answers, that the run's other flow runs train no more: their machines died."""
-    with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
-        flow_runs.end_others(client, config, UUID(flow_run.id))
+def tell_prefect(tell: Callable, *given: object) -> None:
+    """Calls a function that asks Prefect's server. Training goes on without it."""
+    try:
+        tell(*given)
+    except (httpx.HTTPError, PrefectException) as error:
+        get_run_logger().warning("Prefect's server was not told: %r", error)
+
+
+def end_others(config: RunConfig, attempt: int) -> None:
+    with get_client(sync_client=True) as client:
+        takeover.end_others(client, config, UUID(flow_run.id), attempt)
 
 
 def is_superseded(store: RunStore, attempt: int) -> bool:

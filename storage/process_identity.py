@@ -57,9 +57,14 @@ class Identity(Process):
         """The identity of a running process of this machine and namespace."""
         return cls(**asdict(Process.of(pid)), **_place())
 
+    @property
+    def place(self) -> tuple[str, str | None, int | None]:
+        """The machine and namespace of the process."""
+        return self.host, self.boot_id, self.pid_namespace
+
     def is_here(self) -> bool:
         """Whether the process belongs to this machine and namespace, so that its pid can be looked up here."""
-        return all(getattr(self, name) == value for name, value in _place().items())
+        return self.place == tuple(_place().values())
 
     def is_running(self) -> bool | None:
         """Whether the process runs. None: it cannot be looked up from here.

@@ -110,7 +110,8 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
             state = _follow(FlowRunView(project, client, flow_run), store, old if submitted else None)
             while state.is_crashed() and (other := flow_runs.live_run(client, config)):
                 say(f"Flow run {other.id} has taken the run over: following it.")
-                flow_run, state = other, _follow(FlowRunView(project, client, other), store, None)
+                flow_run = other  # at once: Ctrl-C stops the one that trains
+                state = _follow(FlowRunView(project, client, flow_run), store, None)
         if not state.is_completed():
             fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
     except (stack.StackError, StoreError) as error:

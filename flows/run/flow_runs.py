@@ -9,10 +9,7 @@ until the run's store shows no live Trainer.
 import contextlib
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from hashlib import sha256
-from uuid import UUID
 
-import httpx
 from pydantic import ValidationError
 
 from flows.config import RunConfig
@@ -99,71 +96,14 @@ def _age(state) -> timedelta:
     return datetime.now(UTC) - state.timestamp
 
 
-def resume_elsewhere(client, config: RunConfig, last_heartbeat: bytes):
-    """Submits the run again after its Trainer's last heartbeat. However many Searchers ask, there is one flow run.
-
-    Returns prefect.client.schemas.FlowRun. None: no flow run of the run claims to run, because the run was stopped, or
-    another one waits for a worker already.
-    """
-    states = [flow_run.state for flow_run in unfinished(client, config, ["tba"])]
-    if not any(state.is_running() for state in states) or any(s.is_scheduled() or s.is_pending() for s in states):
-        return None
-    return submit(client, config, key=f"{config.store}/{config.run}/{sha256(last_heartbeat).hexdigest()}")
-
-
-def end_others(client, config: RunConfig, ours: UUID) -> None:
-    """Marks the run's other flow runs that claim to run as Crashed. Call it once the run's Trainer is ours."""
-    from prefect.states import Crashed
-
-    for flow_run in unfinished(client, config, ["tba"]):
-        if flow_run.id != ours and (flow_run.state.is_running() or flow_run.state.is_cancelling()):
-            state = Crashed(message=f"Its Trainer fell silent. Flow run {ours} has taken the run over.")
-            client.set_flow_run_state(flow_run.id, state, force=True)
-
-
-def start_machines(config: RunConfig, attempt: int, key: str) -> None:
-    """Starts a flow run of ranks/machine for each further machine of the Trainer. Without Prefect's server, none.
-
-    key: see storage/machines.py.
-    """
-    from prefect.deployments import run_deployment
-
-    train = config.train
-    given = {"attempt": attempt, "key": key, "processes": train.processes, "zero_stage": train.zero_stage}
-    with contextlib.suppress(httpx.HTTPError):
-        for number in range(1, train.machines):
-            run_deployment(
-                "ranks/machine",
-                parameters={"store": config.store, "run": config.run} | given,
-                flow_run_name=f"{config.run}/machine {number}",
-                tags=[f"run:{config.run}"],
-                timeout=0,
-            )
-
-
-def end_machines(config: RunConfig) -> None:
-    """Cancels the flow runs of further machines that no worker has taken. The others end by themselves."""
-    from prefect.client.orchestration import get_client
-    from prefect.states import Cancelled
-
-    with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
-        for flow_run in unfinished(client, config, ["ranks"]):
-            if flow_run.state.is_scheduled():
-                client.set_flow_run_state(flow_run.id, Cancelled(message="The attempt has ended."), force=True)
-
-
-def submit(client, config: RunConfig, key: str | None = None):
-    """A new flow run of tba/train with this configuration; the earlier one that was submitted with this `key`, if any.
-
-    Returns prefect.client.schemas.FlowRun.
-    """
+def submit(client, config: RunConfig):
+    """A new flow run of tba/train with this configuration. Returns prefect.client.schemas.FlowRun."""
     deployment = client.read_deployment_by_name(prefect_server.DEPLOYMENT)
     return client.create_flow_run_from_deployment(
         deployment.id,
         parameters={"config": config.model_dump(mode="json")},
         name=config.run,
         tags=[f"run:{config.run}"],
-        idempotency_key=key,
     )
 
 
@@ -172,6 +112,7 @@ def cancel(url: str, credentials: dict, flow_run) -> None:
 
     credentials: stack.credentials of the server. After Ctrl-C in a terminal the server may not answer, because it
     gets the signal, too, as a child of `tba train`."""
+    import httpx
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
     from prefect.states import Cancelled

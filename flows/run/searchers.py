@@ -20,6 +20,7 @@ from storage.store import RunStore, transfer_all
 
 # A failed Searcher is replaced. Repeated failure without progress (a committed round) is not transient.
 MAX_REPLACEMENTS = 3
+MAX_SILENCES = 10  # machines die, or are cut off
 # A Searcher that has not renewed its lease for this long is replaced: its machine died, or cannot reach the store.
 SILENT_S = 40.0  # four renewals
 LOOK_S = 10.0
@@ -114,9 +115,9 @@ class Searchers:
         before, failures = self._failures.get(name, (at, 0))
         if before != at:  # it has committed a round since
             failures = 0
-        # A Searcher is not at fault if it ended because its Trainer was silent for too long, or if its machine died.
-        failures += not (state.is_completed() or state.name == SILENT)
-        if failures > MAX_REPLACEMENTS:
+        # a Searcher that ended because its Trainer was silent for too long is not at fault
+        failures += not state.is_completed()
+        if failures > (MAX_SILENCES if state.name == SILENT else MAX_REPLACEMENTS):
             raise RuntimeError(
                 f"searcher {name} failed {failures} times in its round {at}; its flow run's log has the reason"
             )

@@ -5,22 +5,24 @@ guess costs time, and no trajectory.
 """
 
 import threading
+import time
 
 import httpx
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import PrefectException
 
 from flows.config import RunConfig
-from flows.run import flow_runs
+from flows.run import takeover
 from storage import attempts
 from storage.attempts import TrainerPulse
 from storage.errors import StoreError
 from storage.store import RunStore
 
 LOOK_S = 2.0
-# Seven heartbeats. If the Trainer lives, the new flow run's Trainer sees it and ends (flows/trainer/__main__.py).
+# Seven heartbeats. If the Trainer lives, the new flow run sees it and ends (flows/run/takeover.py).
 SILENT_S = 15.0
+ASK_S = 10.0  # between two requests to Prefect while the Trainer stays silent
 
 
 class TrainerWatch:
@@ -29,7 +31,7 @@ class TrainerWatch:
     def __init__(self, store: RunStore, config: RunConfig) -> None:
         self._store, self._config, self._log = store, config, get_run_logger()
         self._pulse = TrainerPulse(store)
-        self._answered: bytes | None = None  # the heartbeat after which the run was resumed, or was found ended
+        self._asked_at = float("-inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -44,18 +46,18 @@ class TrainerWatch:
                 self.look()
             except StoreError:  # PolicyFeed tells that the store is away
                 self._pulse = TrainerPulse(self._store)
-            except (httpx.HTTPError, ObjectNotFound) as error:
+            except (httpx.HTTPError, PrefectException, ValueError) as error:  # ValueError: the answer is not Prefect's
                 self._log.warning("the Trainer is silent, and its run cannot be resumed yet: %r", error)
 
     def look(self) -> None:
-        """Resumes the run if its Trainer is silent. Raises: StoreError, httpx.HTTPError; ObjectNotFound: tba/train is
-        not deployed.
-        """
-        if not self._pulse.is_silent(SILENT_S) or self._pulse.last == self._answered or not self._has_died_elsewhere():
+        """Resumes the run if its Trainer is silent. Raises: StoreError; what Prefect's client raises."""
+        if not self._pulse.is_silent(SILENT_S) or time.monotonic() - self._asked_at < ASK_S:
             return
+        if not self._has_died_elsewhere():
+            return
+        self._asked_at = time.monotonic()
         with get_client(sync_client=True) as client:
-            resumed = flow_runs.resume_elsewhere(client, self._config, self._pulse.last)
-        self._answered = self._pulse.last
+            resumed = takeover.resume_elsewhere(client, self._config, self._pulse.last)
         if resumed is not None:
             self._log.warning("the Trainer is silent for %.0f s: another flow run resumes the run", SILENT_S)
 

@@ -9,11 +9,13 @@ import logging
 import os
 import socket
 import time
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import psutil
 
 from storage import machines
+from storage.errors import StoreError
 from storage.machines import World
 from storage.store import RunStore
 
@@ -36,29 +38,44 @@ class Meeting:
     def form(self) -> World:
         """Waits for the wanted machines, for up to `JOIN_S`, and tells those that joined where to meet."""
         deadline = time.monotonic() + JOIN_S
-        while len(joined := machines.joined(self._store, self._attempt)) < self._num_others:
+        while len(joined := self._joined()) < self._num_others:
             if time.monotonic() > deadline:
                 log.warning("%d of %d further machines joined; the Trainer goes on", len(joined), self._num_others)
                 break
             time.sleep(POLL_S)
         numbers = [machine.number for machine in joined[: self._num_others]]
         address = own_address() if numbers else LOOPBACK
+        if numbers and ip_address(address).is_loopback:
+            raise RuntimeError(
+                f"the Trainer's other machines cannot reach {address}, by which this one reaches Prefect's server: set "
+                "PREFECT_API_URL to an address of the network that the machines share, on each of them"
+            )
         world = World(address, free_port(address), numbers)
         machines.form_world(self._store, self._attempt, world, self._key)
         self._seen = {number: ("", time.monotonic()) for number in numbers}
         return world
 
+    def _joined(self) -> list[machines.Machine]:
+        """The machines that joined, each once. On this one the first processes have the devices already."""
+        places = {machine.owner.place: machine for machine in reversed(machines.joined(self._store, self._attempt))}
+        return [machine for machine in reversed(places.values()) if not machine.owner.is_here()]
+
     def has_lost(self) -> bool:
-        """Whether a machine of the world has fallen silent. Raises: StoreError."""
-        for number, (last, since) in self._seen.items():
-            found = machines.read(self._store, self._attempt, number)
-            renewed_at = found.renewed_at if found else ""
-            if renewed_at != last:
-                self._seen[number] = renewed_at, time.monotonic()
-            elif time.monotonic() - since > machines.SILENT_S:
-                log.error("machine %d of the Trainer is silent", number)
-                return True
-        return False
+        """Whether a machine of the world has fallen silent. Time that the store takes to answer does not count."""
+        asked_at = time.monotonic()
+        try:
+            found = [machines.read(self._store, self._attempt, number) for number in self._seen]
+        except StoreError:  # it is away for the other machines, too
+            self._seen = {number: (last, time.monotonic()) for number, (last, _) in self._seen.items()}
+            return False
+        now = time.monotonic()
+        for machine, (number, (last, since)) in zip(found, self._seen.copy().items(), strict=True):
+            renewed_at = machine.renewed_at if machine else ""
+            self._seen[number] = (last, since + now - asked_at) if renewed_at == last else (renewed_at, now)
+        silent = [number for number, (_, since) in self._seen.items() if now - since > machines.SILENT_S]
+        if silent:
+            log.error("machines %s of the Trainer are silent", silent)
+        return bool(silent)
 
 
 def own_address() -> str:

@@ -5,6 +5,7 @@ They end together: if the first fails, it kills those of its machine; if it dies
 """
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from tba.precision import default_device
 from tba.trainer import Trainer
 
 DEEPSPEED = files("infra") / "deepspeed"
+BUILD_S = 1800.0  # to meet, load the model and compile DeepSpeed's operators
 END_TIMEOUT_S = 30  # the other processes have no work left when the first one closes
 
 log = logging.getLogger("tba.devices")
@@ -38,21 +40,20 @@ def trainer_of(model: Path, settings: TrainSettings, seed: int, meeting: Meeting
 
     meeting: with the further machines, if settings.machines is more than 1.
     """
-    is_alone = meeting is None or settings.machines == 1
-    world = World(LOOPBACK, free_port(LOOPBACK), []) if is_alone else meeting.form()
+    world = World(LOOPBACK, free_port(LOOPBACK), []) if meeting is None else meeting.form()
     size = settings.processes * (1 + len(world.machines))
     if size == 1:
         yield Trainer(model, settings, default_device(), seed)
         return
     variables = _variables(world, settings, 0)
     others = _start(model, settings, seed, variables[1:])
-    closing = threading.Event()
-    watch = (others, None if is_alone else meeting, closing)
-    threading.Thread(target=_end_without, args=watch, daemon=True).start()
+    built, closing = threading.Event(), threading.Event()
+    threading.Thread(target=_end_without, args=(others, meeting, built, closing), daemon=True).start()
     log.info("starting %d processes; DeepSpeed compiles its operators when a machine first uses them", size)
     try:
         os.environ.update(variables[0])
         trainer = _sharded(model, settings, seed)
+        built.set()
         yield trainer
         closing.set()  # from here on, the end of a process is no failure
         trainer.close()
@@ -85,9 +86,11 @@ def follow(store: RunStore, config: RunConfig, model: Path, attempt: int, key: s
             return False
         first = settings.processes * (1 + world.machines.index(machine.number))
         processes = _start(model, settings, config.seed, _variables(world, settings, first))
-        while any(process.poll() is None for process in processes) and not _is_over(store, attempt, pulse):
+        while not _is_over(store, attempt, pulse):
             if failed := [process.returncode for process in processes if process.poll()]:
                 raise RuntimeError(f"a process of the Trainer ended with status {failed[0]}; the run resumes by itself")
+            if all(process.returncode == 0 for process in processes):
+                break
             time.sleep(POLL_S)
         return True
     finally:
@@ -116,9 +119,11 @@ def _start(model: Path, settings: TrainSettings, seed: int, variables: list[dict
 
 def _is_over(store: RunStore, attempt: int, pulse: attempts.TrainerPulse) -> bool:
     """Whether the attempt has ended: another one began, or its Trainer ended or is silent."""
-    beat = attempts.read_heartbeat(store) or {}
+    if pulse.is_silent(machines.SILENT_S):  # first: the time of the other requests would count as silence
+        return True
+    beat = json.loads(pulse.last or b"{}")
     has_ended = beat.get("attempt") == attempt and beat.get("state") in ("finished", "stopped", "failed")
-    return has_ended or attempts.is_superseded(store, attempt) or pulse.is_silent(machines.SILENT_S)
+    return has_ended or attempts.is_superseded(store, attempt)
 
 
 def _renew(store: RunStore, machine: machines.Machine, closing: threading.Event) -> None:
@@ -135,18 +140,21 @@ def _sharded(model: Path, settings: TrainSettings, seed: int) -> "ShardedTrainer
     return ShardedTrainer(model, settings, DEEPSPEED / f"zero{settings.zero_stage}.json", seed)
 
 
-def _end_without(others: list[subprocess.Popen], meeting: Meeting | None, closing: threading.Event) -> None:
+def _end_without(
+    others: list[subprocess.Popen], meeting: Meeting | None, built: threading.Event, closing: threading.Event
+) -> None:
     """Ends the Trainer when one of its other processes dies, because the rest might wait for that one for ever."""
+    deadline = time.monotonic() + BUILD_S
     while not closing.wait(1):
-        if any(other.poll() for other in others) or (meeting is not None and _has_lost(meeting)):
+        if any(other.poll() for other in others) or (meeting is not None and meeting.has_lost()):
             log.error("a process of the Trainer failed; its output is above. The run resumes from its last checkpoint.")
             os._exit(1)
-
-
-def _has_lost(meeting: Meeting) -> bool:
-    with contextlib.suppress(StoreError):  # the store is away for the other machines, too
-        return meeting.has_lost()
-    return False
+        if not built.is_set() and time.monotonic() > deadline:
+            address = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+            log.error(
+                "the Trainer's processes have not met at %s in %.0f s: does a firewall part them?", address, BUILD_S
+            )
+            os._exit(1)
 
 
 def _end_with(parent: int) -> None:

@@ -41,7 +41,8 @@ def train_run(
     if default_device() == "cpu":
         keep_freed_memory()
     alarms = RunAlarms()
-    meeting = Meeting(store, attempt, config.train.machines, os.environ.get(KEY_VARIABLE, ""))
+    num_machines = config.train.machines
+    meeting = Meeting(store, attempt, num_machines, os.environ[KEY_VARIABLE]) if num_machines > 1 else None
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
         trainer_of(folder, config.train, config.seed, meeting) as trainer,

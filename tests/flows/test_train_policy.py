@@ -14,8 +14,10 @@ import pytest
 
 from flows import train
 from flows.config import RunConfig
+from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
 from storage import attempts
+from storage.errors import AlreadyTraining
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -42,21 +44,41 @@ class Trainer:
         return self._status
 
 
+class Refused:
+    """The process of a Trainer that found another one alive."""
+
+    def poll(self) -> int:
+        return ALREADY_TRAINING
+
+    def terminate(self) -> None:
+        pass
+
+    def wait(self, timeout: float) -> int:
+        return ALREADY_TRAINING
+
+
 @pytest.mark.parametrize("is_taken_over", [False, True])
 def test_a_flow_that_was_superseded_knows_it(local_store, monkeypatch, is_taken_over):
     began, lost, over = threading.Event(), threading.Event(), threading.Event()
     started = []
 
     def end() -> None:
+        keys.append(os.environ[KEY_VARIABLE])
         if is_taken_over:
             attempts.start_attempt(local_store, 0, OWNER)
 
     monkeypatch.setattr(train, "POLL_S", 0.01)
-    monkeypatch.setattr(train, "end_other_flow_runs", lambda config: None)
+    monkeypatch.setattr(train, "end_others", lambda config, attempt: None)
     monkeypatch.setenv(KEY_VARIABLE, "of an earlier attempt")
-    monkeypatch.setattr(train.flow_runs, "start_machines", lambda config, attempt, key: started.append((attempt, key)))
+    monkeypatch.setattr(train, "start_machines", lambda config, attempt, key: started.append((attempt, key)))
+    keys = []
     monkeypatch.setattr(train.subprocess, "Popen", lambda command: Trainer(local_store, began, end))
-    with pytest.raises(RuntimeError, match="ended with status 1"):
+    error = AlreadyTraining if is_taken_over else RuntimeError  # Prefect does not retry after the first
+    with pytest.raises(error):
         train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
     assert (began.is_set(), lost.is_set()) == (not is_taken_over, is_taken_over)
-    assert started == [(1, os.environ[KEY_VARIABLE])], "both sides of the Trainer's machines have the same key"
+    with pytest.raises(AlreadyTraining):  # a retry that another Trainer keeps out
+        monkeypatch.setattr(train.subprocess, "Popen", lambda command: Refused())
+        train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
+    assert lost.is_set()
+    assert started == [(1, keys[0])], "both sides of the Trainer's machines have the same key"

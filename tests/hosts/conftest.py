@@ -1,5 +1,7 @@
 """A site of hosts, for the tests that run on one."""
 
+import contextlib
+
 import pytest
 
 from tests.hosts.network import Network
@@ -10,10 +12,6 @@ from tests.hosts.site import Site, missing
 def site(tmp_path):
     if reason := missing():
         pytest.skip(reason)
-    network = Network(tmp_path)
-    site = Site(network, tmp_path)
-    try:
+    with contextlib.closing(Network(tmp_path)) as network, contextlib.closing(Site(network, tmp_path)) as site:
         site.start()
         yield site
-    finally:
-        site.close()

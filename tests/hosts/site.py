@@ -145,7 +145,6 @@ class Site:
         return "".join(f"\n--- {log.parent.name}/{log.name}\n{log.read_text()[-3000:]}" for log in logs)
 
     def close(self) -> None:
-        self.network.close()
         shutil.rmtree(self._database, ignore_errors=True)
 
 

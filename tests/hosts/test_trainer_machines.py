@@ -7,10 +7,12 @@
 Run: pytest tests/hosts/test_trainer_machines.py -m "apart or not apart"
 """
 
+import contextlib
 import json
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from flows.config import RunConfig
 from flows.trainer import meeting, ranks
 from flows.trainer.meeting import Meeting
 from storage import attempts, machines
-from storage.errors import DamagedRecord
+from storage.errors import DamagedRecord, StoreUnreachable
 from storage.machines import World
 from storage.store import RunStore
 from tests.hosts.network import Host, Network
@@ -65,8 +67,8 @@ def test_two_hosts_train_as_one_process(tmp_path, beating: RunStore):
         pytest.skip(reason)
     model = tiny_llama(tmp_path / "model")
     alone = run(str(model), SETTINGS, save=str(tmp_path / "alone"), load=[])
-    network, settings = Network(tmp_path), SETTINGS | {"machines": 2, "zero_stage": 2}
-    try:
+    settings = SETTINGS | {"machines": 2, "zero_stage": 2}
+    with contextlib.closing(Network(tmp_path)) as network:
         first, further = network.add("first"), network.add("further")
         for host in (first, further):
             host.variables = {"PREFECT_API_URL": f"http://{first.address}:4200/api", "PYTHONPATH": str(REPOSITORY)}
@@ -77,8 +79,6 @@ def test_two_hosts_train_as_one_process(tmp_path, beating: RunStore):
         following = further.start(sys.executable, "-c", FOLLOW, beating.url, str(model), given, log="follow.log")
         printed = first.run(sys.executable, "-m", "tests.tba.run_zero_trainer", json.dumps(told), timeout_s=400)
         assert following.wait(60) == 0, (further.folder / "follow.log").read_text()[-3000:]
-    finally:
-        network.close()
     together = json.loads(printed.splitlines()[-1])
     assert together["published"] == alone["published"]
     assert_same_curve(together["curves"][0], alone["curves"][0])
@@ -123,15 +123,38 @@ def test_nobody_with_write_access_to_the_store_sends_a_machine_elsewhere(beating
         follow(beating)
 
 
-def test_the_trainer_begins_with_the_machines_that_came_in_time(local_store, monkeypatch):
+def join(store: RunStore, attempt: int, **owner) -> machines.Machine:
+    """Joins from a place that differs from this one in `owner`."""
+    machine = machines.join(store, attempt, processes=2)
+    machine = replace(machine, owner=replace(machine.owner, **owner))
+    store.put(machine.path, machines._text(machine))
+    return machine
+
+
+@pytest.fixture
+def network_address(monkeypatch):
     monkeypatch.setattr(meeting, "JOIN_S", 0.5)
-    first = machines.join(local_store, 3, processes=2)
+    monkeypatch.setattr(meeting, "own_address", lambda: "10.77.0.9")
+    monkeypatch.setattr(meeting, "free_port", lambda address: 1)
+
+
+def test_the_trainer_begins_with_the_machines_that_came_in_time(local_store, network_address):
+    """Each once: two flow runs on one machine, or one beside the Trainer, would share its devices."""
+    for place in ("another", "another", None, "a third", "a fourth"):
+        join(local_store, 3, **({"boot_id": place} if place else {}))
     world = Meeting(local_store, 3, num_machines=3, key="key").form()
-    assert world.machines == [first.number] == [1]
+    assert world == World("10.77.0.9", 1, [1, 4])
     assert machines.read_world(local_store, 3, "key") == world
-    assert machines.join(local_store, 3, processes=2).number == 2
-    assert machines.num_processes_here(local_store, 3) == 4
+    assert machines.num_processes_here(local_store, 3) == 2
     assert machines.num_processes_here(local_store, 4) == 0
+
+
+def test_an_address_that_other_machines_cannot_reach_is_refused(local_store, network_address, monkeypatch):
+    monkeypatch.setattr(meeting, "own_address", lambda: "127.0.1.1")
+    assert Meeting(local_store, 2, num_machines=2, key="key").form().machines == [], "alone it does not matter"
+    join(local_store, 3, boot_id="another")
+    with pytest.raises(RuntimeError, match=r"cannot reach 127\.0\.1\.1, .* set PREFECT_API_URL"):
+        Meeting(local_store, 3, num_machines=2, key="key").form()
 
 
 def test_a_late_machine_is_told_so(beating: RunStore):
@@ -148,9 +171,9 @@ def test_a_machine_does_not_wait_for_an_attempt_that_has_ended(local_store, end)
     assert not follow(local_store)
 
 
-def test_a_silent_machine_is_lost(local_store, monkeypatch):
+def test_a_silent_machine_is_lost(local_store, network_address, monkeypatch):
     clock = [0.0]
-    machine = machines.join(local_store, 1, processes=1)
+    machine = join(local_store, 1, boot_id="another")
     trainers = Meeting(local_store, 1, num_machines=2, key="key")
     trainers.form()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -160,5 +183,15 @@ def test_a_silent_machine_is_lost(local_store, monkeypatch):
     machines.renew(local_store, machine)
     for clock[0] in (22.0, 41.0):
         assert not trainers.has_lost()
-    clock[0] = 43.0
+    with monkeypatch.context() as outage:
+        outage.setattr(RunStore, "get", away)
+        clock[0] = 100.0
+        assert not trainers.has_lost(), "the store is away for the other machine, too"
+    for clock[0] in (101.0, 119.0):
+        assert not trainers.has_lost()
+    clock[0] = 121.0
     assert trainers.has_lost()
+
+
+def away(*_: object):
+    raise StoreUnreachable("away")

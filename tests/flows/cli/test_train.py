@@ -9,8 +9,7 @@ Claims
 - a second Ctrl-C waits until the run is stopped
 - the worker of another machine stops the flow runs there
 - a flow whose machine died is no longer followed, even if the server's record says that it runs
-- a run whose Trainer is silent is submitted once, however many Searchers ask, unless it was stopped or waits already;
-  the flow run that took it over ends the silent one, and is followed in its place
+- a flow run that took the run over is followed in the place of the first one, and Ctrl-C stops it
 
 Run: pytest tests/flows/cli/test_train.py
 """
@@ -218,6 +217,8 @@ def test_the_flow_run_that_took_a_run_over_is_followed(project, monkeypatch, cap
 
     def follow(view: train.FlowRunView, *_: object):
         followed.append(view._flow_run)
+        if view._flow_run.id not in ends:
+            raise KeyboardInterrupt
         return ends[view._flow_run.id]
 
     monkeypatch.setattr(stack, "up", lambda *_, **__: "http://elsewhere:1/api")
@@ -232,6 +233,13 @@ def test_the_flow_run_that_took_a_run_over_is_followed(project, monkeypatch, cap
     train._train(project, config, RunStore(config.store, config.run))
     assert followed == [first, second]
     assert f"Flow run {second.id} has taken the run over" in capsys.readouterr().out
+
+    live, cancelled = iter([None, second]), []
+    ends = {first.id: Crashed()}  # Ctrl-C while the second one is followed
+    monkeypatch.setattr(flow_runs, "cancel", lambda url, credentials, flow_run: cancelled.append(flow_run))
+    with pytest.raises(typer.Exit):
+        train._train(project, config, RunStore(config.store, config.run))
+    assert cancelled == [second]
 
 
 class RemoteServer:
@@ -340,33 +348,6 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
 
     flow.state = Cancelling()
     assert flow_runs.live_run(client, config) is None
-
-
-def test_one_flow_run_resumes_a_run_whose_trainer_is_silent(config, monkeypatch):
-    keys, flow = [], flow_run("tba", config, Running())
-    monkeypatch.setattr(flow_runs, "submit", lambda client, config, key: keys.append(key) or "submitted")
-    client = RemoteServer(flow)
-    for beat in (b"last", b"last", b"of a later attempt"):
-        assert flow_runs.resume_elsewhere(client, config, beat) == "submitted"
-    assert keys[0] == keys[1] != keys[2], "Prefect returns the same flow run for the same key"
-
-    waiting = flow_run("tba", config, Scheduled())
-    assert flow_runs.resume_elsewhere(RemoteServer(flow, waiting), config, b"last") is None
-    for state in (Cancelling(), Scheduled()):  # somebody stops it, or starts it
-        flow.state = state
-        assert flow_runs.resume_elsewhere(client, config, b"last") is None
-    assert flow_runs.resume_elsewhere(RemoteServer(), config, b"last") is None
-    assert len(keys) == 3
-
-
-def test_flow_runs_that_were_taken_over_are_ended(config):
-    ours, silent, stopped, waiting = [
-        flow_run("tba", config, state) for state in (Running(), Running(), Cancelling(), Scheduled())
-    ]
-    flow_runs.end_others(RemoteServer(ours, silent, stopped, waiting), config, ours.id)
-    found = [run.state.name for run in (ours, silent, stopped, waiting)]
-    assert found == ["Running", "Crashed", "Crashed", "Scheduled"]
-    assert str(ours.id) in silent.state.message
 
 
 @pytest.mark.parametrize("own", ["storage/__init__.py", "flows.py"])
