@@ -1,13 +1,13 @@
-"""A Searcher watches its run's Trainer. If the Trainer's machine dies, the Searcher has the run resumed on another one.
+"""Searchers and `tba train` watch their run's Trainer. If its machine dies, they have the run resumed on another one.
 
 If the Trainer was only cut off, it finds a later attempt when it comes back, and ends (storage/attempts.py). So a wrong
 guess costs time, and no trajectory.
 """
 
+import logging
 import threading
 
 import httpx
-from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 
@@ -18,6 +18,8 @@ from storage import attempts
 from storage.errors import StoreError
 from storage.store import RunStore
 
+Log = logging.Logger | logging.LoggerAdapter
+
 LOOK_S = 2.0
 # Seven heartbeats. If the Trainer lives, the new flow run's Trainer sees it and ends (flows/trainer/__main__.py).
 SILENT_S = 15.0
@@ -26,10 +28,11 @@ SILENT_S = 15.0
 class TrainerWatch:
     """Watches the Trainer in a thread of its own, until it is closed."""
 
-    def __init__(self, store: RunStore, config: RunConfig) -> None:
-        self._store, self._config, self._log = store, config, get_run_logger()
+    def __init__(self, store: RunStore, config: RunConfig, log: Log, answered: bytes | None = None) -> None:
+        """answered: a heartbeat whose Trainer is known to have ended."""
+        self._store, self._config, self._log = store, config, log
         self._pulse = TrainerPulse(store)
-        self._answered: bytes | None = None  # the heartbeat after which the run was resumed, or was found ended
+        self._answered = answered  # the heartbeat after which the run was resumed, or was found ended
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()

@@ -24,7 +24,7 @@ from storage.errors import StoreUnreachable
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
-ELSEWHERE = OWNER
+ELSEWHERE, LOG = OWNER, logging.getLogger("test")
 
 
 @pytest.fixture
@@ -39,11 +39,10 @@ def watch(local_store, clock, monkeypatch):
     """A watch that looks when it is told, and the last heartbeats after which it had the run resumed."""
     resumed = []
     monkeypatch.setattr(trainer_watch, "LOOK_S", 3600)
-    monkeypatch.setattr(trainer_watch, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(flow_runs, "resume_elsewhere", lambda client, config, beat: resumed.append(beat))
     config = RunConfig(run=local_store.run, store=local_store.url)
-    with contextlib.closing(TrainerWatch(local_store, config)) as watch:
+    with contextlib.closing(TrainerWatch(local_store, config, LOG)) as watch:
         watch.resumed = resumed
         yield watch
 
@@ -69,6 +68,16 @@ def test_a_silent_trainer_elsewhere_has_its_run_resumed_once(watch, clock, local
     assert look(watch, clock, 601, 616) == 1
     assert look(watch, clock, 617, 700) == 2
     assert watch.resumed[0] != watch.resumed[1]
+
+
+def test_a_heartbeat_that_was_there_before_is_no_silence(local_store, watch, clock):
+    """`tba train` resumes a run: until the new Trainer begins, the heartbeat is the old one's."""
+    attempts.start_attempt(local_store, 0, ELSEWHERE)
+    beat(local_store, 1)
+    watch._answered = attempts.raw_heartbeat(local_store)
+    assert look(watch, clock, 1, 100, 1000) == 0
+    beat(local_store, 2)
+    assert look(watch, clock, 1001, 1020) == 1
 
 
 @pytest.mark.parametrize("state", ["stopped", "finished", "failed"])
@@ -117,10 +126,10 @@ def test_the_thread_goes_on_after_a_store_and_a_server_were_away(local_store, mo
 
     monkeypatch.setattr(trainer_watch, "LOOK_S", 0.02)
     monkeypatch.setattr(trainer_watch, "SILENT_S", 0.2)
-    monkeypatch.setattr(trainer_watch, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(flow_runs, "resume_elsewhere", resume)
-    with contextlib.closing(TrainerWatch(local_store, RunConfig(run=local_store.run, store=local_store.url))):
+    config = RunConfig(run=local_store.run, store=local_store.url)
+    with contextlib.closing(TrainerWatch(local_store, config, LOG)):
         deadline = time.monotonic() + 60
         while not resumed:
             assert time.monotonic() < deadline
