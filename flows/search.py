@@ -42,7 +42,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
-    with held_name(run_store, name) as held, contextlib.closing(TrainerWatch(run_store, config)):
+    with held_name(run_store, name) as held, contextlib.closing(TrainerWatch(run_store, config, get_run_logger())):
         first = number = shards.next_round(run_store, name)
         searcher = start_searcher_task(config, name, first)
         feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)

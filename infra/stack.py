@@ -38,6 +38,7 @@ SERVER_TRIES = 3  # at a port that is free, until another process takes it
 DEPLOY_TRIES = 3
 ANSWER_TIMEOUT_S = 30  # of a deploying request, which is made three times; an idle server answers in milliseconds
 WORKER_QUERY_S = 2  # a run of minutes should not wait for Prefect's default, 10 s
+NO_WORKER_VARIABLE = "TBA_NO_WORKER"  # set: no worker is started here, because others run the flows
 STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of each process of its stack
 
 
@@ -178,7 +179,8 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
         state.url, state.own_server = url, "server" in state.processes
         _refuse_open_server(state, say)
     pool_type = prefect_server.create_work_pool(state.url, credentials(project, state.url))
-    if "worker" not in state.processes and pool_type == "process":  # pools of other types have workers of their own
+    has_others = pool_type != "process" or os.environ.get(NO_WORKER_VARIABLE)  # other types have workers of their own
+    if "worker" not in state.processes and not has_others:
         name = f"{work_queue(project)}@{socket.gethostname()}"
         command = ["worker", "start", "--pool", prefect_server.WORK_POOL, "--type", "process", "--name", name]
         command += ["--work-queue", work_queue(project), "--work-queue", "default"]

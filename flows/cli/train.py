@@ -1,6 +1,7 @@
 """`tba train`: trains or resumes a run, and shows its progress."""
 
 import contextlib
+import logging
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from storage.store import RunStore
 
 app = typer.Typer()
+log = logging.getLogger(__name__)
 
 SERVER_SILENCE_S = 60  # a server that has not answered for so long, even on a busy machine, does not recover
 PROCESS_SILENCE_S = 30  # a flow's process ends a moment before the server has its last state
@@ -96,16 +98,20 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
 def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     """Starts the stack, submits or joins the run's flow run, shows it to its end, leaves the stack. May exit."""
     from flows.run import flow_runs
+    from flows.run.trainer_watch import TrainerWatch
     from infra import prefect_server, stack
-    from storage.attempts import read_heartbeat
+    from storage.attempts import raw_heartbeat, read_heartbeat
     from storage.errors import StoreError
 
     submitted = False
     try:
         url = stack.up(project, keep=False, say=say)
         old, credentials = read_heartbeat(store), stack.credentials(project, url)
-        with prefect_server.api(url, credentials) as client:
+        last = raw_heartbeat(store)
+        with prefect_server.api(url, credentials) as client, contextlib.ExitStack() as following:
             flow_run, submitted = _live_or_new(client, config, store, is_new=old is None)
+            watch = TrainerWatch(store, config, log, ended_with=last if submitted else None)
+            following.callback(watch.close)
             say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}{stack.page_hint(project, url)}")
             state = _follow(FlowRunView(project, client, flow_run), store, old if submitted else None)
             while state.is_crashed() and (other := flow_runs.live_run(client, config)):

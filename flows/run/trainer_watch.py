@@ -1,14 +1,14 @@
-"""A Searcher watches its run's Trainer. If the Trainer's machine dies, the Searcher has the run resumed on another one.
+"""Searchers and `tba train` watch their run's Trainer. If its machine dies, they have the run resumed on another one.
 
 If the Trainer was only cut off, it finds a later attempt when it comes back, and ends (storage/attempts.py). So a wrong
 guess costs time, and no trajectory.
 """
 
+import logging
 import threading
 import time
 
 import httpx
-from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 
@@ -19,6 +19,8 @@ from storage.attempts import TrainerPulse
 from storage.errors import StoreError
 from storage.store import RunStore
 
+Log = logging.Logger | logging.LoggerAdapter
+
 LOOK_S = 2.0
 # Seven heartbeats. If the Trainer lives, the new flow run sees it and ends (flows/run/takeover.py).
 SILENT_S = 15.0
@@ -28,9 +30,11 @@ ASK_S = 10.0  # between two requests to Prefect while the Trainer stays silent
 class TrainerWatch:
     """Watches the Trainer in a thread of its own, until it is closed."""
 
-    def __init__(self, store: RunStore, config: RunConfig) -> None:
-        self._store, self._config, self._log = store, config, get_run_logger()
+    def __init__(self, store: RunStore, config: RunConfig, log: Log, ended_with: bytes | None = None) -> None:
+        """ended_with: the last heartbeat of a Trainer that is known to have ended."""
+        self._store, self._config, self._log = store, config, log
         self._pulse = TrainerPulse(store)
+        self._ended_with = ended_with
         self._asked_at = float("-inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -53,7 +57,7 @@ class TrainerWatch:
         """Resumes the run if its Trainer is silent. Raises: StoreError; what Prefect's client raises."""
         if not self._pulse.is_silent(SILENT_S) or time.monotonic() - self._asked_at < ASK_S:
             return
-        if not self._has_died_elsewhere():
+        if self._pulse.last == self._ended_with or not self._has_died_elsewhere():
             return
         self._asked_at = time.monotonic()
         with get_client(sync_client=True) as client:

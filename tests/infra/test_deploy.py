@@ -4,6 +4,7 @@ Claims
 - a Prefect server whose database is locked (503) is asked again; another failure is returned at once
 - a server that stays locked is given up after so many tries, with Prefect's own output
 - a server whose port another process takes while it starts is started at another port; one that dies otherwise is not
+- a worker is started, unless TBA_NO_WORKER says that others run the flows
 - a working folder's prefect.yaml is deployed if it deploys tba/train, and else the package's own
 
 Run: pytest tests/infra/test_deploy.py
@@ -110,3 +111,16 @@ def test_a_server_whose_port_is_taken_meanwhile_gets_another(start_server):
 def test_a_server_that_dies_is_not_started_again(start_server):
     with pytest.raises(stack.StackError, match="did not start"):
         start_server({4200}, is_taken=False)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_worker_is_started_unless_others_run_the_flows(monkeypatch, tmp_path, started):
+    url, names = "http://elsewhere:4200/api", []
+    monkeypatch.setattr(stack.prefect_server, "find", lambda *_: url)
+    monkeypatch.setattr(stack.prefect_server, "create_work_pool", lambda *_: "process")
+    monkeypatch.setattr(stack, "_refuse_open_server", lambda *_: None)
+    monkeypatch.setattr(stack, "_deploy", lambda *_: None)
+    monkeypatch.setattr(stack, "_start", lambda project, state, name, command, keep: names.append(name))
+    monkeypatch.setenv(stack.NO_WORKER_VARIABLE, "" if started else "1")
+    assert stack.up(tmp_path, keep=False, say=lambda _: None) == url
+    assert names == ["worker"] * started

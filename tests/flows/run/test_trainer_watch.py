@@ -25,7 +25,7 @@ from storage.errors import StoreUnreachable
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
-ELSEWHERE = OWNER
+ELSEWHERE, LOG = OWNER, logging.getLogger("test")
 
 
 @pytest.fixture
@@ -40,11 +40,10 @@ def watch(local_store, clock, monkeypatch):
     """A watch that looks when it is told, and the last heartbeats after which it had the run resumed."""
     resumed = []
     monkeypatch.setattr(trainer_watch, "LOOK_S", 3600)
-    monkeypatch.setattr(trainer_watch, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(takeover, "resume_elsewhere", lambda client, config, beat: resumed.append(beat))
     config = RunConfig(run=local_store.run, store=local_store.url)
-    with contextlib.closing(TrainerWatch(local_store, config)) as watch:
+    with contextlib.closing(TrainerWatch(local_store, config, LOG)) as watch:
         watch.resumed = resumed
         yield watch
 
@@ -72,6 +71,16 @@ def test_a_silent_trainer_elsewhere_has_its_run_resumed(watch, clock, local_stor
     assert look(watch, clock, 60, 70) == 2
     assert look(watch, clock, 76) == 3
     assert watch.resumed[0] == watch.resumed[1] != watch.resumed[2]
+
+
+def test_the_last_heartbeat_of_a_trainer_that_has_ended_is_no_silence(local_store, watch, clock):
+    """`tba train` resumes a run: until the new Trainer begins, the heartbeat is the old one's."""
+    attempts.start_attempt(local_store, 0, ELSEWHERE)
+    beat(local_store, 1)
+    watch._ended_with = attempts.raw_heartbeat(local_store)
+    assert look(watch, clock, 1, 100, 1000) == 0
+    beat(local_store, 2)
+    assert look(watch, clock, 1001, 1020) == 1
 
 
 @pytest.mark.parametrize("state", ["stopped", "finished", "failed"])
@@ -121,10 +130,10 @@ def test_the_thread_goes_on_after_a_store_and_a_server_were_away(local_store, mo
     monkeypatch.setattr(trainer_watch, "LOOK_S", 0.02)
     monkeypatch.setattr(trainer_watch, "SILENT_S", 0.2)
     monkeypatch.setattr(trainer_watch, "ASK_S", 0.0)
-    monkeypatch.setattr(trainer_watch, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(takeover, "resume_elsewhere", resume)
-    with contextlib.closing(TrainerWatch(local_store, RunConfig(run=local_store.run, store=local_store.url))):
+    config = RunConfig(run=local_store.run, store=local_store.url)
+    with contextlib.closing(TrainerWatch(local_store, config, LOG)):
         deadline = time.monotonic() + 60
         while not resumed:
             assert time.monotonic() < deadline
