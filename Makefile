@@ -41,8 +41,8 @@ test-apart: $(STAMP)  ## Run the tests that take minutes each: printed commands,
 test-crash: $(STAMP)  ## Kill Searcher, Trainer and S3 of a run, each once: the part of crash-matrix that CI runs
 	$(BIN)/python -m pytest -m apart tests/faults/test_crash.py -k killed --timeout 900
 
-test-hosts: $(STAMP)  ## Run a run on hosts that are namespaces of this machine, and kill them, cut them off, slow them
-	$(BIN)/python -m pytest -m apart tests/hosts --timeout 1200
+test-hosts: $(STAMP)  ## Train on hosts that are namespaces, kill them, cut them off (ONLY=survives: the part that CI runs)
+	$(BIN)/python -m pytest -m apart tests/hosts --timeout 1200 $(if $(ONLY),-k $(ONLY))
 
 lint: $(STAMP)  ## Check style and common mistakes by ruff
 	$(BIN)/ruff check .

@@ -41,8 +41,17 @@ def policy_cache(run: str) -> Path:
 
 
 def cpu_threads(num_processes: int) -> int:
-    """Threads for each of this many concurrent processes on this machine's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+    """Threads for each of this many concurrent processes on the cores that this machine or container may use."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), _core_limit())) // num_processes)
+
+
+def _core_limit(control_group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Whole cores' time that this container may use, at least 1; infinite without a limit."""
+    with suppress(OSError, ValueError):  # a system without control groups, or of their first version
+        quota, period = (control_group / "cpu.max").read_text().split()
+        if quota != "max":
+            return max(1, int(quota) // int(period))
+    return math.inf
 
 
 _places: dict[str, tuple[int, IO]] = {}  # by group: this process's place, and the open file that holds it

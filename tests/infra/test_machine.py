@@ -4,11 +4,13 @@
 - the wait ends with an error that names folder, cause and remedy; another error is raised at once
 - a process that keeps freed memory takes the same pages again
 - living processes of a group have places of their own, the lowest free one each; a killed process's place is free again
+- threads are divided among processes, within a container's limit of cores
 - the code's version is the checkout's commit, and of an installed wheel the wheel's version, also if the wheel lies
   in another project's checkout
 """
 
 import errno
+import math
 import os
 import platform
 import subprocess
@@ -118,3 +120,18 @@ def test_the_code_version_is_the_commit_of_this_checkout_and_no_others(tmp_path,
     monkeypatch.setattr(machine, "CHECKOUT", tmp_path)
     head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert head.stdout.startswith(machine.code_version())
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("max 100000", None), ("250000 100000", 2), ("50000 100000", 1), ("not a limit", None)]
+)
+def test_a_containers_limit_of_cores_is_obeyed(tmp_path, limit, cores):
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    assert machine._core_limit(tmp_path) == (cores or math.inf)
+    assert machine._core_limit(tmp_path / "no control groups here") == math.inf
+
+
+def test_threads_are_shared_among_processes_and_never_none(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(machine, "_core_limit", lambda: 4)
+    assert [machine.cpu_threads(number) for number in (1, 2, 3, 9)] == [4, 2, 1, 1]

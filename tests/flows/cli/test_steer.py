@@ -34,7 +34,6 @@ from flows import search, train
 from flows.cli.app import app
 from flows.config import RunConfig
 from flows.run import searchers as of_run
-from flows.run import trainer_watch
 from flows.run.searchers import MAX_REPLACEMENTS, Searchers
 from flows.searcher import held_name
 from flows.searcher.held_name import HeldName
@@ -242,7 +241,7 @@ def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
     feed = SimpleNamespace(next=lambda: served, is_new=False)
     monkeypatch.setattr(search, "PolicyFeed", lambda *_, **__: feed)
     monkeypatch.setattr(search, "search_round", search_round)
-    for module in (search, held_name, trainer_watch):
+    for module in (search, held_name):
         monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
     assert search.search.fn(store.url, store.run, name="s1") == 4
     assert rounds == [0, 1, 2, 3]
