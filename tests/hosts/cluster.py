@@ -1,9 +1,7 @@
 """A SLURM cluster on one machine: slurmctld, and nodes that are hosts (tests/hosts/network.py). Jobs run for real."""
 
-import os
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,24 +11,12 @@ from storage import attempts
 from storage.store import RunStore
 from tests.character_model import save_character_model
 from tests.hosts.network import Network
+from tests.hosts.site import WITHOUT_VLLM, missing_namespaces
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "infra" / "slurm" / "tba.sbatch"
-PROGRAMS = (
-    "munged",
-    "slurmctld",
-    "slurmd",
-    "sbatch",
-    "srun",
-    "squeue",
-    "scontrol",
-    "scancel",
-    "unshare",
-    "nsenter",
-    "ip",
-)
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 RUN = "slurm"
-WITHOUT_VLLM = "import sys\n\nsys.modules['vllm'] = None\n"  # it starts in 40 s, and transformers' generate in 3
 SETTINGS = {
     "evaluate_share": 0,
     "task.num_heldout": 16,
@@ -176,9 +162,5 @@ class Cluster:
 
 def missing() -> str | None:
     """What this machine lacks for a cluster, in words; None: nothing."""
-    if os.geteuid():
-        return "SLURM's daemons and namespaces need root"
-    if lacks := [program for program in PROGRAMS if not shutil.which(program)]:
-        return f"not installed: {', '.join(lacks)}"
-    tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, text=True)
-    return f"this machine makes no namespaces: {tried.stderr.strip()}" if tried.returncode else None
+    lacks = [program for program in PROGRAMS if not shutil.which(program)]
+    return missing_namespaces() or (f"not installed: {', '.join(lacks)}" if lacks else None)

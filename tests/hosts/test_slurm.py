@@ -8,6 +8,7 @@
 Run: pytest tests/hosts/test_slurm.py -m apart
 """
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -25,13 +26,10 @@ RARELY = 100_000  # steps between checkpoints: all there are come from an orderl
 def cluster(tmp_path):
     if reason := missing():
         pytest.skip(reason)
-    network = Network(tmp_path)
-    try:
+    with contextlib.closing(Network(tmp_path)) as network:
         cluster = Cluster(network, tmp_path)
         cluster.start()
         yield cluster
-    finally:
-        network.close()
 
 
 def await_stop(cluster: Cluster) -> int:
