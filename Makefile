@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-plan bench-policies bench-report \
 	bench-trainer bench-accuracy bench-search gpu-check bench-stability smoke compare-staleness studies compare-sync crash-matrix \
-	soak fuzz clean
+	soak fuzz image-base image image-check clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -112,6 +112,32 @@ soak: $(STAMP)  ## Run under faults of store, network and machine: HOURS=1 SEED=
 
 fuzz: $(STAMP)  ## Try ten thousand odd files, configurations and commands: only declared errors may occur
 	$(BIN)/python -m pytest tests/faults/test_fuzzing_stores.py tests/faults/test_fuzzing_users.py --durations 10
+
+# STORAGE_DRIVER=vfs: where overlay does not work. PIP_INDEX_URL, PIP_FIND_LINKS and PIP_CERT are passed on, if set.
+VERSION = $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+BASE := debian:bookworm-slim
+IMAGE = tba:$(VERSION)-$(EXTRA)
+comma := ,
+# Podman's own limits are above those of some machines, and crun refuses hybrid cgroups.
+RUN_IMAGE = podman run --rm --runtime runc --network none --ulimit nofile=8192 --ulimit nproc=8192 \
+	--volume $$store:/store:U --env TBA_STORE=file:///store $(IMAGE)
+image-base image: export BUILDAH_ISOLATION ?= chroot
+
+image-base:  ## Make the image BASE=localhost/bookworm of Debian's packages: as root, by debootstrap
+	container=$$(buildah from scratch) && folder=$$(buildah mount $$container) \
+		&& debootstrap --variant=minbase bookworm $$folder && rm -rf $$folder/var/cache/apt $$folder/var/lib/apt/lists/* \
+		&& buildah umount $$container && buildah commit --rm $$container $(BASE)
+
+image:  ## Build the container image by buildah: EXTRA=cpu or cuda, BASE=image of Debian bookworm
+	buildah build --layers --file infra/container/Containerfile --tag $(IMAGE) --build-arg VERSION=$(VERSION) \
+		--build-arg BASE=$(BASE) --build-arg EXTRA=$(EXTRA) $(if $(PIP_INDEX_URL),--build-arg INDEX=$(PIP_INDEX_URL)) \
+		$(if $(PIP_FIND_LINKS),$(if $(wildcard $(PIP_FIND_LINKS)),--build-arg WHEELS=/wheels \
+		--volume $(abspath $(PIP_FIND_LINKS)):/wheels:ro,--build-arg WHEELS=$(PIP_FIND_LINKS))) \
+		$(if $(PIP_CERT),--secret id=certificates$(comma)src=$(PIP_CERT)) .
+
+image-check:  ## Train the embedded model for five steps in the image, without a network; verify
+	store=$$(mktemp -d) && trap "rm -rf $$store" EXIT \
+		&& $(RUN_IMAGE) tba train check --steps 5 && $(RUN_IMAGE) tba verify check
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -34,6 +34,9 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
 
 NOT_RUN = {
     "make test": "the tests themselves",
+    "make image BASE=debian:bookworm-slim": "a registry; tests/infra/test_container.py builds on a base of its own",
+    "make image-base image BASE=localhost/bookworm": "root, and 20 minutes; tests/infra/test_container.py",
+    "make image-check": "the same",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
     "tba train --set train.processes=2 --set train.zero_stage=2": "not proven yet, as it says",
     "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",

@@ -80,8 +80,12 @@ def test_every_direct_dependency_is_pinned():
     assert names - set(constraints()) == set()
 
 
+def of_makefile(path: Path) -> bool:
+    return path.suffix == ".txt" or path.parts[:2] == ("infra", "container")
+
+
 def test_every_module_and_data_file_reaches_the_wheel():
-    """Of infra/ that is not what only the Makefile reads: constraints and overrides."""
+    """Of infra/ that is not what only the Makefile reads: constraints, overrides and the container."""
     packages = PROJECT["tool"]["setuptools"]["packages"]
     data = {
         folder / pattern
@@ -92,5 +96,5 @@ def test_every_module_and_data_file_reaches_the_wheel():
     for path in (path.relative_to(REPOSITORY) for path in tracked_files()):
         if path.parts[0] in ("flows", "infra", "storage", "tba") and path.suffix == ".py":
             assert ".".join(path.parent.parts) in packages, path
-        elif path.parts[0] in ("flows", "infra", "storage", "tba") and path.suffix != ".txt":
+        elif path.parts[0] in ("flows", "infra", "storage", "tba") and not of_makefile(path):
             assert any(path.match(str(pattern)) for pattern in data), path
