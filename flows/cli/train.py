@@ -157,6 +157,8 @@ def _tell_end(project: Path, store: "RunStore", state: str) -> None:
     if state == "Stopped":
         beat = read_heartbeat(store) or {}
         say(f"Stopped at step {beat.get('step')}, as requested. The same command resumes the run.")
+    elif state == "NotNeeded":
+        say("The run's Trainer lives, under another flow run. The same command follows it.")
     elif summary := read_summary(store):
         _print_summary(summary)
     else:
