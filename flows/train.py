@@ -110,19 +110,21 @@ def end_if_suspended() -> None:
         raise Pause(state=state)
 
 
-def prepare(config: RunConfig, is_takeover: bool) -> RunStore:
+def prepare(config: RunConfig, is_takeover: bool = False) -> RunStore:
     """Checks the inputs, then creates the run or opens the existing one.
 
-    `is_takeover`: nobody gave a command. So a request to stop, made while no Trainer was there to hear it, holds.
+    `is_takeover`: nobody gave a command. The inputs were checked when the run began. A request to stop holds that was
+    made while no Trainer was there to hear it.
     """
+    store = RunStore(config.store, config.run)
+    if is_takeover:
+        return store
     from flows.run.preflight import check_inputs
 
     for warning in check_inputs(config):
         get_run_logger().warning(warning)
-    store = RunStore(config.store, config.run)
     store.create_run(config.recorded(), read_recorded)
-    if not is_takeover:
-        requests.take_back_stop(store)  # the request was for an earlier attempt
+    requests.take_back_stop(store)  # the request was for an earlier attempt
     return store
 
 

@@ -5,6 +5,7 @@
 - A run that exists with another configuration: the message says what differs. One of an older version, without a
   setting that there is today, resumes with what was done then: mostly that setting's default.
 - A run resumes although a default has changed since; only a setting that is given can be refused.
+- A command takes back an earlier request to stop the run; a takeover without a command does not.
 
 python -m pytest tests/flows/run/test_preflight.py
 """
@@ -19,6 +20,7 @@ from flows.cli.settings import config_of
 from flows.config import RunConfig, continued, load_run
 from flows.run.preflight import check_inputs
 from flows.train import prepare
+from storage import requests
 from storage.errors import DamagedRecord, RunConfigMismatch, StoreError
 from storage.store import RunStore
 from tba.tasks.arithmetic import Arithmetic
@@ -166,6 +168,18 @@ def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(t
         with pytest.raises(RunConfigMismatch, match=r"is .*, but 0\.5 is given"):
             check_inputs(config(tmp_path, **changed))
     assert json.loads(store.get("run.json")) == recorded | {"evaluate_interval": 3}
+
+
+def test_a_command_takes_back_a_request_to_stop_and_a_takeover_does_not(tmp_path, tokenizer_only):
+    """The request was made while no Trainer was there to hear it; the takeover's Trainer hears it."""
+    first = config(tmp_path)
+    store = prepare(first)
+    requests.ask_to_stop(store)
+    prepare(first, is_takeover=True)
+    assert requests.take_back_stop(store)
+    requests.ask_to_stop(store)
+    prepare(first)
+    assert not requests.take_back_stop(store)
 
 
 @pytest.mark.parametrize("objective", ["tb", "tba_prime", "dr_grpo"])
