@@ -8,7 +8,7 @@
     generation_64  a Searcher with 64 sequences at once beside bare vLLM: tokens a second, load pause
     generation_256 the same with 256
     step           a training step of 4 prompts x 16 responses x 1,024 tokens beside TRL's: seconds, peak memory, and
-                   mfu, useful FLOPs over what a large bfloat16 product reaches here
+                   mfu, useful FLOPs over what a large product reaches here, in bfloat16 where that is fast
     swap           a policy into the engine, whole, and rebuilt from a delta by which 0.8 % of the weights differ
 
 generation and step take the shape of Qwen2.5-1.5B, swap that of Qwen2.5-7B, with random weights: nothing is fetched.
@@ -114,6 +114,7 @@ def generation(is_small: bool, num_sequences: int) -> dict:
 
 
 def step(is_small: bool) -> dict:
+    from tba.precision import compute_dtype
     from tests.benchmarks import bench_trainer
 
     name, sides = ("short", ["ours"]) if is_small else ("gpu", ["ours", "trl"])
@@ -121,7 +122,8 @@ def step(is_small: bool) -> dict:
         model = random_model(Path(folder, "model"), "small" if is_small else "1.5B")
         found = {side: run_module("tests.benchmarks.bench_trainer", side, name, str(model)) for side in sides}
         flops = bench_trainer.useful_flops(model, bench_trainer.SHAPES[name])
-    mfu = flops / found["ours"]["step_s"] / bench_trainer.measured_peak_flops("bfloat16")
+    peak = bench_trainer.measured_peak_flops(str(compute_dtype()).removeprefix("torch."))
+    mfu = flops / found["ours"]["step_s"] / peak
     return found | {"mfu": mfu}
 
 
