@@ -13,7 +13,7 @@ from storage.store import RunStore
 
 
 @flow(name="ranks")
-def ranks(store: StoreUrl, run: str, attempt: int, key: str, processes: int = 1, zero_stage: int = 2) -> None:
+def ranks(store: StoreUrl, run: str, attempt: int, key: str, processes: int, zero_stage: int) -> None:
     """Joins this machine to an attempt of the run's Trainer. `key`: see storage/machines.py.
 
     Raises: RuntimeError: one of its processes failed.
@@ -22,7 +22,7 @@ def ranks(store: StoreUrl, run: str, attempt: int, key: str, processes: int = 1,
     from tba.models import model_folder
 
     run_store = RunStore(store, run)
-    config = load_run(run_store).on_devices(processes, zero_stage, machines=2)
+    config = load_run(run_store).on_devices(processes, zero_stage)
     os.environ["OMP_NUM_THREADS"] = str(cpu_threads(processes))  # for the processes started here
     folder = model_folder(config.model)
     if not follow(run_store, config, folder, attempt, key):

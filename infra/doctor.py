@@ -108,7 +108,7 @@ def check_engine() -> Finding:
         missing.append("libnuma1")
     if missing:
         packages = " ".join(missing)
-        fault = f"vLLM {version} compiles kernels when it starts, and needs what is not installed: {packages}"
+        fault = f"vLLM {version} compiles kernels when it starts, and needs programs that are not installed: {packages}"
         return Finding("engine", FAULT, fault, f"apt-get install {packages}")
     return Finding("engine", OK, f"vLLM {version}")
 

@@ -16,7 +16,6 @@ does not follow a pointer of a superseded attempt.
 
 import json
 import re
-import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Annotated
@@ -25,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, Superseded
 from storage.paths import LARGEST_NUMBER, first_stray
-from storage.process_identity import Identity
+from storage.process_identity import Identity, Pulse
 from storage.store import RESTORE, RunStore, transfer_all
 
 HEARTBEAT = "trainer/heartbeat.json"
@@ -198,26 +197,9 @@ def raw_heartbeat(store: RunStore) -> bytes | None:
         return None
 
 
-class TrainerPulse:
-    """Tells whether a Trainer trains the run: whether its heartbeat changes. Needs no common clock."""
-
-    def __init__(self, store: RunStore) -> None:
-        self._store, self._seen_at = store, time.monotonic()
-        self.last: bytes | None = None
-        """The newest heartbeat."""
-
-    def is_silent(self, limit_s: float) -> bool:
-        """Reads the heartbeat. Returns whether it has not changed for `limit_s`.
-
-        Time that the store takes to answer does not count: the Trainer may wait for it, too. Raises: StoreError.
-        """
-        asked_at = time.monotonic()
-        beat = raw_heartbeat(self._store)
-        now = time.monotonic()
-        self._seen_at += now - asked_at
-        if beat != self.last:
-            self.last, self._seen_at = beat, now
-        return now - self._seen_at > limit_s
+def pulse(store: RunStore) -> Pulse:
+    """Of whichever Trainer trains the run: `is_silent` reads the heartbeat."""
+    return Pulse(lambda: raw_heartbeat(store))
 
 
 def run_is_alive(store: RunStore, watch_s: float) -> bool:

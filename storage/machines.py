@@ -27,7 +27,7 @@ from storage.store import RunStore
 RENEWAL_S = 5.0
 # A machine that has not renewed its file for this long has died, or is cut off.
 SILENT_S = 20.0
-_MACHINE_NAME = re.compile(r"machines/attempt=[0-9]{8}/machine=(?P<number>[0-9]{2,})\.json")
+_MACHINE_NAME = re.compile(r"machines/attempt=[0-9]{8}/machine=[0-9]{2,}\.json")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Machine:
 
     @property
     def path(self) -> str:
-        return f"{_folder(self.attempt)}/machine={self.number:02d}.json"
+        return _path(self.attempt, self.number)
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,17 @@ def renew(store: RunStore, machine: Machine) -> None:
 
 def joined(store: RunStore, attempt: int) -> list[Machine]:
     """The machines that joined the attempt, in order. A file that cannot be read is left out."""
-    numbers = [int(found["number"]) for found in map(_MACHINE_NAME.fullmatch, store.list(_folder(attempt))) if found]
-    machines = [read(store, attempt, number) for number in sorted(numbers)]
-    return [machine for machine in machines if machine is not None]
+    found = []
+    for path in sorted(filter(_MACHINE_NAME.fullmatch, store.list(_folder(attempt)))):
+        with suppress(DamagedRecord):
+            found += [machine] if (machine := store.read_json(path, Machine)) else []
+    return found
 
 
-def read(store: RunStore, attempt: int, number: int) -> Machine | None:
-    """A machine's file as it is now; None: it does not exist or cannot be read."""
-    with suppress(DamagedRecord, NotFound):
-        return store.read_json(f"{_folder(attempt)}/machine={number:02d}.json", Machine)
+def raw(store: RunStore, attempt: int, number: int) -> bytes | None:
+    """A machine's file as it is now, for comparison with a later one; None: it does not exist."""
+    with suppress(NotFound):
+        return store.get(_path(attempt, number))
     return None
 
 
@@ -116,6 +118,10 @@ def _signature(store: RunStore, attempt: int, world: World, key: str) -> str:
 def num_processes_here(store: RunStore, attempt: int) -> int:
     """Processes of the attempt's Trainer on this machine, if it is one of the further ones; else 0."""
     return sum(machine.processes for machine in joined(store, attempt) if machine.owner.is_running())
+
+
+def _path(attempt: int, number: int) -> str:
+    return f"{_folder(attempt)}/machine={number:02d}.json"
 
 
 def _folder(attempt: int) -> str:

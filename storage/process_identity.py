@@ -98,6 +98,29 @@ class Identity(Process):
         return False
 
 
+class Pulse:
+    """Tells whether a process goes on: whether its heartbeat changes. Compares no clocks."""
+
+    def __init__(self, read_beat: Callable[[], bytes | None]) -> None:
+        """`read_beat`: its newest heartbeat, or None."""
+        self._read, self._seen_at = read_beat, time.monotonic()
+        self.last: bytes | None = None
+        """The newest heartbeat."""
+
+    def is_silent(self, limit_s: float) -> bool:
+        """Reads the heartbeat. Returns whether it has not changed for `limit_s`.
+
+        The time of the reading does not count: the store may make the process wait, too. Raises: what `read_beat` does.
+        """
+        asked_at = time.monotonic()
+        beat = self._read()
+        now = time.monotonic()
+        self._seen_at += now - asked_at
+        if beat != self.last:
+            self.last, self._seen_at = beat, now
+        return now - self._seen_at > limit_s
+
+
 def _place() -> dict:
     return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid_namespace": _pid_namespace()}
 

@@ -82,7 +82,7 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
         _unknown_trained(entries["batches"], shards),
         _unrecorded_steps(resumes, entries),
         _inconsistent_syncs(syncs, shards),
-        _bad_policies(store, published, fingerprint) if fingerprint else (),
+        _bad_policies(store, published, pointers, fingerprint) if fingerprint else (),
         _bad_pointers(store, pointers, published, shards),
         _unpublished_policies(shards, published),
         _bad_checkpoints(store),
@@ -213,21 +213,31 @@ def _next_kept(number: int, refused: set[int]) -> int:
 # --- policies and checkpoints -----------------------------------------------------------------------------------------
 
 
-def _bad_policies(store: RunStore, published: dict[str, dict], fingerprint: Callable) -> Iterator[Fault]:
+def _bad_policies(
+    store: RunStore, published: dict[str, dict], pointers: dict, fingerprint: Callable
+) -> Iterator[Fault]:
     stored = [path for path, manifest in published.items() if is_policy(path) and not manifest["pruned"]]
+    # The network of a superseded Trainer may hold up a put of policy.json until a later attempt has pruned the policy;
+    # then the mark is gone. So files may be missing of an earlier attempt's policy that no pointer names.
+    newest = max((manifest["attempt"] for manifest in published.values()), default=0)
+    named = {pointer["path"] for pointer in pointers.values() if isinstance(pointer, dict)}
+    may_lack_files = {path for path in stored if published[path]["attempt"] < newest and path not in named}
     with tempfile.TemporaryDirectory(prefix="tba-verify-") as cache:
         # one after the other, as they were published: the cache keeps two, and one is rebuilt from the one before
         for path in sorted(stored, key=age):
-            if fault := _policy_fault(store, path, published[path], fingerprint, cache):
+            if fault := _policy_fault(store, path, published[path], fingerprint, cache, path in may_lack_files):
                 yield fault
 
 
-def _policy_fault(store: RunStore, path: str, manifest: dict, fingerprint: Callable, cache: str) -> Fault | None:
+def _policy_fault(
+    store: RunStore, path: str, manifest: dict, fingerprint: Callable, cache: str, may_lack_files: bool
+) -> Fault | None:
     ref = policies.PolicyRef(manifest["step"], path, manifest["fingerprint"], False, manifest["attempt"], "")
     try:
         found = fingerprint(policies.fetch_policy(store, ref, cache))
     except (NotFound, DamagedPolicy) as error:
-        if not policies.published_policies(store)[path].get("pruned"):  # meanwhile, by the Trainer
+        was_pruned = policies.published_policies(store)[path]["pruned"]  # meanwhile, by the Trainer
+        if not was_pruned and not (may_lack_files and isinstance(error, NotFound)):
             return Fault("damaged policy", path, str(error))
     except StoreError:
         raise

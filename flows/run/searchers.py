@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from uuid import UUID
@@ -35,7 +36,7 @@ class Searchers:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._store, self._wanted = RunStore(config.store, config.run), config.searchers
-        self._failures: dict[str, tuple[int, int]] = {}  # by name: round of the last failure, failures in that round
+        self._failures: dict[str, tuple[int, Counter]] = {}  # by name: round of the last one, and those in that round
         self._runs: dict[str, FlowRun] = {}  # the first one evaluates
         self._leaving: list[FlowRun] = []
         self._renewals = Renewals(self._store)
@@ -112,14 +113,15 @@ class Searchers:
         Raises: RuntimeError: it failed too often. StoreError: it was not restarted.
         """
         at = shards.next_round(self._store, name)
-        before, failures = self._failures.get(name, (at, 0))
+        before, failures = self._failures.get(name, (at, Counter()))
         if before != at:  # it has committed a round since
-            failures = 0
+            failures = Counter()
+        kind, limit = ("was silent", MAX_SILENCES) if state.name == SILENT else ("failed", MAX_REPLACEMENTS)
         # a Searcher that ended because its Trainer was silent for too long is not at fault
-        failures += not state.is_completed()
-        if failures > (MAX_SILENCES if state.name == SILENT else MAX_REPLACEMENTS):
+        failures[kind] += not state.is_completed()
+        if failures[kind] > limit:
             raise RuntimeError(
-                f"searcher {name} failed {failures} times in its round {at}; its flow run's log has the reason"
+                f"searcher {name} {kind} {failures[kind]} times in its round {at}; its flow run's log has the reason"
             )
         evaluator = next(iter(self._runs))
         living = self._claim([name], evaluator).get(name)

@@ -15,7 +15,6 @@ from prefect.exceptions import PrefectException
 from flows.config import RunConfig
 from flows.run import takeover
 from storage import attempts
-from storage.attempts import TrainerPulse
 from storage.errors import StoreError
 from storage.store import RunStore
 
@@ -33,7 +32,7 @@ class TrainerWatch:
     def __init__(self, store: RunStore, config: RunConfig, log: Log, ended_with: bytes | None = None) -> None:
         """ended_with: the last heartbeat of a Trainer that is known to have ended."""
         self._store, self._config, self._log = store, config, log
-        self._pulse = TrainerPulse(store)
+        self._pulse = attempts.pulse(store)
         self._ended_with = ended_with
         self._asked_at = float("-inf")
         self._closing = threading.Event()
@@ -49,7 +48,7 @@ class TrainerWatch:
             try:
                 self.look()
             except StoreError:  # PolicyFeed tells that the store is away
-                self._pulse = TrainerPulse(self._store)
+                self._pulse = attempts.pulse(self._store)
             except (httpx.HTTPError, PrefectException, ValueError) as error:  # ValueError: the answer is not Prefect's
                 self._log.warning("the Trainer is silent, and its run cannot be resumed yet: %r", error)
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from prefect import get_run_logger
 
 from infra.machine import policy_cache
-from storage import policies
-from storage.attempts import TrainerPulse
+from storage import attempts, policies
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, UnsafePath
 from storage.patience import patience_s
 from storage.store import RunStore
@@ -44,7 +43,7 @@ class PolicyFeed:
     def __init__(self, store: RunStore, searcher: "Searcher", *, is_synchronous: bool = False) -> None:
         """`is_synchronous`: each policy samples one round only."""
         self._store, self._searcher, self.is_synchronous = store, searcher, is_synchronous
-        self._pulse = TrainerPulse(store)
+        self._pulse = attempts.pulse(store)
         self._policy: policies.PolicyRef | None = None  # None: the engine serves no policy, or a part of one
         self._lost: policies.PolicyRef | None = None
         self._lost_at = 0.0

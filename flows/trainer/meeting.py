@@ -9,6 +9,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterable
+from functools import partial
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -17,7 +19,8 @@ import psutil
 from storage import machines
 from storage.errors import StoreError
 from storage.machines import World
-from storage.store import RunStore
+from storage.process_identity import Pulse
+from storage.store import RunStore, transfer_all
 
 JOIN_S = 60.0  # a worker takes the flow run of a machine, and its process starts
 POLL_S = 0.5
@@ -33,7 +36,7 @@ class Meeting:
     def __init__(self, store: RunStore, attempt: int, num_machines: int, key: str) -> None:
         """`num_machines`: how many are wanted, the first one included. `key`: see storage/machines.py."""
         self._store, self._attempt, self._num_others, self._key = store, attempt, num_machines - 1, key
-        self._seen: dict[int, tuple[str, float]] = {}  # by machine: its last renewal, and when it was first seen
+        self._pulses: dict[int, Pulse] = {}  # of the machines that take part
 
     def form(self) -> World:
         """Waits for the wanted machines, for up to `JOIN_S`, and tells those that joined where to meet."""
@@ -52,7 +55,7 @@ class Meeting:
             )
         world = World(address, free_port(address), numbers)
         machines.form_world(self._store, self._attempt, world, self._key)
-        self._seen = {number: ("", time.monotonic()) for number in numbers}
+        self._pulses = self._new_pulses(numbers)
         return world
 
     def _joined(self) -> list[machines.Machine]:
@@ -61,21 +64,19 @@ class Meeting:
         return [machine for machine in reversed(places.values()) if not machine.owner.is_here()]
 
     def has_lost(self) -> bool:
-        """Whether a machine of the world has fallen silent. Time that the store takes to answer does not count."""
-        asked_at = time.monotonic()
+        """Whether a machine of the world has fallen silent."""
         try:
-            found = [machines.read(self._store, self._attempt, number) for number in self._seen]
+            are_silent = transfer_all(lambda pulse: pulse.is_silent(machines.SILENT_S), self._pulses.values())
         except StoreError:  # it is away for the other machines, too
-            self._seen = {number: (last, time.monotonic()) for number, (last, _) in self._seen.items()}
+            self._pulses = self._new_pulses(self._pulses)
             return False
-        now = time.monotonic()
-        for machine, (number, (last, since)) in zip(found, self._seen.copy().items(), strict=True):
-            renewed_at = machine.renewed_at if machine else ""
-            self._seen[number] = (last, since + now - asked_at) if renewed_at == last else (renewed_at, now)
-        silent = [number for number, (_, since) in self._seen.items() if now - since > machines.SILENT_S]
+        silent = [number for number, is_silent in zip(self._pulses, are_silent, strict=True) if is_silent]
         if silent:
             log.error("machines %s of the Trainer are silent", silent)
         return bool(silent)
+
+    def _new_pulses(self, numbers: Iterable[int]) -> dict[int, Pulse]:
+        return {number: Pulse(partial(machines.raw, self._store, self._attempt, number)) for number in numbers}
 
 
 def own_address() -> str:

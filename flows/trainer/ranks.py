@@ -5,7 +5,6 @@ They end together: if the first fails, it kills those of its machine; if it dies
 """
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ from flows.trainer.meeting import LOOPBACK, POLL_S, Meeting, free_port, interfac
 from storage import attempts, machines
 from storage.errors import StoreError
 from storage.machines import World
+from storage.process_identity import Pulse
 from storage.store import RunStore
 from tba.config import TrainSettings
 from tba.precision import default_device
@@ -79,7 +79,7 @@ def follow(store: RunStore, config: RunConfig, model: Path, attempt: int, key: s
     renewing.start()
     processes = []
     try:
-        pulse = attempts.TrainerPulse(store)
+        pulse = attempts.pulse(store)
         while (world := machines.read_world(store, attempt, key)) is None and not _is_over(store, attempt, pulse):
             time.sleep(POLL_S)
         if world is None or machine.number not in world.machines:
@@ -117,13 +117,9 @@ def _start(model: Path, settings: TrainSettings, seed: int, variables: list[dict
     return [subprocess.Popen(command, env=os.environ | of_one) for of_one in variables]
 
 
-def _is_over(store: RunStore, attempt: int, pulse: attempts.TrainerPulse) -> bool:
-    """Whether the attempt has ended: another one began, or its Trainer ended or is silent."""
-    if pulse.is_silent(machines.SILENT_S):  # first: the time of the other requests would count as silence
-        return True
-    beat = json.loads(pulse.last or b"{}")
-    has_ended = beat.get("attempt") == attempt and beat.get("state") in ("finished", "stopped", "failed")
-    return has_ended or attempts.is_superseded(store, attempt)
+def _is_over(store: RunStore, attempt: int, pulse: Pulse) -> bool:
+    """Whether the attempt has ended: another one began, or its Trainer is silent."""
+    return pulse.is_silent(machines.SILENT_S) or attempts.is_superseded(store, attempt)
 
 
 def _renew(store: RunStore, machine: machines.Machine, closing: threading.Event) -> None:

@@ -3,14 +3,13 @@
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from storage import attempts
 from storage.store import RunStore
 from tests.character_model import save_character_model
-from tests.hosts.network import Network
+from tests.hosts.network import Network, wait_for
 from tests.hosts.site import WITHOUT_VLLM, missing_namespaces
 
 REPOSITORY = Path(__file__).parents[2]
@@ -148,11 +147,7 @@ class Cluster:
         self.wait_for(has_made, f"step {number} of attempt {attempt}", timeout_s)
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited {timeout_s:.0f} s for {what}; heartbeat {self.beat()}{self._logs()}")
-            time.sleep(0.5)
+        wait_for(condition, what, timeout_s, lambda: f"; heartbeat {self.beat()}{self._logs()}")
 
     def _logs(self) -> str:
         logs = [*sorted(self._folder.glob("*.log")), *sorted(self._folder.glob("*/*.log"))]

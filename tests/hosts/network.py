@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-START_TIMEOUT_S = 10
+PATIENCE_S = 300.0  # of a machine that others keep busy
+POLL_S = 0.1
 
 
 class Network:
@@ -23,12 +24,12 @@ class Network:
         """Raises: RuntimeError: this machine makes no namespaces."""
         self._folder, self.hosts = folder, []
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
-        wait_until(lambda: network_of(self._switch.pid) != network_of("self"))
+        wait_for(lambda: network_of(self._switch.pid) != network_of("self"), "a network namespace")
         self._at_switch("ip", "link", "add", "switch", "type", "bridge")
         self._at_switch("ip", "link", "set", "switch", "up")
 
     def add(self, name: str) -> "Host":
-        """Starts a host. One of an earlier name takes that one's place: the same folders, another machine."""
+        """Starts a host."""
         number = len(self.hosts) + 1
         host = Host(name, f"10.77.0.{number}", self._folder / name, self, port=f"port{number}")
         self.hosts.append(host)
@@ -75,7 +76,7 @@ class Host:
         namespaces = ["--net", "--uts", "--mount", "--mount-proc", "--pid", "--fork", "--kill-child"]
         first = ["sh", "-c", f"hostname {name}; exec sleep infinity"]
         self._first = subprocess.Popen(["unshare", *namespaces, *first], stderr=subprocess.DEVNULL)
-        wait_until(lambda: psutil.Process(self._first.pid).children())
+        wait_for(lambda: psutil.Process(self._first.pid).children(), "a process namespace")
         self.first_process = psutil.Process(self._first.pid).children()[0].pid
 
     def start(self, *command: str, log: str) -> subprocess.Popen:
@@ -89,7 +90,7 @@ class Host:
                 stderr=subprocess.STDOUT,
             )
 
-    def run(self, *command: str, timeout_s: float = 300) -> str:
+    def run(self, *command: str, timeout_s: float = PATIENCE_S) -> str:
         """Runs a command in the working folder to its end; returns what it printed. Raises: RuntimeError: it failed."""
         return _run(self._inside(command), self._environment(), timeout_s)
 
@@ -116,13 +117,15 @@ def network_of(pid: int | str) -> int:
     return os.stat(f"/proc/{pid}/ns/net").st_ino
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Raises: RuntimeError: unshare made no namespace in time."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+def wait_for(
+    condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S, explain: Callable[[], str] = str
+) -> None:
+    """Raises: RuntimeError: the condition did not become true in time. explain: the end of its message."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError("unshare made no namespace")
-        time.sleep(0.02)
+            raise RuntimeError(f"waited {timeout_s:.0f} s for {what}{explain()}")
+        time.sleep(POLL_S)
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None, timeout_s: float = 20) -> str:

@@ -7,18 +7,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from infra import local_s3
 from tests.character_model import save_character_model
-from tests.hosts.network import Host, Network
+from tests.hosts.network import Host, Network, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 POSTGRES = Path("/usr/lib/postgresql")
 RUN = "hosts"
-PATIENCE_S = 300.0  # of a machine that others keep busy
 WITHOUT_VLLM = "import sys\n\nsys.modules['vllm'] = None\n"  # it starts in 40 s, and transformers' generate in 3
 SETTINGS = {
     "run": RUN,
@@ -134,11 +132,7 @@ class Site:
         return next(seen for seen in of_attempt if seen["step"] > of_attempt[0]["step"])
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited {PATIENCE_S:.0f} s for {what}; saw {self.seen()[-3:]}{self._logs()}")
-            time.sleep(0.5)
+        wait_for(condition, what, explain=lambda: f"; saw {self.seen()[-3:]}{self._logs()}")
 
     def _logs(self) -> str:
         logs = sorted(self._folder.glob("*/*.log"))

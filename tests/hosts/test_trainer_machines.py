@@ -163,7 +163,8 @@ def test_a_late_machine_is_told_so(beating: RunStore):
 
 
 @pytest.mark.parametrize("end", ["stopped", "superseded"])
-def test_a_machine_does_not_wait_for_an_attempt_that_has_ended(local_store, end):
+def test_a_machine_does_not_wait_for_an_attempt_that_has_ended(local_store, monkeypatch, end):
+    monkeypatch.setattr(machines, "SILENT_S", 0.5 if end == "stopped" else 600)
     attempts.start_attempt(local_store, 0, attempts.this_process())
     attempts.heartbeat(local_store, {"attempt": 1, "state": "stopped" if end == "stopped" else "training"})
     if end == "superseded":
@@ -175,9 +176,8 @@ def test_a_silent_machine_is_lost(local_store, network_address, monkeypatch):
     clock = [0.0]
     machine = join(local_store, 1, boot_id="another")
     trainers = Meeting(local_store, 1, num_machines=2, key="key")
-    trainers.form()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    trainers._seen = {1: ("", 0.0)}
+    trainers.form()
     for clock[0] in (1.0, 19.0):
         assert not trainers.has_lost()
     machines.renew(local_store, machine)
@@ -189,7 +189,7 @@ def test_a_silent_machine_is_lost(local_store, network_address, monkeypatch):
         assert not trainers.has_lost(), "the store is away for the other machine, too"
     for clock[0] in (101.0, 119.0):
         assert not trainers.has_lost()
-    clock[0] = 121.0
+    clock[0] = 122.0
     assert trainers.has_lost()
 
 

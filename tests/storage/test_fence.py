@@ -6,6 +6,7 @@ Claims
   Trainer's next one deletes it
 - a superseded Trainer deletes no checkpoint
 - a pointer that it replaced all the same is not followed, and names no final policy; verify names it
+- a policy.json that it writes late, after the policy was pruned, is no fault
 - before the new attempt has published, its predecessor's policy is served
 - checkpoints of older versions, which do not name their attempt, are resumed from, unless a new attempt undid them
 - a listing that forgets an attempt does not undo a takeover
@@ -14,6 +15,7 @@ Run: pytest tests/storage/test_fence.py
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +145,34 @@ def test_a_pointer_that_a_superseded_trainer_replaced_is_not_followed(run, publi
     publish(run, 51, 2)
     assert policies.latest_policy(run).path == "policies/step=00000051-a0002"
     assert faults(run, "pointer") == []
+
+
+def test_a_policy_that_comes_back_after_a_later_attempt_pruned_it_is_no_fault(run, publish):
+    """The network held up the superseded Trainer's put of policy.json, and its client repeated it."""
+    late = publish(run, 90, 1)
+    text = run.get(f"{late.path}/policy.json")
+    attempts.start_attempt(run, 50, OWNER)
+    publish(run, 50, 2)
+    newest = publish(run, 51, 2)
+    policies.prune_policies(run, keep=2)
+    run.put(f"{late.path}/policy.json", text)
+    assert policy_faults(run) == []
+
+    run.put(f"{late.path}/model.safetensors", b"policy 90 of another run")
+    assert policy_faults(run) == [late.path], "damage is one"
+    run.delete(f"{late.path}/model.safetensors")
+    run.put(policies.LATEST, json.dumps(asdict(late)).encode())
+    assert policy_faults(run) == [late.path], "a pointer names it"
+    run.put(policies.LATEST, json.dumps(asdict(newest)).encode())
+    run.delete(f"{newest.path}/model.safetensors")
+    assert policy_faults(run) == [newest.path], "it is of the newest attempt"
+
+
+def policy_faults(store: RunStore) -> list[str]:
+    def fingerprint(folder: Path) -> str:
+        return f"{int((folder / 'model.safetensors').read_text().split()[1]):032d}"
+
+    return [fault.path for fault in verify(store, fingerprint).faults if fault.kind == "damaged policy"]
 
 
 def old_checkpoint(store: RunStore, tmp_path: Path, step: int) -> None:

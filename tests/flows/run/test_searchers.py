@@ -168,7 +168,7 @@ def test_silence_is_excused_more_often_than_failure(store, server, monkeypatch):
     for number in range(MAX_SILENCES):
         keep_up(searchers)
         assert len(server.names) == number + 2 and server.runs[list(server.runs)[number]].state.name == SILENT
-    with pytest.raises(RuntimeError, match=f"failed {MAX_SILENCES + 1} times"):
+    with pytest.raises(RuntimeError, match=f"was silent {MAX_SILENCES + 1} times"):
         keep_up(searchers)
 
 

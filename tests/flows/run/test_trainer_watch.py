@@ -20,7 +20,6 @@ from flows.config import RunConfig
 from flows.run import takeover, trainer_watch
 from flows.run.trainer_watch import TrainerWatch
 from storage import attempts
-from storage.attempts import TrainerPulse
 from storage.errors import StoreUnreachable
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
@@ -102,7 +101,7 @@ def test_a_run_without_a_trainer_waits_for_its_first(watch, clock):
 
 def test_a_slow_store_is_no_silence(local_store, clock, monkeypatch):
     beat(local_store, 1)
-    pulse, get = TrainerPulse(local_store), local_store.get
+    pulse, get = attempts.pulse(local_store), local_store.get
 
     def slowly(path: str) -> bytes:
         clock[0] += 60
