@@ -39,6 +39,7 @@ DEPLOY_TRIES = 3
 ANSWER_TIMEOUT_S = 30  # of a deploying request, which is made three times; an idle server answers in milliseconds
 WORKER_QUERY_S = 2  # a run of minutes should not wait for Prefect's default, 10 s
 NO_WORKER_VARIABLE = "TBA_NO_WORKER"  # set: no worker is started here, because others run the flows
+_DATABASE_VARIABLES = ("PREFECT_API_DATABASE_", "PREFECT_SERVER_DATABASE_")
 STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of each process of its stack
 
 
@@ -208,7 +209,8 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
         state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
         say(f"Starting a Prefect server at {state.url} (about ten seconds).")
         command = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--analytics-off"]
-        process = _start(project, state, "server", command, keep, server_access.server_environment(state.url, string))
+        more = server_access.server_environment(state.url, string) | _database_settings()
+        process = _start(project, state, "server", command, keep, more)
         if _answers(project, state, process):
             break
         taken, port = port, prefect_server.free_port(port)
@@ -291,9 +293,15 @@ def _start(
     return started
 
 
+def _database_settings() -> dict[str, str]:
+    """The settings of a database of the user's own, which only the server gets: its URL may have a password."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_DATABASE_VARIABLES)}
+
+
 def _environment(project: Path, state: State) -> dict[str, str]:
+    """The environment of the stack's processes."""
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in _database_settings()},
         "PREFECT_API_URL": state.url,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra import local_s3
+from tests import postgres
 from tests.character_model import save_character_model
 from tests.hosts.network import Host, Network, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
-POSTGRES = Path("/usr/lib/postgresql")
+POSTGRES_PORT = 5432
 RUN = "hosts"
 WITHOUT_VLLM = "import sys\n\nsys.modules['vllm'] = None\n"  # it starts in 40 s, and transformers' generate in 3
 SETTINGS = {
@@ -57,18 +58,10 @@ class Site:
         return dict(line.split("=", 1) for line in lines)
 
     def _start_server(self, string: str) -> None:
-        programs = sorted(POSTGRES.glob("*/bin"))[-1]
-        data = self._database / "data"
-        shutil.chown(self._database, "postgres")
-        as_postgres = ["env", "--chdir=/", "runuser", "--user", "postgres", "--"]
-        self._server.run(*as_postgres, str(programs / "initdb"), "--pgdata", str(data), "--auth", "trust")
-        options = f"-c listen_addresses=127.0.0.1 -c unix_socket_directories={self._database}"
-        self._server.run(
-            *as_postgres, str(programs / "pg_ctl"), "start", "--wait", "--pgdata", str(data), "--options", options,
-            "--log", str(self._database / "log"),
-        )  # fmt: skip
+        for command in postgres.start_commands(self._database, POSTGRES_PORT):
+            self._server.run(*command)
         self._server.variables = self.variables | {
-            "PREFECT_API_DATABASE_CONNECTION_URL": "postgresql+asyncpg://postgres@127.0.0.1:5432/postgres",
+            "PREFECT_API_DATABASE_CONNECTION_URL": postgres.url(POSTGRES_PORT),
             "PREFECT_SERVER_API_AUTH_STRING": string,
         }
         self._server.start(
@@ -154,8 +147,8 @@ def missing() -> str | None:
     """What this machine lacks for a site, in words; None: nothing."""
     if reason := missing_namespaces():
         return reason
-    if not list(POSTGRES.glob("*/bin/initdb")):
-        return "not installed: PostgreSQL"
+    if reason := postgres.missing():
+        return reason
     try:
         local_s3.install()
     except local_s3.LocalS3Error as error:

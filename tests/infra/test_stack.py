@@ -4,6 +4,7 @@ Claims
 - `tba up` on a taken port takes another one; a second up starts nothing new
 - `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
 - a worker in another folder runs the deployments of a folder that it does not have, as on another host
+- `tba up` keeps flow runs in a PostgreSQL that the environment names, and gives its URL to the server alone
 - a flow that fails ends `tba train` with status 1, the reason and the worker's log
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
 - a server of ours that stops answering while it is deployed to is replaced, and what it ran with it; but not while
@@ -14,12 +15,14 @@ Claims
 Run: pytest tests/infra/test_stack.py -m slow
 """
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -28,6 +31,7 @@ import pytest
 from infra import prefect_server, processes, stack
 from infra.processes import stop_processes
 from storage.process_identity import Process
+from tests import postgres
 from tests.infra.project import make_project, processes_of, states, string_of, tba, unused_url, wait_for
 
 
@@ -90,6 +94,50 @@ def test_a_worker_runs_flows_in_its_own_folder_wherever_they_were_deployed(serve
         worker.wait()
     beat = json.loads((tmp_path / "store" / "elsewhere" / "trainer" / "heartbeat.json").read_text())
     assert beat["folder"] == str(other)
+
+
+@pytest.fixture
+def database():
+    """The URL of a PostgreSQL server, and its folder."""
+    if reason := postgres.missing():
+        pytest.skip(reason)
+    folder, port = Path(tempfile.mkdtemp(dir="/tmp")), prefect_server.free_port(5432)
+    try:
+        for command in postgres.start_commands(folder, port):
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        yield postgres.url(port)
+        subprocess.run(postgres.stop_command(folder), check=True, stdout=subprocess.DEVNULL)
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_up_uses_a_postgresql_that_the_environment_names(database, project, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", unused_url())
+    monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", database)
+    url = stack.up(project, keep=True)
+    try:
+        environments = [process.environ() for process in processes_of(project)]
+        servers = [each for each in environments if "PREFECT_SERVER_API_AUTH_STRING" in each]
+        assert servers and all(each["PREFECT_API_DATABASE_CONNECTION_URL"] == database for each in servers)
+        others = [each for each in environments if each not in servers]
+        assert others and database not in [value for each in others for value in each.values()]
+        output, _ = tba(project, "train", "quick", url=url, string=string_of(project)).communicate(timeout=240)
+        assert "0.750" in output, output
+        assert asyncio.run(_names_of_flow_runs(database)) == ["quick"]
+        assert not list(stack.local_folder(project).rglob("prefect.db"))
+    finally:
+        stack.down(project)
+
+
+async def _names_of_flow_runs(database: str) -> list[str]:
+    import asyncpg
+
+    connection = await asyncpg.connect(database.replace("+asyncpg", ""))
+    try:
+        return [row["name"] for row in await connection.fetch("SELECT name FROM flow_run")]
+    finally:
+        await connection.close()
 
 
 @pytest.mark.slow
