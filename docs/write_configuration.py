@@ -13,7 +13,7 @@ from flows.config import RunConfig
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-<!-- written by `make docs` from the models in flows/config.py, tba/config.py and storage/buffer.py -->
+<!-- written by `make docs` from the models in flows/config.py, tba/config.py and storage/mop.py -->
 
 Every setting of a run. The common settings have an option on the command line (`tba train --help`). Every setting can
 be given as `--set name=value`, with a dot for groups:

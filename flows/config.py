@@ -7,8 +7,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import from_json
 
 from infra.machine import default_store
-from storage.buffer import Sampling
 from storage.errors import DamagedRecord, StoreError
+from storage.mop import Sampling
 from storage.store import RESTORE, RunStore, check_run_name
 from storage.store_url import CREDENTIALS, parse_store_url
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings

@@ -22,7 +22,9 @@ from flows.searcher.start import samples_ahead, start_searcher_task
 from infra.machine import policy_cache
 from storage import ledger, policies, quality, requests, shards
 from storage.errors import AlreadyExists, NotFound, TornShard
+from storage.new_shards import restore_head
 from storage.rules import Limits
+from storage.shard_files import read_shards
 from storage.store import RunStore
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
@@ -43,7 +45,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
     run_store = RunStore(store, run)
     config = load_run(run_store)
     with held_name(run_store, name) as held, contextlib.closing(TrainerWatch(run_store, config, get_run_logger())):
-        first = number = shards.next_round(run_store, name)
+        first = number = restore_head(run_store, name)
         searcher = start_searcher_task(config, name, first)
         feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
         budget, ahead = EvaluationBudget(config.evaluate_share), samples_ahead(config)
@@ -158,6 +160,7 @@ def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
         if not is_committed(store, metrics["searcher"], metrics["round"], table):
             get_run_logger().warning("round %d was committed before; this repeat is dropped", metrics["round"])
             return
+        shards.advance_head(store, metrics["searcher"], metrics["round"])
     with contextlib.suppress(AlreadyExists):  # the first try was interrupted after it
         ledger.record_search_round(store, metrics)
     get_run_logger().info(
@@ -169,7 +172,7 @@ def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
 def is_committed(store: RunStore, searcher: str, number: int, table: pa.Table) -> bool:
     """Whether the round's shard has the responses of this table: an earlier try was interrupted after its commit."""
     with contextlib.suppress(NotFound, TornShard):
-        stored = shards.read_shards(store, searcher, [number])
+        stored = read_shards(store, searcher, [number])
         return stored["response_tokens"].to_pylist() == table["response_tokens"].to_pylist()
     return False
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from storage.errors import StoreError
+from storage.new_shards import new_shards
 from storage.quality import expectations, told
 from storage.rules import Limits, facts_of
-from storage.shards import by_block, expired_through, new_shards, read_each, refused_rounds
+from storage.shard_files import by_block, read_each
+from storage.shards import expired_through, refused_rounds
 from storage.store import RunStore
 
 

@@ -22,23 +22,24 @@ B prompts a batch, K responses a prompt.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import duckdb
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage import intake, ledger, mop
 from storage.attempts import check_not_superseded
+from storage.errors import NotFound
 from storage.fresh import Fresh
+from storage.index import Index
+from storage.mop import Sampling
+from storage.new_shards import NewShards
 from storage.rules import Limits
-from storage.shards import by_block, expired_through, new_shards, refused_rounds
-from storage.sql import sql
+from storage.shard_files import place_of
+from storage.shards import expired_through, refused_rounds
 from storage.store import RunStore
-from storage.word_file import WordFile
 
 # Rounds, in whole syncs, that a rebuild indexes before it deletes repeats: a balance of statements and rows in excess.
 ROUNDS_PER_SETTLE = 64
@@ -46,50 +47,6 @@ ROUNDS_PER_SETTLE = 64
 
 class NotEnoughExperience(RuntimeError):
     """Flow control: it is too early for a batch. The message names the setting that requires more trajectories."""
-
-
-class Sampling(BaseModel):
-    """How batches are drawn: MOP, mixing recent and older trajectories (TBA, arXiv 2503.18929, section 4)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    prompts_per_batch: int = Field(16, ge=1, description="B: prompts in a batch.")
-    responses_per_prompt: int = Field(8, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
-    recent_probability: float = Field(
-        0.75, ge=0, le=1, description="m: probability that a prompt of a batch is drawn from the newest sync."
-    )
-    differing_rewards_first: bool = Field(
-        True,
-        description="Whether prompts whose stored responses differ in reward are drawn before the others.",
-    )
-    reward_temperature: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="tau: responses of other draws have weights softmax(reward / tau); None: equal weights.",
-    )
-    uniform_fraction: float = Field(
-        0.0, ge=0, le=1, description="Share of the uniform distribution in the weights by reward_temperature."
-    )
-    capacity_per_prompt: int = Field(
-        100, ge=2, description="Distinct responses kept for a prompt; older ones are dropped."
-    )
-    min_size: int = Field(192, ge=1, description="Trajectories to take in before the first batch, repeats included.")
-    samples_per_insert: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Largest mean number of draws of a trajectory; None: unlimited."
-    )
-    max_age: int | None = Field(
-        None, ge=0, description="Largest age of a drawn trajectory, in policy steps; None: unlimited."
-    )
-
-    @model_validator(mode="after")
-    def _capacity_holds_a_draw(self) -> "Sampling":
-        if self.capacity_per_prompt < self.responses_per_prompt:
-            raise ValueError(
-                f"capacity_per_prompt={self.capacity_per_prompt} must be at least "
-                f"responses_per_prompt={self.responses_per_prompt}: otherwise no prompt has enough responses; raise it"
-            )
-        return self
 
 
 @dataclass(frozen=True)
@@ -143,23 +100,64 @@ class ReplayBuffer:
         is taken in. Raises: StoreUnreachable, NotFound. Superseded: a later attempt has begun, before a refusal was
         recorded. AlreadyExists: another Trainer records syncs of the same attempt.
         """
-        rounds, number = new_shards(self._store, self._seen), self.newest_sync + 1
-        if not rounds and not self._damaged:
+        if not self.find(step):
             return None
-        with self._transaction():
-            fresh, refused = self._take_in({number: rounds}, {number: step})
-            if refused := [*self._damaged, *refused]:
+        sync = self.admit(step, attempt)
+        self._index.free_moved_words()
+        return sync
+
+    def move_words(self) -> None:
+        self._index.move_words()
+
+    def free_words(self) -> None:
+        """Frees the disk space of trajectories that are not stored any more. No draw may run meanwhile."""
+        self._index.free_words()
+
+    def find(self, step: int) -> bool:
+        """The first part of a sync: reads and indexes the new shards, which no draw sees before `admit`.
+
+        step: the first that may draw them, by what is known now. Returns whether there is anything to admit. With
+        `admit` and `move_words` it may run in another thread than `draw`. Raises: StoreUnreachable, NotFound.
+        """
+        rounds = self._new_shards.find(self._seen)
+        try:
+            return self._index_new(rounds, step)
+        except NotFound:  # a head was wrong, or the shard has expired since
+            return self._index_new(self._new_shards.scan(self._seen), step)
+
+    def _index_new(self, rounds: dict[str, list[int]], step: int) -> bool:
+        """Indexes rounds as the next sync's, in a transaction that stays open."""
+        if not rounds and not self._damaged:
+            return False
+        number = self.newest_sync + 1
+        self._index.begin()
+        with self._rolled_back_on_error():
+            taken_in = self._take_in({number: rounds}, {number: step}, self._new_shards.compacted)
+            self._found = _Found(rounds, step, *taken_in)
+        return True
+
+    def admit(self, step: int, attempt: int) -> Sync | None:
+        """The second part of a sync: records what `find` found, and lets draws see it, from `step` on.
+
+        No draw may run meanwhile. Returns and raises as `sync`.
+        """
+        found, number = self._found, self.newest_sync + 1
+        if step != found.step and self._index.newest_policy(number) >= found.step:  # `ages_from` depends on the step
+            self._index.rollback()
+            self._index_new(found.rounds, step)
+            found = self._found
+        with self._rolled_back_on_error():
+            if refused := [*self._damaged, *found.refused]:
                 check_not_superseded(self._store, attempt)  # a refusal counts for every reader
                 intake.refuse(self._store, refused, f"the Trainer, attempt {attempt}, before step {step}")
-            accepted = _without(rounds, refused)
-            if accepted:
-                ledger.record_sync(self._store, sync := Sync(number, step, attempt, accepted, fresh))
+            if accepted := _without(found.rounds, refused):
+                ledger.record_sync(self._store, sync := Sync(number, step, attempt, accepted, found.fresh))
+        self._index.commit()
         self._damaged = []
-        self._seen |= {searcher: of_searcher[-1] for searcher, of_searcher in rounds.items()}
+        self._seen |= {searcher: of_searcher[-1] for searcher, of_searcher in found.rounds.items()}
         if not accepted:
             return None
         self.newest_sync, self.num_taken_in = number, self.num_taken_in + sync.num_trajectories
-        self._free_words()
         return sync
 
     def rebuild(self, step: int) -> None:
@@ -177,7 +175,7 @@ class ReplayBuffer:
             kept = set(range(first, record["last_round"] + 1)) - refused.get(record["searcher"], set())
             syncs[record["sync"]][record["searcher"]] += sorted(kept)
         steps = {record["sync"]: record["step"] for record in records}
-        found, self._damaged = self._take_in(syncs, steps, after_settling=self._free_words)
+        found, self._damaged = self._take_in(syncs, steps, after_settling=self._index.free_moved_words)
         # Rounds that have expired since were taken in, so they count. Older versions did not record how many.
         recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
         num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
@@ -196,7 +194,7 @@ class ReplayBuffer:
         """
         self._check_rate(step)
         sampling, oldest = self._sampling, self._oldest(step)
-        prompts = self._execute("list_prompts", {"newest_sync": self.newest_sync, "oldest": oldest}).fetchnumpy()
+        prompts = self._index.read("list_prompts", {"newest_sync": self.newest_sync, "oldest": oldest})
         if not len(prompts["prompt"]):
             raise NotEnoughExperience(
                 f"max_age is {sampling.max_age}, but all {self.num_trajectories} stored trajectories are older: their "
@@ -219,7 +217,7 @@ class ReplayBuffer:
             "prompt_index": np.repeat(np.arange(num_places, dtype=np.int32), num_slots),
             "slot": np.tile(np.arange(num_slots, dtype=np.int32), num_places),
             "trajectory_id": rows["trajectory_id"],
-            "prompt_id": np.repeat([self._prompt_ids[prompt] for prompt in prompt_of_place.tolist()], num_slots),
+            "prompt_id": np.repeat([self._index.prompt_ids[prompt] for prompt in prompt_of_place.tolist()], num_slots),
             "recent": np.repeat(recent, num_slots),
             "draw_probability": probabilities,
             "reward": rows["reward"],
@@ -227,7 +225,7 @@ class ReplayBuffer:
             "ages_from": rows["ages_from"],
             "sync": np.full(num_places * num_slots, self.newest_sync),
         }
-        return pa.table(columns | self._words.read(rows["record"]))
+        return pa.table(columns | self._index.words.read(rows["record"]))
 
     def _draw_responses(
         self, step: int, prompt_of_place: np.ndarray, recent: np.ndarray, oldest: int
@@ -237,7 +235,7 @@ class ReplayBuffer:
         prompt_of_place, recent: [B]. oldest: the smallest `ages_from` that may be drawn.
         """
         sampling = self._sampling
-        candidates = self._execute("list_candidates", {"prompts": prompt_of_place.tolist()}).fetchnumpy()
+        candidates = self._index.read("list_candidates", {"prompts": prompt_of_place.tolist()})
         may_be_drawn, is_new = candidates["ages_from"] >= oldest, candidates["sync"] == self.newest_sync
         slots, probabilities = [], []  # of each place, [K]
         for place, (prompt, is_recent) in enumerate(zip(prompt_of_place, recent, strict=True)):
@@ -286,67 +284,43 @@ class ReplayBuffer:
 
     def num_too_old(self, step: int) -> int:
         """Number of stored trajectories that `max_age` excludes from that step."""
-        query = "SELECT count(*) FROM trajectories WHERE ages_from < ?"
-        return self._index.execute(query, [self._oldest(step)]).fetchone()[0]
+        return self._index.num_from_before(self._oldest(step))
 
     @property
     def num_trajectories(self) -> int:
         """Number of stored trajectories: all that were taken in, less repeats and those beyond the capacity."""
-        return self._index.execute("SELECT count(*) FROM trajectories").fetchone()[0]
+        return self._index.num_trajectories
 
     @property
     def num_prompts(self) -> int:
-        return self._index.execute("SELECT count(*) FROM prompts").fetchone()[0]
+        return self._index.num_prompts
 
     def _clear(self) -> None:
-        # One thread: queries of milliseconds gain nothing from more, and training needs the cores.
-        self._index = duckdb.connect(config={"threads": 1})
-        self._index.execute(sql("create_index"))
-        self._statements: dict[str, duckdb.Statement] = {}
-        self._prompt_ids: dict[int, str] = {}  # as in the index; a join would cost a millisecond a draw
-        self._words, self._num_filled = WordFile(), 0
+        self._index = Index(self._sampling.capacity_per_prompt)
+        self._new_shards, self._found = NewShards(self._store), None
         self._seen: dict[str, int] = {}  # last round taken in or refused, by searcher
         self._damaged: list[intake.Refusal] = []  # found by rebuild, until the next sync records them
         self.num_taken_in = 0  # repeats and later evictions included
         self.newest_sync = 0
 
-    def _execute(self, query: str, parameters: dict | None = None) -> duckdb.DuckDBPyConnection:
-        """Runs a query of storage/sql, which is parsed once: parsing takes a tenth of the time of a draw."""
-        if query not in self._statements:
-            (self._statements[query],) = self._index.extract_statements(sql(query))
-        return self._index.execute(self._statements[query], parameters)
-
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._index.begin()
+    def _rolled_back_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
             self._index.rollback()
             raise
-        self._index.commit()
-
-    def _free_words(self) -> None:
-        """Frees segments of the word file of which little is still stored, after that was copied."""
-        if self._words.num_filled == self._num_filled:
-            return
-        self._num_filled = self._words.num_filled
-        stored = np.sort(self._index.execute("SELECT record FROM trajectories").fetchnumpy()["record"])
-        for first, records in self._words.sparse(stored):
-            with self._transaction():
-                self._index.register("moved", pa.table({"record": records, "copy": self._words.copy(records)}))
-                self._execute("move_records")
-                self._index.unregister("moved")
-            self._words.free(first)
 
     def _take_in(
         self,
         syncs: Mapping[int, Mapping[str, Sequence[int]]],
         steps: Mapping[int, int],
+        compacted: Mapping[str, Container[int]] | None = None,
         after_settling: Callable[[], object] = lambda: None,
     ) -> tuple[Fresh, list[intake.Refusal]]:
         """Indexes rounds, given by sync and searcher, in the order of syncs. steps: the step of each sync.
 
+        compacted: as for storage/shard_files.py.
         Returns the sums over the shards that were taken in, and the refusals of the others.
         """
         found, refused, waiting = Fresh(), [], defaultdict(dict)  # by searcher the sync of each round
@@ -356,41 +330,43 @@ class ReplayBuffer:
                 waiting[searcher] |= dict.fromkeys(of_searcher, number)
             # In whole syncs, because copies of a response beyond the capacity count as copies, too.
             if number == last or sum(map(len, waiting.values())) >= ROUNDS_PER_SETTLE:
-                sums, not_taken_in = self._index_rounds(waiting, steps)
+                sums, not_taken_in = self._index_rounds(waiting, steps, compacted)
                 found, refused = found + sums, refused + not_taken_in
                 waiting.clear()
                 after_settling()
         return found, refused
 
     def _index_rounds(
-        self, sync_of_round: Mapping[str, Mapping[int, int]], steps: Mapping[int, int]
+        self,
+        sync_of_round: Mapping[str, Mapping[int, int]],
+        steps: Mapping[int, int],
+        compacted: Mapping[str, Container[int]] | None,
     ) -> tuple[Fresh, list[intake.Refusal]]:
         """Indexes rounds of whole syncs, by searcher; deletes repeats and excess rows. Returns as _take_in."""
         found, refused, prompt_ids = Fresh(), [], []
-        for searcher, syncs in sync_of_round.items():
-            for rounds in by_block(syncs):
-                accepted, not_accepted = intake.accept(self._store, searcher, rounds, self._limits)
-                refused += not_accepted
-                if not accepted:
-                    continue
-                shards = pa.concat_tables(accepted)
-                arrivals = shards.select(["trajectory_id", "prompt_id", "policy_step", "reward"])
-                sync = [syncs[round_] for round_ in shards["round"].to_pylist()]
-                from_step = ages_from(shards["policy_step"].to_numpy(), np.array([steps[number] for number in sync]))
-                columns = {"sync": sync, "ages_from": from_step} | self._words.append(shards)
-                for name, column in columns.items():
-                    arrivals = arrivals.append_column(name, [column])
-                self._index.register("arrivals", arrivals)
-                self._prompt_ids |= self._execute("insert_prompts").fetchall()
-                self._execute("insert_trajectories")
-                found += Fresh.of(shards)
-                prompt_ids += shards["prompt_id"].chunks
-        self._index.register("arrivals", pa.table({"prompt_id": pa.chunked_array(prompt_ids, pa.string()).unique()}))
-        self._execute("count_copies")
-        self._execute("delete_superseded", {"capacity_per_prompt": self._sampling.capacity_per_prompt})
-        self._execute("update_prompts")
-        self._index.unregister("arrivals")
+        for accepted, not_accepted in intake.accept(self._store, sync_of_round, self._limits, compacted):
+            refused += not_accepted
+            if not accepted:
+                continue
+            shards = pa.concat_tables(accepted)
+            syncs = [sync_of_round[searcher][number] for searcher, number in map(place_of, accepted)]
+            sync = np.repeat(syncs, [shard.num_rows for shard in accepted])
+            first_steps = np.array([steps[number] for number in sync.tolist()])
+            self._index.insert(shards, sync, ages_from(shards["policy_step"].to_numpy(), first_steps))
+            found += Fresh.of(shards)
+            prompt_ids += shards["prompt_id"].chunks
+        self._index.settle(pa.chunked_array(prompt_ids, pa.string()).unique())
         return found, refused
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What `find` indexed, in a transaction that `admit` ends."""
+
+    rounds: dict[str, list[int]]  # by searcher, in order
+    step: int  # the first that may draw them
+    fresh: Fresh
+    refused: list[intake.Refusal]
 
 
 def _without(rounds: Mapping[str, Sequence[int]], refused: Sequence[intake.Refusal]) -> dict[str, list[int]]:

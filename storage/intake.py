@@ -1,6 +1,6 @@
 """The Trainer's intake: which committed shards the replay buffer takes in.
 
-Before: storage/shards.py lists the new rounds; after: storage/buffer.py indexes the accepted shards.
+Before: storage/new_shards.py finds the new rounds; after: storage/buffer.py indexes the accepted shards.
 
     quarantine/searcher=<id>/round=00000042.json    a refused shard: its path, the reasons, the process that refused it
 
@@ -17,19 +17,23 @@ raised and the shard is not refused. A shard is refused only if a second reading
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 
 import pyarrow as pa
 
 from storage import ledger, policies
 from storage.errors import AlreadyExists, DamagedRecord, StoreError, TornShard, UnsafePath
+from storage.new_shards import new_shards
 from storage.rules import LAST_STEP, Limits, broken_in_each
-from storage.shards import by_block, new_shards, origins_of, read_each, refusal_path, refused_rounds, shard_path
+from storage.shard_files import read_each, read_many
+from storage.shards import origins_of, refusal_path, refused_rounds, shard_path
 from storage.store import RunStore, transfer_all
 
+ROUNDS_PER_CHECK = 32  # are checked together, which costs as little as a check of one
 SECOND_READING_S = 0.5  # before the second reading; a store seldom gives a wrong answer twice
 
 logger = logging.getLogger(__name__)
@@ -56,39 +60,42 @@ class _Reasons:
 
 
 def accept(
-    store: RunStore, searcher: str, rounds: Sequence[int], limits: Limits
-) -> tuple[list[pa.Table], list[Refusal]]:
-    """Reads and checks some rounds of a searcher. Returns the shards to take in, in order, and the refusals of the
-    others.
+    store: RunStore,
+    rounds: Mapping[str, Sequence[int]],
+    limits: Limits,
+    compacted: Mapping[str, Container[int]] | None = None,
+) -> Iterator[tuple[list[pa.Table], list[Refusal]]]:
+    """Reads and checks rounds by searcher, some at a time. Each time the shards to take in, in order, and the refusals
+    of the others.
 
-    Raises: StoreUnreachable. NotFound: a listed shard does not exist.
+    compacted: as for shard_files.read_many. Raises: StoreUnreachable. NotFound: a shard does not exist.
     """
-    read = dict(zip(rounds, read_each(store, searcher, rounds), strict=True))
-    reasons = check(searcher, read, limits)
-    if reasons:
-        time.sleep(SECOND_READING_S)
-        again = list(reasons)
-        read |= zip(again, read_each(store, searcher, again), strict=True)
-        reasons = check(searcher, {number: read[number] for number in again}, limits)
-    refused = [Refusal(searcher, number, of_round) for number, of_round in reasons.items()]
-    for refusal in refused:
-        logger.warning("%s is refused; training goes on without it: %s", refusal.shard, "; ".join(refusal.reasons))
-    return [table for number, table in read.items() if number not in reasons], refused
+    reads = read_many(store, rounds, compacted)
+    while read := dict(islice(reads, ROUNDS_PER_CHECK)):
+        reasons = check(read, limits)
+        if reasons:
+            time.sleep(SECOND_READING_S)
+            again = {place: read_each(store, place[0], [place[1]])[0] for place in reasons}
+            read, reasons = read | again, check(again, limits)
+        refused = [Refusal(*place, of_round) for place, of_round in reasons.items()]
+        for refusal in refused:
+            logger.warning("%s is refused; training goes on without it: %s", refusal.shard, "; ".join(refusal.reasons))
+        yield [table for place, table in read.items() if place not in reasons], refused
 
 
-def check(searcher: str, read: Mapping[int, pa.Table | StoreError], limits: Limits) -> dict[int, list[str]]:
-    """The reasons for refusal of each round that may not be trained on. Raises: NotFound: a round is missing."""
-    reasons: dict[int, list[str]] = {}
-    for number, table in read.items():
+def check(read: Mapping[tuple[str, int], pa.Table | StoreError], limits: Limits) -> dict[tuple[str, int], list[str]]:
+    """The reasons for refusal of each (searcher, round) that is not trained on. Raises: NotFound: one is missing."""
+    reasons: dict[tuple[str, int], list[str]] = {}
+    for place, table in read.items():
         if isinstance(table, TornShard):
-            reasons[number] = [str(table)]
+            reasons[place] = [str(table)]
         elif isinstance(table, StoreError):
             raise table
-        elif (origins := origins_of(table)) != {(searcher, number)}:
-            reasons[number] = [f"its rows name (searcher, round) {sorted(origins, key=str)}"]
-    whole = {number: table for number, table in read.items() if number not in reasons}
+        elif (origins := origins_of(table)) != {place}:
+            reasons[place] = [f"its rows name (searcher, round) {sorted(origins, key=str)}"]
+    whole = {place: table for place, table in read.items() if place not in reasons}
     rules = zip(whole, broken_in_each(list(whole.values()), limits), strict=True)
-    return reasons | {number: of_round for number, of_round in rules if of_round}
+    return reasons | {place: of_round for place, of_round in rules if of_round}
 
 
 def refuse(store: RunStore, refused: Iterable[Refusal], by: str) -> None:
@@ -119,10 +126,8 @@ def refuse_rest(store: RunStore) -> None:
     """Checks the shards that no sync took in, and refuses bad ones. Only for a trained run, which syncs no more."""
     seen = {row["searcher"]: row["last_round"] for row in ledger.effective_syncs(store, LAST_STEP)}
     limits = limits_of(store)
-    for searcher, rounds in new_shards(store, seen).items():
-        for of_block in by_block(rounds):
-            _, refused = accept(store, searcher, of_block, limits)
-            refuse(store, refused, "the run, at its end")
+    for _, refused in accept(store, new_shards(store, seen), limits):
+        refuse(store, refused, "the run, at its end")
 
 
 def limits_of(store: RunStore) -> Limits:

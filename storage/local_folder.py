@@ -159,6 +159,10 @@ class LocalFolder:
         self._path(path).unlink()
 
     @patient("delete")
+    def discard(self, path: str) -> None:
+        self._path(path).unlink(missing_ok=True)
+
+    @patient("delete")
     def delete_folder(self, folder: str) -> None:
         with suppress(FileNotFoundError):  # another process deletes it, too
             shutil.rmtree(self._path(folder))

@@ -8,9 +8,54 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # Difference of successive states of splitmix64. Copies of a response have successive states; the first has its key.
 SPLITMIX64_STRIDE = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Sampling(BaseModel):
+    """How batches are drawn: MOP, mixing recent and older trajectories (TBA, arXiv 2503.18929, section 4)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompts_per_batch: int = Field(16, ge=1, description="B: prompts in a batch.")
+    responses_per_prompt: int = Field(8, ge=2, description="K: responses drawn for a prompt; the loss compares them.")
+    recent_probability: float = Field(
+        0.75, ge=0, le=1, description="m: probability that a prompt of a batch is drawn from the newest sync."
+    )
+    differing_rewards_first: bool = Field(
+        True,
+        description="Whether prompts whose stored responses differ in reward are drawn before the others.",
+    )
+    reward_temperature: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="tau: responses of other draws have weights softmax(reward / tau); None: equal weights.",
+    )
+    uniform_fraction: float = Field(
+        0.0, ge=0, le=1, description="Share of the uniform distribution in the weights by reward_temperature."
+    )
+    capacity_per_prompt: int = Field(
+        100, ge=2, description="Distinct responses kept for a prompt; older ones are dropped."
+    )
+    min_size: int = Field(192, ge=1, description="Trajectories to take in before the first batch, repeats included.")
+    samples_per_insert: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Largest mean number of draws of a trajectory; None: unlimited."
+    )
+    max_age: int | None = Field(
+        None, ge=0, description="Largest age of a drawn trajectory, in policy steps; None: unlimited."
+    )
+
+    @model_validator(mode="after")
+    def _capacity_holds_a_draw(self) -> "Sampling":
+        if self.capacity_per_prompt < self.responses_per_prompt:
+            raise ValueError(
+                f"capacity_per_prompt={self.capacity_per_prompt} must be at least "
+                f"responses_per_prompt={self.responses_per_prompt}: otherwise no prompt has enough responses; raise it"
+            )
+        return self
 
 
 def uniform_numbers(keys: np.ndarray, seed: int, step: int, purpose: str) -> np.ndarray:

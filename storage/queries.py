@@ -26,7 +26,8 @@ import pyarrow.dataset as ds
 from storage import attempts, schema
 from storage.errors import DamagedRecord, NotFound, ReadOnly, StoreError, TornShard
 from storage.ledger import NEEDED, is_entry, read_entry
-from storage.shards import committed_files, read_file, refused_rounds
+from storage.shard_files import read_file
+from storage.shards import committed_files, refused_rounds
 from storage.sql import sql
 from storage.store import RunStore, scans, transfer_all
 

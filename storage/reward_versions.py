@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.ledger import NEEDED, read_entry
+from storage.new_shards import new_shards
 from storage.schema import REWARD, TRAJECTORY
-from storage.shards import check_searcher_id, new_shards, parquet_bytes
+from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RunStore
 
 VERSION = "version.json"

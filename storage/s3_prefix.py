@@ -29,6 +29,7 @@ _ALWAYS_THERE = {
 # Tries of one request, by botocore and by s3fs, for a lost part of a large file; storage/patience.py repeats
 # operations. A server that accepts connections and does not answer costs 15 s a try.
 _TRIES = 2
+_CONNECTIONS = 40  # at once: 32 reads of shards (storage/store.py), and other requests; botocore's default is 10
 
 
 class S3Prefix:
@@ -156,15 +157,15 @@ class S3Prefix:
 
     def delete(self, path: str) -> None:
         self._head(path)  # S3 deletes a missing object without an error
-        self._remove(path)
+        self.discard(path)
 
     @patient("delete")
-    def _remove(self, path: str) -> None:
+    def discard(self, path: str) -> None:
         self._fs.rm_file(f"{self._root}/{path}")
 
     def delete_folder(self, folder: str) -> None:
         for path in self.files(folder, ""):
-            self._remove(path)
+            self.discard(path)
         self._abort_uploads(folder)
 
     def _abort_uploads(self, folder: str) -> None:
@@ -205,7 +206,7 @@ class S3Prefix:
 def _connect(**config):
     import s3fs  # half a second, and a local store needs none of it
 
-    config["retries"] = {"total_max_attempts": _TRIES}
+    config |= {"retries": {"total_max_attempts": _TRIES}, "max_pool_connections": _CONNECTIONS}
     fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, config_kwargs=config)
     fs.retries = _TRIES
     return fs

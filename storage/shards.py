@@ -1,6 +1,6 @@
 """Shards: trajectories on their way from Searchers to the replay buffer.
 
-Before: flows/search.py validates a round; after: storage/buffer.py takes its shard in.
+Before: flows/search.py validates a round; after: storage/new_shards.py finds it.
 
     trajectories/searcher=<id>/round=00000042.parquet       committed: immutable, one append-only log a Searcher
     quarantine/searcher=<id>/round=00000042-<uuid>.parquet  refused by the quality gate; reasons in a .json file
@@ -8,6 +8,7 @@ Before: flows/search.py validates a round; after: storage/buffer.py takes its sh
                                                             counts for no reader (storage/intake.py)
     trajectories/compacted/<id>-00000000-00000031.parquet   a block of rounds in one file. Once the file exists, it
                                                             counts, and the rounds' shards do not (storage/upkeep.py)
+    heads/<id>=00000042                                     its newest committed round (storage/new_shards.py)
     expired/searcher=<id>/through=00000041.json             rounds that no longer count (storage/upkeep.py)
 
 A Searcher's rounds have no gaps, from the first that has not expired: a round that the gate refused is repeated under
@@ -20,45 +21,48 @@ import logging
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Container
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.errors import NotFound, StoreError, StoreUnreachable, TornShard
 from storage.paths import first_stray
-from storage.schema import SCHEMA_VERSION, TRAJECTORY, as_trajectories, to_table
-from storage.store import RunStore, transfer_all
+from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
+from storage.store import RunStore
 
 logger = logging.getLogger(__name__)
 
 # Readers infer a type from the folder's name, and it must be text: DuckDB turns searcher=7 into a number, and
 # searcher=epoch into a date.
-_SEARCHER = re.compile(r"(?!(?:epoch|infinity)(?![a-z0-9-]))[a-z][a-z0-9-]{0,31}")
+SEARCHER_ID = r"(?!(?:epoch|infinity)(?![a-z0-9-]))[a-z][a-z0-9-]{0,31}"
+_SEARCHER = re.compile(SEARCHER_ID)
 # Block b is rounds 32 b to 32 b + 31. This is part of the format: blocks are the same for every writer, so no two
 # files hold the same round.
 ROUNDS_PER_BLOCK = 32
-_COMPACTED = "trajectories/compacted"
-_NAME = rf"(?P<searcher>{_SEARCHER.pattern})"
+COMPACTED = "trajectories/compacted"
+_NAME = rf"(?P<searcher>{SEARCHER_ID})"
 _SHARD_NAME = re.compile(rf"trajectories/searcher={_NAME}/round=(?P<round>[0-9]{{8}})\.parquet")
 _MARK_NAME = re.compile(rf"expired/searcher={_NAME}/through=(?P<through>[0-9]{{8}})\.json")
 _REFUSAL_NAME = re.compile(rf"quarantine/searcher={_NAME}/round=(?P<round>[0-9]{{8}})\.json")
-_BLOCK_NAME = re.compile(rf"{_COMPACTED}/{_NAME}-(?P<first>[0-9]{{8}})-(?P<last>[0-9]{{8}})\.parquet")
+HEAD_NAME = re.compile(rf"heads/{_NAME}=(?P<through>[0-9]{{8}})")
+_BLOCK_NAME = re.compile(rf"{COMPACTED}/{_NAME}-(?P<first>[0-9]{{8}})-(?P<last>[0-9]{{8}})\.parquet")
 
 
 def check_searcher_id(searcher: str) -> str:
     """Returns the id. Raises: ValueError: it cannot name a Searcher's log."""
-    if not _SEARCHER.fullmatch(searcher):
+    if not is_searcher_id(searcher):
         raise ValueError(
             f"searcher: got {searcher!r}; an id is 1 to 32 lowercase letters, digits or '-', begins with a letter and "
             "is not 'epoch' or 'infinity'. Choose another id."
         )
     return searcher
+
+
+def is_searcher_id(text: str) -> bool:
+    return bool(_SEARCHER.fullmatch(text))
 
 
 def trajectory_id(searcher: str, round_number: int, index: int) -> str:
@@ -79,7 +83,7 @@ def round_of(trajectory_id: str) -> tuple[str, int]:
 
 
 def shard_path(searcher: str, round_number: int) -> str:
-    return f"{_log(searcher)}/round={round_number:08d}.parquet"
+    return f"{log_folder(searcher)}/round={round_number:08d}.parquet"
 
 
 def block_of(round_number: int) -> int:
@@ -92,7 +96,7 @@ def rounds_of(block: int) -> range:
 
 def block_path(searcher: str, block: int) -> str:
     rounds = rounds_of(block)
-    return f"{_COMPACTED}/{check_searcher_id(searcher)}-{rounds[0]:08d}-{rounds[-1]:08d}.parquet"
+    return f"{COMPACTED}/{check_searcher_id(searcher)}-{rounds[0]:08d}-{rounds[-1]:08d}.parquet"
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def files_named(paths: list[str]) -> list[File]:
     return files
 
 
-def _log(searcher: str) -> str:
+def log_folder(searcher: str) -> str:
     return f"trajectories/searcher={check_searcher_id(searcher)}"
 
 
@@ -133,6 +137,12 @@ def parquet_bytes(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=repeating)
     return sink.getvalue().to_pybytes()
+
+
+def origins_of(table: pa.Table) -> set[tuple[str, int]]:
+    """The (searcher, round) pairs that rows of shards name."""
+    pairs = table.select(["searcher", "round"]).group_by(["searcher", "round"]).aggregate([])
+    return set(zip(pairs["searcher"].to_pylist(), pairs["round"].to_pylist(), strict=True))
 
 
 def _origin(table: pa.Table) -> tuple[str, int]:
@@ -157,9 +167,22 @@ def commit_shard(store: RunStore, table: pa.Table) -> str:
 
     table: TRAJECTORY columns, one searcher and round. Raises: AlreadyExists: the round was committed before.
     """
-    path = shard_path(*_origin(table))
+    searcher, round_number = _origin(table)
+    path = shard_path(searcher, round_number)
     store.put_new(path, parquet_bytes(table))
+    advance_head(store, searcher, round_number)
     return path
+
+
+def advance_head(store: RunStore, searcher: str, round_number: int) -> None:
+    """Says that this round of a searcher and all before it are committed, for storage/new_shards.py."""
+    store.put(head_path(searcher, round_number), b"")
+    if round_number:
+        store.discard(head_path(searcher, round_number - 1))
+
+
+def head_path(searcher: str, round_number: int) -> str:
+    return f"heads/{check_searcher_id(searcher)}={round_number:08d}"
 
 
 def quarantine_shard(store: RunStore, table: pa.Table, reasons: list[str]) -> str:
@@ -186,8 +209,8 @@ def refused_rounds(store: RunStore) -> dict[str, set[int]]:
 
 def next_round(store: RunStore, searcher: str) -> int:
     """One past the searcher's last committed round; 0 if it has none."""
-    of_blocks = {rounds_of(block)[-1] for block in _list_blocks(store).get(searcher, ())}
-    rounds = of_blocks | {file.rounds[0] for file in files_named(store.list(_log(searcher)))}
+    of_blocks = {rounds_of(block)[-1] for block in list_blocks(store).get(searcher, ())}
+    rounds = of_blocks | {file.rounds[0] for file in files_named(store.list(log_folder(searcher)))}
     stray = first_stray(rounds, marked_through(store.list("expired")).get(searcher, -1))
     return max((number for number in rounds if number < stray), default=-1) + 1
 
@@ -201,13 +224,13 @@ def compacted_blocks(files: list[File]) -> dict[str, set[int]]:
     return blocks
 
 
-def _list_blocks(store: RunStore) -> dict[str, set[int]]:
-    return compacted_blocks(files_named(store.list(_COMPACTED)))
+def list_blocks(store: RunStore) -> dict[str, set[int]]:
+    return compacted_blocks(files_named(store.list(COMPACTED)))
 
 
 def expired_through(store: RunStore) -> dict[str, int]:
     """Per searcher the last expired round; searchers without expired rounds are left out."""
-    return whole_blocks(marked_through(store.list("expired")), _list_blocks(store))
+    return whole_blocks(marked_through(store.list("expired")), list_blocks(store))
 
 
 def marked_through(marks: list[str]) -> dict[str, int]:
@@ -254,146 +277,3 @@ def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[Fi
         and (file.is_compacted or file.block not in blocks.get(file.searcher, ()))
         and not refused.get(file.searcher, set()).issuperset(file.rounds)
     ]
-
-
-def new_shards(store: RunStore, seen: dict[str, int]) -> dict[str, list[int]]:
-    """Per searcher the committed rounds after `seen[searcher]`, in order; of a searcher not in `seen` all that count.
-
-    Refused rounds, and searchers without new rounds, are left out. A round that is missing before listed ones is looked
-    up by its path, so that an incomplete listing does not lose it.
-    """
-    marked = marked_through(store.list("expired"))
-
-    def listed_after_seen(searcher: str) -> list[int]:
-        last = max(seen.get(searcher, -1), marked.get(searcher, -1))
-        start_after = shard_path(searcher, last) if last >= 0 else None
-        return [file.rounds[0] for file in files_named(store.list(_log(searcher), start_after=start_after))]
-
-    names = [name.removeprefix("searcher=") for name in store.folders("trajectories") if name.startswith("searcher=")]
-    searchers = [name for name in names if _SEARCHER.fullmatch(name)]
-    listed = dict(zip(searchers, transfer_all(listed_after_seen, searchers), strict=True))
-    blocks = _list_blocks(store)  # listed after the shards: a shard deleted before it was listed is in a compacted file
-    expired = whole_blocks(marked, blocks)
-    new = {}
-    for searcher, rounds in listed.items():
-        last = max(seen.get(searcher, -1), expired.get(searcher, -1))
-        compacted = (number for block in blocks.get(searcher, ()) for number in rounds_of(block) if number > last)
-        listed_or_compacted = {*rounds, *compacted}
-        stray = first_stray(listed_or_compacted, last)
-        new[searcher] = {number for number in listed_or_compacted if number < stray}
-        new[searcher] |= _unlisted(store, searcher, last + 1, new[searcher])
-    refused = refused_rounds(store) if any(new.values()) else {}
-    left = {searcher: sorted(rounds - refused.get(searcher, set())) for searcher, rounds in new.items()}
-    return {searcher: rounds for searcher, rounds in left.items() if rounds}
-
-
-def _unlisted(store: RunStore, searcher: str, first: int, listed: set[int]) -> set[int]:
-    """Stored rounds from `first` on that a listing lacks, though it has later ones."""
-    missing = set(range(first, max(listed))) - listed if listed else set()
-    is_there = transfer_all(lambda number: store.exists(shard_path(searcher, number)), missing) if missing else []
-    return {number for number, found in zip(missing, is_there, strict=True) if found}
-
-
-def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Table:
-    """The trajectories of some rounds of a searcher, in that order. Raises: NotFound, TornShard."""
-    return pa.concat_tables([TRAJECTORY.empty_table(), *map(_raised, read_each(store, searcher, rounds))])
-
-
-def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
-    """Each of some rounds in order, with its trajectories. A torn shard is left out, with a warning."""
-    for of_block in by_block(rounds):
-        for number, read in zip(of_block, read_each(store, searcher, of_block), strict=True):
-            if isinstance(read, TornShard):
-                logger.warning("a torn shard is left out: %s", read)
-            else:
-                yield number, _raised(read)
-
-
-def _raised(read: pa.Table | StoreError) -> pa.Table:
-    if isinstance(read, StoreError):
-        raise read
-    return read
-
-
-def read_each(store: RunStore, searcher: str, rounds: Sequence[int]) -> list[pa.Table | StoreError]:
-    """The trajectories of each of some rounds of a searcher, or the error of reading them: NotFound, TornShard.
-
-    A compacted file is read once for each call, so pass the rounds of a block together (by_block).
-    """
-    blocks = {block for block in set(map(block_of, rounds)) if store.exists(block_path(searcher, block))}
-    rounds_at: dict[str, list[int]] = defaultdict(list)
-    for number in rounds:
-        block = block_of(number)
-        rounds_at[block_path(searcher, block) if block in blocks else shard_path(searcher, number)].append(number)
-
-    def read(path: str) -> dict[int, pa.Table | StoreError]:
-        try:
-            table = read_file(store, path)
-        except (NotFound, TornShard) as error:
-            if path.startswith(_COMPACTED):  # its shards exist until the compacted file could be read
-                return {number: _read_shard(store, searcher, number) or error for number in rounds_at[path]}
-            return dict.fromkeys(rounds_at[path], error)
-        if not path.startswith(_COMPACTED):
-            return {rounds_at[path][0]: table}
-        return {number: table.filter(pc.equal(table["round"], number)) for number in rounds_at[path]}
-
-    found = {}
-    for tables in transfer_all(read, rounds_at):
-        found |= tables
-    return [found[number] for number in rounds]
-
-
-def _read_shard(store: RunStore, searcher: str, number: int) -> pa.Table | None:
-    with suppress(NotFound, TornShard):
-        return read_file(store, shard_path(searcher, number))
-    return None
-
-
-def by_block(rounds: Iterable[int]) -> Iterator[list[int]]:
-    """Rounds in order, grouped by block: the rounds to read together."""
-    for _, of_block in groupby(sorted(rounds), block_of):
-        yield list(of_block)
-
-
-def read_file(store: RunStore, path: str) -> pa.Table:
-    """A shard, or a compacted file with all rounds of its name, in this version's columns.
-
-    Raises: TornShard: it is neither, or of a newer version. StoreUnreachable: the store sent fewer or more bytes than
-    it holds. NotFound.
-    """
-    data, where = store.get(path), f"{path} of run {store.run} in {store.url}"
-    try:
-        table = pq.ParquetFile(pa.BufferReader(data)).read()
-        table.validate(full=True)  # finds invalid text, and lists that end outside their values
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        _check_size(store, path, data)
-        raise TornShard(
-            f"{where} is not a whole Parquet file ({error}); every shard is written in one step, so the store lost or "
-            "changed it"
-        ) from error
-    try:
-        table = as_trajectories(table)
-    except ValueError as error:
-        raise TornShard(f"{where} {error}") from error
-    if not table.num_rows:
-        raise TornShard(f"{where} holds no trajectories")
-    (file,) = files_named([path])
-    if file.is_compacted and origins_of(table) != {(file.searcher, number) for number in file.rounds}:
-        raise TornShard(f"{where} holds other rounds than its name")
-    return table
-
-
-def _check_size(store: RunStore, path: str, data: bytes) -> None:
-    """Raises: StoreUnreachable: the store holds another number of bytes, so the answer was cut, not the file."""
-    filesystem, base = store.arrow_filesystem()
-    size = store.scan(lambda: filesystem.get_file_info(f"{base}/{path}").size)
-    if size is not None and size != len(data):
-        raise StoreUnreachable(
-            f"cannot read {path} (run {store.run} in {store.url}): the answer was cut: {len(data)} of {size} bytes came"
-        )
-
-
-def origins_of(table: pa.Table) -> set[tuple[str, int]]:
-    """The (searcher, round) pairs that rows of shards name."""
-    pairs = table.select(["searcher", "round"]).group_by(["searcher", "round"]).aggregate([])
-    return set(zip(pairs["searcher"].to_pylist(), pairs["round"].to_pylist(), strict=True))

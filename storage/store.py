@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ RESTORE = "Restore the file from a copy of the store; `tba verify` names the oth
 _BACKENDS = {"file": LocalFolder, "s3": S3Prefix}
 _RUN_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARALLEL_TRANSFERS = 8  # hides the latency of an object store without flooding it
+_PARALLEL_READS, _AHEAD = 32, 64  # of small files, as a thousand Searchers commit them
 _PROBE_PATIENCE_S = 3.0  # before a run begins: no answer is then more often a wrong address than an outage
 
 
@@ -62,8 +64,30 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 def transfer_all(transfer: Callable, items: Iterable) -> list:
     """transfer(item) for each item, in order. Some run at once, so that waits for an object store overlap."""
+    items = list(items)
+    if len(items) < 2:
+        return list(map(transfer, items))
     with ThreadPoolExecutor(_PARALLEL_TRANSFERS) as pool:
         return list(pool.map(transfer, items))
+
+
+def transfer_each(transfer: Callable, items: Iterable, size: Callable[[Any], int] = lambda item: 1) -> Iterator:
+    """transfer(item) for each item, in order. Some run ahead of the caller, who works on the results meanwhile.
+
+    size: of an item; results of items that are _AHEAD in size together wait in memory.
+    """
+    pool, ahead, sizes = ThreadPoolExecutor(_PARALLEL_READS), deque(), deque()
+    try:
+        for item in items:
+            ahead.append(pool.submit(transfer, item))
+            sizes.append(size(item))
+            while sum(sizes) > _AHEAD:
+                sizes.popleft()
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class RunStore:
@@ -134,6 +158,11 @@ class RunStore:
         """Deletes a file. Raises: NotFound."""
         with self._errors("delete", path):
             self._files.delete(path)
+
+    def discard(self, path: str) -> None:
+        """Deletes a file if it exists, in one request."""
+        with self._errors("delete", path):
+            self._files.discard(path)
 
     def delete_folder(self, folder: str, *, first: str) -> None:
         """Deletes every file in a folder. `first`, whose presence means "complete", is deleted before the others."""

@@ -30,11 +30,11 @@ from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
 from storage import checkpoints, queries
 from storage.errors import AlreadyExists, NotFound, TornShard
+from storage.shard_files import by_block, read_file
 from storage.shards import (
     File,
     block_of,
     block_path,
-    by_block,
     committed_files,
     compacted_blocks,
     expired_through,
@@ -42,7 +42,6 @@ from storage.shards import (
     marked_through,
     origins_of,
     parquet_bytes,
-    read_file,
     refused_rounds,
     rounds_of,
     shard_path,

@@ -10,16 +10,14 @@ import pyarrow.compute as pc
 from storage.errors import NotFound, TornShard
 from storage.intake import refusals
 from storage.rules import Limits, broken_in_each
+from storage.shard_files import by_block, read_each, read_file
 from storage.shards import (
     File,
     block_path,
-    by_block,
     compacted_blocks,
     expired_through,
     files_named,
     origins_of,
-    read_each,
-    read_file,
     refused_rounds,
     shard_path,
     stray_files,

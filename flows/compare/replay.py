@@ -13,7 +13,7 @@ import torch
 
 from flows.compare.study import Configuration
 from storage import mop
-from storage.buffer import Sampling
+from storage.mop import Sampling
 from tba import testbed
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from flows.config import explanation
-from storage.buffer import Sampling
+from storage.mop import Sampling
 from tba.config import SearchSettings, Settings, TrainSettings
 
 _FOLDER = files("flows.compare") / "studies"

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 
 from flows.config import load_run
-from storage import reward_versions, shards
+from storage import reward_versions
 from storage.errors import AlreadyExists
+from storage.shard_files import each_shard
 from storage.store import RunStore
 from tba.rewards import TASK, RewardedTask, load_reward
 from tba.tasks import load_task
@@ -30,7 +31,7 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     num_scored, said_at = 0, time.monotonic()
     reward_versions.begin_version(store, version, f"{task.name} {task.version}" if reward == TASK else reward)
     for searcher, rounds in reward_versions.unscored_shards(store, version).items():
-        for number, shard in shards.each_shard(store, searcher, rounds):
+        for number, shard in each_shard(store, searcher, rounds):
             asked = zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True)
             of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
             if reward == TASK and (unknown := [problem for problem in of_rows if problem.answer is None]):

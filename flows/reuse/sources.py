@@ -13,9 +13,11 @@ from flows.config import RunConfig, load_run
 from infra.machine import code_version
 from storage import intake, reward_versions, shards
 from storage.errors import DamagedRecord, NotFound, TornShard
+from storage.new_shards import new_shards
 from storage.reward_versions import replace_columns
 from storage.rules import Limits
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
+from storage.shard_files import read_shards
 from storage.store import RunStore, read_file
 
 if TYPE_CHECKING:
@@ -71,23 +73,21 @@ class RunSource:
         self.shards_at_once = 1 if self._is_for_other_temperature else SHARDS_AT_ONCE
 
     def parts(self) -> list[list]:
-        return [
-            [searcher, number] for searcher, rounds in shards.new_shards(self._store, {}).items() for number in rounds
-        ]
+        return [[searcher, number] for searcher, rounds in new_shards(self._store, {}).items() for number in rounds]
 
     def read(self, part: list) -> pa.Table:
         """The trajectories of a part; no rows if its shard or rewards are torn, or break a rule of the intake."""
         searcher, number = part
         try:
-            shard = shards.read_shards(self._store, searcher, [number])
+            shard = read_shards(self._store, searcher, [number])
             if self._version is not None:
                 shard = reward_versions.with_rewards(self._store, self._version, shard)
         except (TornShard, DamagedRecord) as error:
             log.warning("warm start: a torn shard is left out: %s", error)
             return TRAJECTORY.empty_table()
-        if reasons := intake.check(searcher, {number: shard}, Limits()):
+        if reasons := intake.check({(searcher, number): shard}, Limits()):
             where = f"{shards.shard_path(searcher, number)} of {self.url}"
-            log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[number]))
+            log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[searcher, number]))
             return TRAJECTORY.empty_table()
         return shard
 

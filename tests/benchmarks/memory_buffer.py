@@ -9,8 +9,9 @@ import random
 import numpy as np
 import pyarrow as pa
 
-from storage.buffer import Sampling
-from storage.shards import by_block, new_shards, read_shards
+from storage.mop import Sampling
+from storage.new_shards import new_shards
+from storage.shard_files import by_block, read_shards
 from storage.store import RunStore
 
 LISTS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "reference_logprobs")

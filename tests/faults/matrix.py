@@ -36,8 +36,10 @@ from infra.local_s3 import LocalS3, free_ports
 from infra.processes import find_processes, stop_processes
 from storage import attempts, ledger
 from storage.errors import NotFound, StoreError
+from storage.new_shards import new_shards
 from storage.queries import query
-from storage.shards import by_block, new_shards, read_each, shard_path, trajectory_id
+from storage.shard_files import by_block, read_each
+from storage.shards import shard_path, trajectory_id
 from storage.store import RunStore
 from storage.verify import verify
 from tba.weights import fingerprint, read_weights

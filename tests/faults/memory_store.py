@@ -52,6 +52,9 @@ class MemoryFiles:
         self.get(path)
         del self.data[path]
 
+    def discard(self, path: str) -> None:
+        self.data.pop(path, None)
+
     def delete_folder(self, folder: str) -> None:
         for path in self.files(folder, ""):
             del self.data[path]

@@ -22,9 +22,12 @@ from hypothesis import strategies as st
 
 from flows.config import RunConfig, load_run, read_recorded
 from storage import attempts, checkpoints, intake, ledger, policies, requests, rules, shards, status, upkeep
-from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
+from storage.buffer import NotEnoughExperience, ReplayBuffer
+from storage.mop import Sampling
+from storage.new_shards import new_shards
 from storage.reward_versions import begin_version
 from storage.schema import TRAJECTORY
+from storage.shard_files import read_file, read_shards
 from storage.store import RunStore, check_run_name
 from storage.verify import verify
 from storage.verify_shards import WARM_START
@@ -115,7 +118,7 @@ def test_a_damaged_shard(data):
     path, store = shards.shard_path("s0", 0), memory_store()
     store.put(path, data)
     with contextlib.suppress(*DECLARED):
-        rules.broken(rules.facts_of(shards.read_file(store, path), LIMITS))
+        rules.broken(rules.facts_of(read_file(store, path), LIMITS))
 
 
 @fuzzed(400, data=DAMAGED_SHARDS)
@@ -125,7 +128,7 @@ def test_a_damaged_compacted_file(data):
     with contextlib.suppress(*DECLARED):
         upkeep._written_table(store)
     with contextlib.suppress(*DECLARED):
-        shards.read_shards(store, "s0", [0, 31])
+        read_shards(store, "s0", [0, 31])
 
 
 BLOCK = pa.concat_tables(make_shard("s0", number) for number in shards.rounds_of(0))
@@ -167,7 +170,7 @@ def test_a_files_name(path):
     store._files.data[path] = SHARD  # whoever has the bucket can give any name
     shards.files_named([path])
     shards.marked_through([path])
-    for read in (shards.new_shards, lambda store, _: shards.committed_files(store)):
+    for read in (new_shards, lambda store, _: shards.committed_files(store)):
         with contextlib.suppress(*DECLARED):
             read(store, {})
     with contextlib.suppress(*DECLARED):

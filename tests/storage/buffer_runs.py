@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from storage import attempts
-from storage.buffer import ReplayBuffer, Sampling
+from storage.buffer import ReplayBuffer
+from storage.mop import Sampling
 from storage.schema import TRAJECTORY, to_table
 from storage.shards import commit_shard
 from storage.store import RunStore

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from storage.buffer import Sampling
+from storage.mop import Sampling
 from tests.storage.buffer_runs import SEED
 
 

@@ -18,8 +18,9 @@ import pytest
 from pydantic import ValidationError
 
 from storage import attempts, ledger, word_file
-from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
+from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.errors import AlreadyExists, StoreUnreachable
+from storage.mop import Sampling
 from storage.schema import TRAJECTORY
 from storage.shards import shard_path
 from storage.store import RunStore
@@ -82,7 +83,7 @@ def test_hundreds_of_syncs_that_repeat_what_is_there(store):
 
 
 def num_bytes(buffer: ReplayBuffer) -> int:
-    return sum(segment.num_bytes for segment in buffer._words._segments)
+    return sum(segment.num_bytes for segment in buffer._index.words._segments)
 
 
 def test_words_that_are_not_stored_any_more_are_freed(store, monkeypatch):

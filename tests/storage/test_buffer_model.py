@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from storage import attempts, ledger, queries, shards, upkeep
-from storage.buffer import NotEnoughExperience, ReplayBuffer, Sampling
+from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.errors import AlreadyExists
+from storage.mop import Sampling
 from storage.shards import next_round, shard_path, trajectory_id
 from tests.storage.buffer_runs import SEED, commit, new_store
 from tests.storage.helpers import OWNER
@@ -210,7 +211,9 @@ class BufferAgainstModel(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         stored = self.model.stored()
-        index = self.buffer._index.execute("SELECT trajectory_id, sync, times_sampled FROM trajectories").fetchall()
+        index = self.buffer._index._reader.execute(
+            "SELECT trajectory_id, sync, times_sampled FROM trajectories"
+        ).fetchall()
         assert sorted(index) == sorted((row["trajectory_id"], row["sync"], row["times_sampled"]) for row in stored)
         assert self.buffer.num_prompts == len({row["prompt_id"] for row in self.model.taken_in()})
         assert self.buffer.num_taken_in == len(self.model.taken_in())

@@ -20,7 +20,9 @@ import pytest
 
 from storage import queries, shards, upkeep
 from storage.errors import TornShard
-from storage.shards import block_path, commit_shard, each_shard, new_shards, next_round, parquet_bytes, read_shards
+from storage.new_shards import new_shards
+from storage.shard_files import each_shard, read_shards
+from storage.shards import block_path, commit_shard, next_round, parquet_bytes
 from storage.shards import shard_path as path_of
 from storage.verify import verify
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store

@@ -10,7 +10,8 @@
 import pytest
 
 from storage import ledger
-from storage.buffer import NotEnoughExperience, Sampling
+from storage.buffer import NotEnoughExperience
+from storage.mop import Sampling
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.reference_draw import reference_draw

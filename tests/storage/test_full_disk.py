@@ -9,8 +9,9 @@ import threading
 
 import pytest
 
-from storage.buffer import ReplayBuffer, Sampling
+from storage.buffer import ReplayBuffer
 from storage.errors import StoreFull
+from storage.mop import Sampling
 from storage.policies import latest_policy, policy_ref, publish_policy
 from storage.shards import commit_shard
 from storage.word_file import WordFile

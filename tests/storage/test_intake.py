@@ -26,9 +26,11 @@ import pytest
 from storage import attempts, intake, ledger, queries, report_tables, shards, upkeep
 from storage.errors import StoreUnreachable, Superseded
 from storage.export import export
+from storage.new_shards import new_shards
 from storage.rules import Limits
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
-from storage.shards import commit_shard, new_shards, parquet_bytes, read_shards, refusal_path, shard_path
+from storage.shard_files import read_shards
+from storage.shards import commit_shard, parquet_bytes, refusal_path, shard_path
 from storage.store import RunStore
 from storage.verify import verify
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store

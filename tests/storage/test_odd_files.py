@@ -32,9 +32,10 @@ from safetensors.numpy import load_file, save_file
 
 from flows.trainer.__main__ import latest_policy
 from storage import attempts, checkpoints, ledger, policies, queries, reward_versions, status, summary
-from storage.buffer import ReplayBuffer, Sampling
+from storage.buffer import ReplayBuffer
 from storage.export import export
 from storage.intake import refusals
+from storage.mop import Sampling
 from storage.shards import commit_shard, parquet_bytes
 from storage.store import RunStore
 from storage.upkeep import delete_superseded

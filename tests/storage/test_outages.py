@@ -21,10 +21,12 @@ import pytest
 
 from infra.local_s3 import free_ports
 from storage import attempts
-from storage.buffer import ReplayBuffer, Sampling
+from storage.buffer import ReplayBuffer
 from storage.errors import AlreadyExists, NotFound, StoreFull, StoreUnreachable
+from storage.mop import Sampling
 from storage.patience import patience_s
-from storage.shards import commit_shard, read_shards, shard_path
+from storage.shard_files import read_shards
+from storage.shards import commit_shard, shard_path
 from storage.store import RunStore
 from tests.faults.fault_proxy import FaultProxy
 from tests.storage.helpers import OWNER, make_shard

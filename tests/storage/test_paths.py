@@ -14,8 +14,8 @@ import pytest
 
 from storage import local_folder, policies
 from storage.errors import DamagedRecord, StoreError, UnsafePath
+from storage.new_shards import new_shards
 from storage.paths import inside, is_plain
-from storage.shards import new_shards
 from storage.store import list_runs
 
 OUTSIDE = [

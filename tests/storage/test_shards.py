@@ -20,15 +20,15 @@ import pyarrow as pa
 import pytest
 
 from storage.errors import AlreadyExists, NotFound, TornShard
+from storage.new_shards import new_shards
 from storage.schema import TRAJECTORY
+from storage.shard_files import read_shards
 from storage.shards import (
     check_searcher_id,
     commit_shard,
-    new_shards,
     next_round,
     parquet_bytes,
     quarantine_shard,
-    read_shards,
     round_of,
     shard_of,
     shard_path,

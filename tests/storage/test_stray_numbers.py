@@ -9,8 +9,10 @@ import duckdb
 import pytest
 
 from storage import attempts, queries, shards, verify
-from storage.buffer import ReplayBuffer, Sampling
+from storage.buffer import ReplayBuffer
 from storage.export import export
+from storage.mop import Sampling
+from storage.new_shards import new_shards
 from storage.paths import first_stray
 from storage.shards import commit_shard, next_round, parquet_bytes
 from storage.status import run_status
@@ -45,7 +47,7 @@ def test_a_shard_far_beyond_is_read_by_nobody(run, path, data, tmp_path):
 def test_later_rounds_of_a_long_run_count(run):
     run.put("expired/searcher=s0/through=00004999.json", b"{}")
     commit_shard(run, make_shard("s0", 5000))
-    assert shards.new_shards(run, {}) == {"s0": [5000]} and next_round(run, "s0") == 5001
+    assert new_shards(run, {}) == {"s0": [5000]} and next_round(run, "s0") == 5001
     assert [file.rounds[0] for file in shards.committed_files(run)] == [5000]
 
 

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pytest
 
 from storage import attempts, checkpoints, queries, reward_versions, shards, upkeep
-from storage.shards import commit_shard, expired_through, new_shards, next_round, shard_path
+from storage.new_shards import new_shards
+from storage.shards import commit_shard, expired_through, next_round, shard_path
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import NOON, OWNER, make_shard
 

@@ -22,8 +22,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from storage import attempts, checkpoints, ledger, policies, shards
-from storage.buffer import ReplayBuffer, Sampling
+from storage.buffer import ReplayBuffer
 from storage.errors import NotFound
+from storage.mop import Sampling
 from storage.schema import to_table
 from storage.shards import parquet_bytes, shard_path
 from storage.store import RunStore

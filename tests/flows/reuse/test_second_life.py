@@ -34,6 +34,7 @@ from storage import reward_versions, shards
 from storage.errors import NotFound
 from storage.queries import query
 from storage.schema import TRAJECTORY, to_table
+from storage.shard_files import read_file
 from storage.store import RunStore
 from storage.summary import summarise
 from tba.config import TaskSettings
@@ -220,9 +221,7 @@ def test_torn_and_refused_shards_of_a_source_are_left_out(tmp_path, model, modul
     old.put(shards.refusal_path("s0", 2), b'{"reasons": ["reward is finite"]}')
     assert rescore(old, f"{module}:brief", "v2", silent) == ("v2", 4 * 4 * K)
     old.put("rewards/v2/searcher=s0/round=00000004.parquet", b"torn")
-    spoiled = reward_versions.replace_columns(
-        shards.read_file(old, shards.shard_path("s0", 5)), {"top_p": [9.0] * 4 * K}
-    )
+    spoiled = reward_versions.replace_columns(read_file(old, shards.shard_path("s0", 5)), {"top_p": [9.0] * 4 * K})
     old.put(shards.shard_path("s0", 5), shards.parquet_bytes(spoiled))  # no Trainer of that run has met it
     store = begin(run_config(tmp_path, model, "new", warm_start=[url(old)], reward_version="v2"))
     assert rows_of(store, "SELECT count(*), count(DISTINCT round) FROM trajectories") == [(2 * 4 * K, 2)]
