@@ -83,7 +83,7 @@ class Index:
 
     def read(self, query: str, parameters: dict) -> dict[str, np.ndarray]:
         """The columns of a query of storage/sql, over what is committed."""
-        return self._reader.execute(self._parsed(query), parameters).fetchnumpy()
+        return self._reader.execute(self._parsed(self._reader, query), parameters).fetchnumpy()
 
     @property
     def num_trajectories(self) -> int:
@@ -101,10 +101,10 @@ class Index:
         return self._reader.execute(query, parameters).fetchone()[0]
 
     def _write(self, query: str, parameters: dict | None = None) -> duckdb.DuckDBPyConnection:
-        return self._writer.execute(self._parsed(query), parameters)
+        return self._writer.execute(self._parsed(self._writer, query), parameters)
 
-    def _parsed(self, query: str) -> duckdb.Statement:
+    def _parsed(self, connection: duckdb.DuckDBPyConnection, query: str) -> duckdb.Statement:
         """A query is parsed once: parsing takes a tenth of the time of a draw."""
         if query not in self._statements:
-            (self._statements[query],) = self._writer.extract_statements(sql(query))
+            (self._statements[query],) = connection.extract_statements(sql(query))
         return self._statements[query]

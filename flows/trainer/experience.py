@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from flows.trainer.alarms import RunAlarms
-from storage import attempts, ledger
-from storage.buffer import NotEnoughExperience, ReplayBuffer
+from flows.trainer.background_sync import MAX_STALL_S, BackgroundSync
+from storage import ledger
+from storage.buffer import NotEnoughExperience, ReplayBuffer, Sync
 from storage.fresh import FRESH_COLUMNS, Fresh
 from storage.store import RunStore
 from tba.batch import Batch, Draw, Metrics
@@ -44,31 +45,44 @@ class StoredExperience:
         A resumed Trainer is ready a minute or two before the engines sample. Without the wait it would train on old
         trajectories only until then.
         """
-        self._store, self.buffer, self._attempt, self._alarms = store, buffer, attempt, alarms
+        self.buffer, self._alarms = buffer, alarms
         self._has_searchers = has_searchers
         self._awaits_shard, self._caught_up = awaits_shard, False
         self._arrived_at = time.monotonic()  # when a sync last inserted trajectories
         self._fresh: Fresh | None = None
+        self._is_training = False
+        self._background = BackgroundSync(store, buffer, attempt, self._take_note)
 
     def sync(self, step: int) -> None:
-        attempts.check_not_superseded(self._store, self._attempt)
-        if found := self.buffer.sync(step, self._attempt):
-            self._fresh = found.fresh
-            self._has_searchers |= not all(map(_COPY.fullmatch, found.rounds))
+        """A Trainer that trains is stalled for MAX_STALL_S at most: the sync then ends beside its next steps."""
+        self._background.request(step, MAX_STALL_S if self._is_training else None)
+        self._alarms.see_silence(self._silent_s())
+
+    def close(self) -> None:
+        self._background.close()
+
+    def _take_note(self, sync: Sync | None) -> None:
+        """Called in the thread of the syncs."""
+        if sync is not None:
+            self._fresh = sync.fresh
+            self._has_searchers |= not all(map(_COPY.fullmatch, sync.rounds))
             self._arrived_at = time.monotonic()
             self._awaits_shard = self._awaits_shard and not self._caught_up
         self._caught_up = True
-        self._alarms.see_silence(self._silent_s())
 
     def draw(self, step: int) -> Batch[pa.Table]:
+        self._is_training = False
         if self._awaits_shard:
             raise TooEarly(self._why_silent() or f"resumed: waiting for the first new shard; {LOADING}")
         try:
-            rows = self.buffer.draw(step)
+            with self._background.drawing(step):
+                rows = self.buffer.draw(step)
+                facts = self._facts(rows, step)
         except NotEnoughExperience as reason:
             loading = "" if self.buffer.num_taken_in else f"; {LOADING}"
             raise TooEarly(self._why_silent() or f"{reason}{loading}") from reason
-        return Batch(make_draws(rows), self._facts(rows, step), rows)
+        self._is_training = True
+        return Batch(make_draws(rows), facts, rows)
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._arrived_at if self._has_searchers else 0.0

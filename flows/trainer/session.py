@@ -59,5 +59,6 @@ def train_run(
         log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
         has_searchers = config.searchers > 0
         waits = {"has_searchers": has_searchers, "awaits_shard": has_searchers and attempt > 1}
-        train(trainer, StoredExperience(store, buffer, attempt, alarms, **waits), outbox)
+        with contextlib.closing(StoredExperience(store, buffer, attempt, alarms, **waits)) as experience:
+            train(trainer, experience, outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"

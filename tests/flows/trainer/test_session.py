@@ -41,6 +41,12 @@ from tests.storage.buffer_runs import commit, distinct, new_buffer
 from tests.storage.helpers import make_batch, make_training_step
 
 
+@pytest.fixture(autouse=True)
+def whole_syncs(monkeypatch):
+    """However busy this machine is, each sync ends before the next draw."""
+    monkeypatch.setattr("flows.trainer.experience.MAX_STALL_S", 60.0)
+
+
 @pytest.fixture
 def experience(store, alarms):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=2, max_age=4)

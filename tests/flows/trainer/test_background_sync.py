@@ -1,0 +1,169 @@
+"""Syncs beside training (flows/trainer/background_sync.py), over a store whose answers are delayed.
+
+Claims
+- a Trainer that trains does not wait for a slow store; what the store has is drawn some steps later, and none is lost
+- a Trainer that waits for experience draws what the sync brings at once
+- a draw sees a sync from the step on that its record names: every draw can be repeated from the store
+- no sync is admitted while a draw is in progress
+- what the thread raises stops the Trainer, in training and while it waits; Superseded, too
+
+Run: pytest tests/flows/trainer/test_background_sync.py
+"""
+
+import random
+import threading
+import time
+
+import pytest
+
+from flows.trainer import experience as module
+from flows.trainer.alarms import RunAlarms
+from flows.trainer.experience import StoredExperience
+from storage import attempts, ledger
+from storage.errors import StoreUnreachable, Superseded
+from storage.new_shards import new_shards
+from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
+from tests.storage.helpers import OWNER
+
+
+class SlowStore:
+    """Delays some of a store's operations, by name."""
+
+    def __init__(self, store, monkeypatch):
+        self.seconds: dict[str, float] = {}
+        for name in ("files", "get", "put_new", "exists"):
+            monkeypatch.setattr(store._files, name, self._delayed(name, getattr(store._files, name)))
+
+    def _delayed(self, name, operation):
+        def delayed(*given):
+            time.sleep(self.seconds.get(name, 0.0))
+            return operation(*given)
+
+        return delayed
+
+
+@pytest.fixture
+def store(tmp_path):
+    return new_store(tmp_path)
+
+
+@pytest.fixture
+def slow(store, monkeypatch):
+    return SlowStore(store, monkeypatch)
+
+
+@pytest.fixture
+def experience(store):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4)
+    experience = StoredExperience(store, buffer, 1, RunAlarms())
+    yield experience
+    experience.close()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_training_goes_on_while_the_store_is_slow(store, slow, experience):
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    experience.draw(1)
+    commit(store, "s0", 1, distinct("cd", 4))
+    slow.seconds = {"files": 3.0}
+    began = time.monotonic()
+    experience.sync(2)
+    assert experience.draw(2).facts["num_prompts"] == 2
+    assert time.monotonic() - began < 2  # less than the store takes for one answer
+    wait_until(lambda: experience.buffer.num_prompts == 4)
+    assert experience.draw(3).facts["num_prompts"] == 4
+    assert ledger.effective_syncs(store, 9)[-1]["step"] == 3
+
+
+def test_a_trainer_without_experience_draws_it_as_soon_as_it_is_there(store, slow, experience):
+    slow.seconds = {"files": 0.3, "put_new": 0.3}
+    with pytest.raises(module.TooEarly):
+        experience.draw(1)
+    slow.seconds["put_new"] = 0
+    commit(store, "s0", 0, distinct("ab", 4))
+    slow.seconds["put_new"] = 0.3
+    experience.sync(1)
+    assert experience.draw(1).draws and ledger.effective_syncs(store, 9)[-1]["step"] == 1
+
+
+def test_every_draw_can_be_repeated_whatever_the_store_takes(store, slow, experience):
+    chance, drawn, committed = random.Random(5), {}, 0
+    commit(store, "s0", 0, distinct("abcd", 4))
+    experience.sync(1)
+    for step in range(1, 60):
+        drawn[step] = experience.draw(step).record["trajectory_id"].to_pylist()
+        slow.seconds = {name: chance.choice([0, 0, 0.01, 0.06]) for name in ("files", "get", "put_new", "exists")}
+        if chance.random() < 0.5:
+            committed += 1
+            slow.seconds["put_new"], kept = 0, slow.seconds["put_new"]
+            commit(store, "s0", committed, distinct("abcdef", 2, start=4 * committed), policy_step=step - 1)
+            slow.seconds["put_new"] = kept
+        time.sleep(chance.choice([0, 0.02, 0.1]))
+        experience.sync(step + 1)
+    slow.seconds = {}
+    for _ in range(2):
+        experience.sync(60)
+        experience.draw(60)
+    wait_until(lambda: new_shards(store, experience.buffer._seen) == {})
+    again = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4)
+    for step, ids in drawn.items():
+        again.rebuild(step)
+        assert again.draw(step)["trajectory_id"].to_pylist() == ids, step
+    steps = [sync["step"] for sync in ledger.effective_syncs(store, 99)]
+    assert len(set(steps)) > 10 and steps == sorted(steps)
+
+
+def test_no_sync_is_admitted_during_a_draw(store, slow, experience, monkeypatch):
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    experience.draw(1)
+    commit(store, "s0", 1, distinct("cd", 4))
+    found, find, draw = threading.Event(), experience.buffer.find, experience.buffer.draw
+
+    def slow_draw(step):
+        assert found.wait(60)
+        time.sleep(0.3)
+        assert experience.buffer.num_prompts == 2 and len(store.list("syncs")) == 1
+        return draw(step)
+
+    monkeypatch.setattr(experience.buffer, "find", lambda step: (find(step), found.set())[0])
+    monkeypatch.setattr(experience.buffer, "draw", slow_draw)
+    slow.seconds = {"files": 0.2}
+    experience.sync(2)
+    experience.draw(2)
+    wait_until(lambda: experience.buffer.num_prompts == 4)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_what_the_thread_raises_stops_the_trainer(store, experience, monkeypatch, is_training):
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    if is_training:
+        experience.draw(1)
+
+    def away(*_):
+        raise StoreUnreachable("the store is away")
+
+    monkeypatch.setattr(experience.buffer, "find", away)
+    with pytest.raises(StoreUnreachable, match="is away"):
+        for step in (2, 3):
+            experience.sync(step)
+            experience.draw(step)
+            time.sleep(0.2)
+
+
+def test_a_superseded_trainer_ends_and_records_no_sync(store, experience):
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    attempts.start_attempt(store, 0, OWNER)
+    commit(store, "s0", 1, distinct("ab", 4))
+    with pytest.raises(Superseded):
+        experience.sync(1)
+    assert len(store.list("syncs")) == 1
