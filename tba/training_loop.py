@@ -1,4 +1,4 @@
-"""The Trainer's loop: draw, step, and every k steps publish and sync. tba/trainer.py has the step.
+"""The Trainer's loop: draw, step, and every k steps sync and publish. tba/trainer.py has the step.
 
 The loop reads from Experience and writes to Outbox; flows/trainer/ implements both.
 """
@@ -29,7 +29,7 @@ class Experience(Protocol[Record_co]):
     """The replay buffer's interface to the Trainer."""
 
     def sync(self, step: int) -> None:
-        """Takes in the shards committed since the last sync; `step` is the first that can draw them."""
+        """Takes in the shards committed since the last sync; `step` or a later step is the first that can draw them."""
 
     def draw(self, step: int) -> Batch[Record_co]:
         """The batch for a step. Raises: TooEarly."""
@@ -57,7 +57,7 @@ class Outbox(Protocol[Record_contra]):
 
 
 def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float = 0.2) -> None:
-    """The Trainer's loop: draw, step, and every k steps publish and sync; until `settings.steps` are done.
+    """The Trainer's loop: draw, step, and every k steps sync and publish; until `settings.steps` are done.
 
     After a stop request it saves a checkpoint and publishes the policy; the next `train` resumes from the checkpoint.
     The last step has no checkpoint, because no run resumes from it and its gigabytes would delay the final policy.
@@ -104,8 +104,8 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
         if not last and step % settings.checkpoint_interval == 0:
             outbox.checkpoint(step, trainer)
         if last or step % settings.sync_interval == 0:
+            experience.sync(step + 1)  # first, because it may go on while the policy is copied
             stall_s = publish(final=last)
-            experience.sync(step + 1)
 
 
 def _await_batch(

@@ -14,8 +14,9 @@ from storage.attempts import check_not_superseded
 from storage.buffer import ReplayBuffer, Sync
 from storage.store import RunStore
 
-# A sync that takes no longer, as those of a local store, is waited for: its trajectories are a step younger then.
+# A sync that takes no longer, as those of a local store do, is waited for: its trajectories are a step younger then.
 MAX_STALL_S = 0.04
+SHORT_S = 0.02  # an admission that takes no longer may begin right before a draw, which waits for it
 _CLOSING_S = 10.0
 
 
@@ -30,7 +31,7 @@ class BackgroundSync:
         self._first_step = 0  # the same when the sync in progress began
         self._is_requested = self._is_busy = self._may_admit = self._is_closing = False
         self._deadline = 0.0  # of a Trainer that waits for the end of a sync
-        self._admission_s = 0.0  # what the last admission took
+        self._admission_s = self._sync_s = 0.0  # what the last admission took, and the last sync
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="sync", daemon=True)
         self._thread.start()
@@ -44,7 +45,8 @@ class BackgroundSync:
             self._next_step, self._may_admit, self._is_requested = step, True, True
             self._deadline = float("inf") if stall_s is None else time.monotonic() + stall_s
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._error or not (self._is_requested or self._is_busy), stall_s)
+            if stall_s is None or self._sync_s <= stall_s:
+                self._changed.wait_for(lambda: self._error or not (self._is_requested or self._is_busy), stall_s)
             self._may_admit, self._deadline = False, float("inf")  # the Trainer draws now
             self._raise_error()
 
@@ -91,8 +93,11 @@ class BackgroundSync:
             return not self._is_closing
 
     def _sync(self) -> None:
+        began = time.monotonic()
         check_not_superseded(self._store, self._attempt)
-        if not self._buffer.find(self._first_step):
+        has_found = self._buffer.find(self._first_step)
+        self._sync_s = time.monotonic() - began
+        if not has_found:
             self._on_sync(None)
             return
         with self._changed:  # a draw waits for it
@@ -102,9 +107,11 @@ class BackgroundSync:
             began = time.monotonic()
             self._on_sync(self._buffer.admit(self._next_step, self._attempt))
             self._admission_s = time.monotonic() - began
+            self._sync_s += self._admission_s
         self._buffer.move_words()
         with self._changed:
             self._buffer.free_words()
 
     def _may_begin_admission(self) -> bool:
-        return self._may_admit and time.monotonic() + self._admission_s < self._deadline
+        is_in_time = self._may_admit and time.monotonic() + self._admission_s < self._deadline
+        return is_in_time or self._admission_s < SHORT_S

@@ -1,6 +1,6 @@
 """The Trainer's loop.
 
-- The loop publishes every k steps, checkpoints, syncs after publishing, and marks the last policy final.
+- The loop syncs and publishes every k steps, checkpoints, and marks the last policy final.
 - The longer it waits for a batch, the more seldom it looks for new trajectories, and it sees them hardly later.
 - Told to stop, it saves and publishes the step that it is at.
 
@@ -60,10 +60,10 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
         ("publish", 0), ("sync", 1),
         ("waiting", 0), ("sync", 1), ("waiting", 0), ("sync", 1),
         ("record", 1),
-        ("record", 2), ("publish", 2), ("sync", 3),
+        ("record", 2), ("sync", 3), ("publish", 2),
         ("record", 3), ("checkpoint", 3),
-        ("record", 4), ("publish", 4), ("sync", 5),
-        ("record", 5), ("final", 5), ("sync", 6),
+        ("record", 4), ("sync", 5), ("publish", 4),
+        ("record", 5), ("sync", 6), ("final", 5),
     ]  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def test_a_policy_that_was_removed_while_the_loop_waits_is_published_again(model
     assert recorder.calls == [
         ("publish", 0), ("sync", 1),
         ("waiting", 0), ("publish", 0), ("sync", 1), ("waiting", 0), ("sync", 1),
-        ("record", 1), ("final", 1), ("sync", 2),
+        ("record", 1), ("sync", 2), ("final", 1),
     ]  # fmt: skip
 
 

@@ -137,6 +137,7 @@ def test_no_sync_is_admitted_during_a_draw(store, slow, experience, monkeypatch)
     monkeypatch.setattr(experience.buffer, "draw", slow_draw)
     slow.seconds = {"files": 0.2}
     experience.sync(2)
+    wait_until(lambda: experience._background._is_busy)
     experience.draw(2)
     wait_until(lambda: experience.buffer.num_prompts == 4)
 
