@@ -102,22 +102,16 @@ class ReplayBuffer:
         """
         if not self.find(step):
             return None
-        sync = self.admit(step, attempt)
+        sync = self.record(step, attempt)
+        self.admit()
         self._index.free_moved_words()
         return sync
-
-    def move_words(self) -> None:
-        self._index.move_words()
-
-    def free_words(self) -> None:
-        """Frees the disk space of trajectories that are not stored any more. No draw may run meanwhile."""
-        self._index.free_words()
 
     def find(self, step: int) -> bool:
         """The first part of a sync: reads and indexes the new shards, which no draw sees before `admit`.
 
-        step: the first that may draw them, by what is known now. Returns whether there is anything to admit. With
-        `admit` and `move_words` it may run in another thread than `draw`. Raises: StoreUnreachable, NotFound.
+        step: the first that may draw them, by what is known now. Returns whether there is anything to record. All parts
+        may run in one other thread than `draw`. Raises: StoreUnreachable, NotFound.
         """
         rounds = self._new_shards.find(self._seen)
         try:
@@ -136,10 +130,10 @@ class ReplayBuffer:
             self._found = _Found(rounds, step, *taken_in)
         return True
 
-    def admit(self, step: int, attempt: int) -> Sync | None:
-        """The second part of a sync: records what `find` found, and lets draws see it, from `step` on.
+    def record(self, step: int, attempt: int) -> Sync | None:
+        """The second part of a sync: stores what `find` found, as what `step` and later steps may draw.
 
-        No draw may run meanwhile. Returns and raises as `sync`.
+        Returns and raises as `sync`.
         """
         found, number = self._found, self.newest_sync + 1
         if step != found.step and self._index.newest_policy(number) >= found.step:  # `ages_from` depends on the step
@@ -151,14 +145,24 @@ class ReplayBuffer:
                 check_not_superseded(self._store, attempt)  # a refusal counts for every reader
                 intake.refuse(self._store, refused, f"the Trainer, attempt {attempt}, before step {step}")
             if accepted := _without(found.rounds, refused):
-                ledger.record_sync(self._store, sync := Sync(number, step, attempt, accepted, found.fresh))
+                found.sync = Sync(number, step, attempt, accepted, found.fresh)
+                ledger.record_sync(self._store, found.sync)
+        return found.sync
+
+    def admit(self) -> None:
+        """The third part of a sync: lets draws see what was recorded. No draw may be in progress."""
         self._index.commit()
-        self._damaged = []
+        found, self._found, self._damaged = self._found, None, []
         self._seen |= {searcher: of_searcher[-1] for searcher, of_searcher in found.rounds.items()}
-        if not accepted:
-            return None
-        self.newest_sync, self.num_taken_in = number, self.num_taken_in + sync.num_trajectories
-        return sync
+        if found.sync is not None:
+            self.newest_sync, self.num_taken_in = found.sync.number, self.num_taken_in + found.sync.num_trajectories
+
+    def move_words(self) -> None:
+        self._index.move_words()
+
+    def free_words(self) -> None:
+        """Frees the disk space of trajectories that are not stored any more. No draw may run meanwhile."""
+        self._index.free_words()
 
     def rebuild(self, step: int) -> None:
         """Restores the buffer that `step` was drawn from: the shards of the recorded syncs that count, up to that step.
@@ -192,14 +196,7 @@ class ReplayBuffer:
 
         Raises: NotEnoughExperience: flow control allows no batch yet.
         """
-        self._check_rate(step)
-        sampling, oldest = self._sampling, self._oldest(step)
-        prompts = self._index.read("list_prompts", {"newest_sync": self.newest_sync, "oldest": oldest})
-        if not len(prompts["prompt"]):
-            raise NotEnoughExperience(
-                f"max_age is {sampling.max_age}, but all {self.num_trajectories} stored trajectories are older: their "
-                f"policies are before step {oldest}. Wait for newer ones, or raise max_age"
-            )
+        sampling, oldest, prompts = self._sampling, self._oldest(step), self._list_prompts(step)
         differ, recent_differ = prompts["rewards_differ"], prompts["newest_sync_rewards_differ"]
         if not sampling.differing_rewards_first:
             differ = recent_differ = np.zeros(len(differ), bool)
@@ -258,6 +255,25 @@ class ReplayBuffer:
             probabilities.append(probability)
         drawn = np.concatenate(slots)
         return {name: values[drawn] for name, values in candidates.items()}, np.concatenate(probabilities)
+
+    def can_draw(self, step: int) -> bool:
+        """Whether flow control allows a batch, with what is admitted now."""
+        try:
+            return bool(self._list_prompts(step))
+        except NotEnoughExperience:
+            return False
+
+    def _list_prompts(self, step: int) -> dict[str, np.ndarray]:
+        """The columns of the prompts that may be drawn. Raises: NotEnoughExperience."""
+        self._check_rate(step)
+        oldest = self._oldest(step)
+        prompts = self._index.read("list_prompts", {"newest_sync": self.newest_sync, "oldest": oldest})
+        if not len(prompts["prompt"]):
+            raise NotEnoughExperience(
+                f"max_age is {self._sampling.max_age}, but all {self.num_trajectories} stored trajectories are older: "
+                f"their policies are before step {oldest}. Wait for newer ones, or raise max_age"
+            )
+        return prompts
 
     def _check_rate(self, step: int) -> None:
         """Raises: NotEnoughExperience: too few trajectories taken in for this step. Depends on step and syncs only."""
@@ -359,7 +375,7 @@ class ReplayBuffer:
         return found, refused
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Found:
     """What `find` indexed, in a transaction that `admit` ends."""
 
@@ -367,6 +383,7 @@ class _Found:
     step: int  # the first that may draw them
     fresh: Fresh
     refused: list[intake.Refusal]
+    sync: Sync | None = None  # as recorded; None: everything was refused
 
 
 def _without(rounds: Mapping[str, Sequence[int]], refused: Sequence[intake.Refusal]) -> dict[str, list[int]]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 
+import numpy as np
 import pyarrow as pa
 
 from storage import ledger, policies
@@ -91,11 +92,25 @@ def check(read: Mapping[tuple[str, int], pa.Table | StoreError], limits: Limits)
             reasons[place] = [str(table)]
         elif isinstance(table, StoreError):
             raise table
-        elif (origins := origins_of(table)) != {place}:
-            reasons[place] = [f"its rows name (searcher, round) {sorted(origins, key=str)}"]
     whole = {place: table for place, table in read.items() if place not in reasons}
+    for place in _misnamed(whole):
+        found = sorted(origins_of(whole.pop(place)), key=str)
+        reasons[place] = [f"its rows name (searcher, round) {found}"]
     rules = zip(whole, broken_in_each(list(whole.values()), limits), strict=True)
     return reasons | {place: of_round for place, of_round in rules if of_round}
+
+
+def _misnamed(shards: Mapping[tuple[str, int], pa.Table]) -> set[tuple[str, int]]:
+    """The (searcher, round) of shards with rows that name another one, or none."""
+    if not shards:
+        return set()
+    names = pa.concat_tables([shard.select(["searcher", "round"]) for shard in shards.values()])
+    lengths = [shard.num_rows for shard in shards.values()]
+    index = np.repeat(np.arange(len(shards)), lengths)  # [rows]: of the row's shard
+    searchers, rounds = (np.array(of_all, object) for of_all in zip(*shards, strict=True))
+    is_right = (names["searcher"].to_numpy() == searchers[index]) & (names["round"].to_numpy() == rounds[index])
+    places = list(shards)
+    return {places[number] for number in set(index[~is_right].tolist())}
 
 
 def refuse(store: RunStore, refused: Iterable[Refusal], by: str) -> None:

@@ -16,6 +16,8 @@ Searcher's next shard. Known Searchers without a head, of an older version, are 
 import time
 from collections.abc import Callable, Iterable
 
+from pyarrow.fs import FileSelector
+
 from storage.paths import first_stray
 from storage.shards import (
     HEAD_NAME,
@@ -31,7 +33,7 @@ from storage.shards import (
     shard_path,
     whole_blocks,
 )
-from storage.store import RunStore, transfer_all
+from storage.store import RunStore, scans, transfer_all
 
 SCAN_S = 300.0  # a shard without a head is found this late at most
 MOST_BY_HEAD = 256  # rounds of a Searcher that are read by name; beyond that its log is listed
@@ -79,11 +81,14 @@ def _unlisted(store: RunStore, searcher: str, first: int, listed: set[int]) -> s
     return {number for number, found in zip(missing, is_there, strict=True) if found}
 
 
+@scans
 def read_heads(store: RunStore) -> dict[str, int]:
     """By Searcher the last committed round."""
+    # Arrow's client lists a thousand names in a fifth of the time of `store.list`, which checks the answers more.
+    filesystem, run = store.arrow_filesystem()
     through: dict[str, int] = {}
-    for path in store.list("heads"):
-        if match := HEAD_NAME.fullmatch(path):
+    for info in filesystem.get_file_info(FileSelector(f"{run}/heads", allow_not_found=True)):
+        if match := HEAD_NAME.fullmatch(f"heads/{info.base_name}"):
             through[match["searcher"]] = max(int(match["through"]), through.get(match["searcher"], -1))
     return through
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pyarrow
 import pyarrow.fs
 
 from storage.errors import OddAnswer, error_code
@@ -102,6 +103,17 @@ class S3Prefix:
     @patient("read")
     def get(self, path: str) -> bytes:
         return self._fs.cat_file(f"{self._root}/{path}", max_concurrency=1)  # by default s3fs asks for the size first
+
+    def get_fast(self, path: str) -> bytes | None:
+        """The content, by Arrow's client: a third of the processor time, and none of the interpreter's.
+
+        None: it did not succeed, and `get` says why. The answer is not checked: what comes may be a proxy's page.
+        """
+        try:
+            with self._arrow.open_input_stream(f"{self._root}/{path}") as stream:
+                return stream.read()
+        except (OSError, pyarrow.ArrowException):
+            return None
 
     @patient("download")
     def get_file(self, path: str, local: Path) -> None:

@@ -18,6 +18,8 @@ from storage.schema import TRAJECTORY, as_trajectories
 from storage.shards import COMPACTED, block_of, block_path, files_named, origins_of, shard_path
 from storage.store import RunStore, transfer_all, transfer_each
 
+_SMALL_BYTES = 1 << 20  # Arrow's threads only cost time in a smaller file
+
 logger = logging.getLogger(__name__)
 
 
@@ -117,12 +119,24 @@ def read_file(store: RunStore, path: str) -> pa.Table:
     Raises: TornShard: it is neither, or of a newer version. StoreUnreachable: the store sent fewer or more bytes than
     it holds. NotFound.
     """
-    data, where = store.get(path), f"{path} of run {store.run} in {store.url}"
+    if (data := store.get_fast(path)) is not None:
+        with suppress(TornShard):
+            return _parse(store, path, data)
+    data = store.get(path)
     try:
-        table = pq.ParquetFile(pa.BufferReader(data)).read()
+        return _parse(store, path, data)
+    except TornShard:
+        _check_size(store, path, data)
+        raise
+
+
+def _parse(store: RunStore, path: str, data: bytes) -> pa.Table:
+    """As read_file, of a file's content."""
+    where = f"{path} of run {store.run} in {store.url}"
+    try:
+        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=len(data) > _SMALL_BYTES)
         table.validate(full=True)  # finds invalid text, and lists that end outside their values
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        _check_size(store, path, data)
         raise TornShard(
             f"{where} is not a whole Parquet file ({error}); every shard is written in one step, so the store lost or "
             "changed it"

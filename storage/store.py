@@ -118,6 +118,11 @@ class RunStore:
         with self._errors("read", path):
             return self._files.get(path)
 
+    def get_fast(self, path: str) -> bytes | None:
+        """The content of a file that the caller recognises as whole. None, or anything else: ask `get`."""
+        with self._errors("read", path):
+            return self._files.get_fast(path)
+
     def read_json(self, path: str, kind: Any = Any, *, remedy: str = RESTORE) -> Any:
         """A JSON file as an object of type `kind`, checked by pydantic; None: there is no such file.
 

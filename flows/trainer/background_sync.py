@@ -1,8 +1,8 @@
 """Syncs the replay buffer beside training, in a thread of its own: the store may take seconds, and training goes on.
 
-A sync has two parts (storage/buffer.py). The thread finds, reads and indexes the new shards while the Trainer draws and
-trains. Then it admits them, which writes the sync's record, at a moment when no draw is in progress: from the end of
-a draw to the begin of the next one. The record names the first step that can draw them, so every draw can be repeated.
+A sync has three parts (storage/buffer.py). The thread finds, reads and indexes the new shards. It records them, with
+the first step that can draw them. Then it admits them, once all earlier steps have drawn. A draw of that step waits
+for it. So every draw can be repeated from the records.
 """
 
 import threading
@@ -16,7 +16,9 @@ from storage.store import RunStore
 
 # A sync that takes no longer, as those of a local store do, is waited for: its trajectories are a step younger then.
 MAX_STALL_S = 0.04
-SHORT_S = 0.02  # an admission that takes no longer may begin right before a draw, which waits for it
+# If recording took longer, the next record names the step after the next one: then no draw waits for it. But if the
+# next step cannot draw without the new trajectories, it is the one that is named.
+SHORT_S = 0.02
 _CLOSING_S = 10.0
 
 
@@ -26,12 +28,11 @@ class BackgroundSync:
     def __init__(self, store: RunStore, buffer: ReplayBuffer, attempt: int, on_sync: Callable[[Sync | None], object]):
         """on_sync: is told the result of each sync, in the thread, before its trajectories can be drawn."""
         self._store, self._buffer, self._attempt, self._on_sync = store, buffer, attempt, on_sync
-        self._changed = threading.Condition()  # guards the fields below
-        self._next_step = 0  # no draw before it will begin
-        self._first_step = 0  # the same when the sync in progress began
-        self._is_requested = self._is_busy = self._may_admit = self._is_closing = False
-        self._deadline = 0.0  # of a Trainer that waits for the end of a sync
-        self._admission_s = self._sync_s = 0.0  # what the last admission took, and the last sync
+        self._changed = threading.Condition()  # guards the fields below, and is held by a draw
+        self._next_step = 0  # the next that draws
+        self._admitted_at: int | None = None  # the step that the record of the sync in progress names
+        self._is_requested = self._is_busy = self._is_awaited = self._is_closing = False
+        self._took_s = self._recording_s = 0.0  # the last sync, and the recording of one
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="sync", daemon=True)
         self._thread.start()
@@ -42,24 +43,25 @@ class BackgroundSync:
         stall_s: returns after so many seconds at the latest; None: no limit. Raises what the thread raised.
         """
         with self._changed:
-            self._next_step, self._may_admit, self._is_requested = step, True, True
-            self._deadline = float("inf") if stall_s is None else time.monotonic() + stall_s
+            self._next_step, self._is_requested = step, True
+            self._is_awaited = stall_s is None or self._took_s <= stall_s
             self._changed.notify_all()
-            if stall_s is None or self._sync_s <= stall_s:
+            if self._is_awaited:
                 self._changed.wait_for(lambda: self._error or not (self._is_requested or self._is_busy), stall_s)
-            self._may_admit, self._deadline = False, float("inf")  # the Trainer draws now
+            self._is_awaited = False
             self._raise_error()
 
     @contextmanager
     def drawing(self, step: int) -> Iterator[None]:
-        """The draw of a step. No sync is admitted meanwhile; after it one may be, for the next step.
+        """The draw of a step, which sees the syncs whose records name it or an earlier one, and no others.
 
-        Raises what the thread raised. If the draw raises, the next `request` is awaited.
+        Raises what the thread raised.
         """
         with self._changed:
+            self._changed.wait_for(lambda: self._error or self._admitted_at is None or self._admitted_at > step)
             self._raise_error()
             yield
-            self._next_step, self._may_admit = step + 1, True
+            self._next_step = step + 1
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -75,8 +77,8 @@ class BackgroundSync:
 
     def _work(self) -> None:
         try:
-            while self._await_request():
-                self._sync()
+            while (step := self._await_request()) is not None:
+                self._sync(step)
         except BaseException as error:
             self._error = error
         finally:
@@ -84,34 +86,38 @@ class BackgroundSync:
                 self._is_busy = False
                 self._changed.notify_all()
 
-    def _await_request(self) -> bool:
+    def _await_request(self) -> int | None:
+        """The step that will draw next; None: the Trainer has ended."""
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_requested or self._is_closing)
-            self._is_requested, self._is_busy, self._first_step = False, True, self._next_step
-            return not self._is_closing
+            self._is_requested, self._is_busy = False, True
+            return None if self._is_closing else self._next_step
 
-    def _sync(self) -> None:
+    def _sync(self, step: int) -> None:
         began = time.monotonic()
         check_not_superseded(self._store, self._attempt)
-        has_found = self._buffer.find(self._first_step)
-        self._sync_s = time.monotonic() - began
+        has_found = self._buffer.find(step)
+        self._took_s = time.monotonic() - began
         if not has_found:
             self._on_sync(None)
             return
-        with self._changed:  # a draw waits for it
-            self._changed.wait_for(lambda: self._is_closing or self._may_begin_admission())
-            if self._is_closing:
+        with self._changed:
+            is_soon = self._is_awaited or self._recording_s <= SHORT_S or not self._buffer.can_draw(self._next_step)
+            self._admitted_at = self._next_step if is_soon else self._next_step + 1
+        began = time.monotonic()
+        sync = self._buffer.record(self._admitted_at, self._attempt)
+        self._recording_s = time.monotonic() - began
+        self._took_s += self._recording_s
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing or self._next_step >= self._admitted_at)
+            if self._next_step < self._admitted_at:
                 return
-            began = time.monotonic()
-            self._on_sync(self._buffer.admit(self._next_step, self._attempt))
-            self._admission_s = time.monotonic() - began
-            self._sync_s += self._admission_s
+            self._buffer.admit()
+            self._on_sync(sync)
+            self._admitted_at = None
+            self._changed.notify_all()
         self._buffer.move_words()
         with self._changed:
             self._buffer.free_words()
-
-    def _may_begin_admission(self) -> bool:
-        is_in_time = self._may_admit and time.monotonic() + self._admission_s < self._deadline
-        return is_in_time or self._admission_s < SHORT_S

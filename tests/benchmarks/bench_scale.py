@@ -8,8 +8,8 @@ cores as the reader.
     first_sync_s          N shards, found by a scan, as after a resume
     empty_sync_s          a sync with nothing new, median of 10; empty_sync_requests: its requests to S3
     sync_s                a sync of N new shards, one of each Searcher, while nothing trains
-    train_stall_ms        the longest time that a sync of N shards kept the Trainer from its next step: of 20 steps the
-                          longest sync, and the longest draw less the median draw before
+    train_stall_ms        the longest of 20 steps' waits for a sync of N shards: at its request, and before a draw
+    draw_ms               the longest draw meanwhile, on the same cores; usual_draw_ms: the median before the sync
     rss_mb, disk_mb       largest resident memory, and size of the word file, at the end
 """
 
@@ -28,6 +28,9 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
+import pyarrow as pa
+
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience
 from infra.local_s3 import LocalS3
@@ -40,6 +43,7 @@ from tests.benchmarks import bench_buffer
 from tests.storage.helpers import OWNER
 
 LATENCY_S = 0.030
+METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ", b"DELETE ")
 NUM_PROMPTS, RESPONSES_PER_PROMPT, RESPONSE_TOKENS = 16, 4, 64
 SAMPLING = Sampling(prompts_per_batch=16, responses_per_prompt=8, min_size=1)
 STEP_S, NUM_STEPS, NUM_EMPTY = 0.2, 20, 10
@@ -47,11 +51,14 @@ ROUNDS = 3  # the first sync's, one while nothing trains, one in training
 
 
 class Latency(threading.Thread):
-    """A proxy on loopback: what a client sends reaches the server LATENCY_S later, in order."""
+    """A proxy on loopback: what a client sends reaches the server LATENCY_S later, in order. It counts requests."""
 
-    def __init__(self, endpoint: str):
+    def __init__(self, endpoint: str, counter: Path):
+        """counter: the file that gets the number of requests."""
         super().__init__(daemon=True)
         self._target, self._ready = urlsplit(endpoint), threading.Event()
+        counter.write_bytes(bytes(8))
+        self._number = np.memmap(counter, np.int64, "r+")
         self.start()
         self._ready.wait()
 
@@ -71,6 +78,7 @@ class Latency(threading.Thread):
     async def _pass(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
         while data := await source.read(1 << 16):
+            self._number += delay_s > 0 and data.startswith(METHODS)
             loop.call_later(delay_s, target.write, data)
         loop.call_later(delay_s, target.close)
 
@@ -111,39 +119,30 @@ def timed_s(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-class Requests:
-    """Counts the requests of a store."""
-
-    def __init__(self, store: RunStore):
-        self.number = 0
-        store._files._fs.s3.meta.events.register("before-send.s3", self._count)
-
-    def _count(self, **_) -> None:
-        self.number += 1
-
-
-def measure(url: str, run: str, num_searchers: int, direct: dict[str, str]) -> dict[str, float]:
-    """One N, in a process of its own. direct: the environment without latency."""
+def measure(
+    url: str, run: str, num_searchers: int, direct: dict[str, str], num_requests: Callable[[], int]
+) -> dict[str, float]:
+    """One N, in a process of its own. direct: the environment without latency. num_requests: so far."""
     store = RunStore(url, run)
     attempts.start_attempt(store, resumed_from=0, owner=OWNER)
     buffer = ReplayBuffer(store, SAMPLING, seed=0)
-    requests = Requests(store)
     with (
         closing(Writers(url, run, num_searchers, direct)) as writers,
         closing(StoredExperience(store, buffer, 1, RunAlarms())) as experience,
     ):
         writers.commit(0)
         figures = {"first_sync_s": timed_s(lambda: experience.sync(1))}
-        before = requests.number
+        before = num_requests()
         figures["empty_sync_s"] = statistics.median(timed_s(lambda: experience.sync(1)) for _ in range(NUM_EMPTY))
-        figures["empty_sync_requests"] = (requests.number - before) / NUM_EMPTY
+        figures["empty_sync_requests"] = (num_requests() - before) / NUM_EMPTY
         writers.commit(1)
         figures["sync_s"] = timed_s(lambda: experience.sync(1))
         assert buffer.num_taken_in == 2 * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT
-        usual_draw_s = statistics.median(timed_s(lambda step=step: experience.draw(step)) for step in range(1, 11))
+        usual_s = statistics.median(timed_s(lambda step=step: experience.draw(step)) for step in range(1, 11))
         writers.commit(2)
-        stalls = [stall_s(experience, step, usual_draw_s) for step in range(11, 11 + NUM_STEPS)]
-        figures["train_stall_ms"] = 1e3 * max(stalls)
+        stalls_s, draws_s = zip(*(time_step(experience, step) for step in range(11, 11 + NUM_STEPS)), strict=True)
+        figures["train_stall_ms"] = 1e3 * max(stalls_s)
+        figures |= {"draw_ms": 1e3 * max(draws_s), "usual_draw_ms": 1e3 * usual_s}
         while buffer.num_taken_in < ROUNDS * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT:
             time.sleep(STEP_S)
             experience.sync(99)
@@ -153,11 +152,21 @@ def measure(url: str, run: str, num_searchers: int, direct: dict[str, str]) -> d
     return figures
 
 
-def stall_s(experience: StoredExperience, step: int, usual_draw_s: float) -> float:
-    """How long a step began too late because of a sync."""
-    sync_s, draw_s = timed_s(lambda: experience.sync(step)), timed_s(lambda: experience.draw(step))
+def time_step(experience: StoredExperience, step: int) -> tuple[float, float]:
+    """How long a step waits for a sync, and how long it draws, in seconds."""
+    sync_s, draw, begins = timed_s(lambda: experience.sync(step)), experience.buffer.draw, []
+
+    def timed_draw(step: int) -> pa.Table:
+        begins.append(time.perf_counter())
+        return draw(step)
+
+    experience.buffer.draw = timed_draw
+    called = time.perf_counter()
+    experience.draw(step)
+    ended = time.perf_counter()
+    del experience.buffer.draw
     time.sleep(STEP_S)
-    return sync_s + max(0.0, draw_s - usual_draw_s)
+    return sync_s + begins[0] - called, ended - begins[0]
 
 
 def main() -> None:
@@ -167,13 +176,13 @@ def main() -> None:
         server = LocalS3(Path(folder))
         direct = {**os.environ, **server.start()}
         try:
-            url, far = direct["S3_URL"], direct | {"AWS_ENDPOINT_URL": Latency(direct["AWS_ENDPOINT_URL"]).url}
+            counter = Path(folder) / "requests"
+            url, far = direct["S3_URL"], direct | {"AWS_ENDPOINT_URL": Latency(direct["AWS_ENDPOINT_URL"], counter).url}
             for number in numbers:
                 told = json.dumps({name: value for name, value in direct.items() if name not in os.environ})
-                command = [sys.executable, "-m", "tests.benchmarks.bench_scale", "--measure", url, f"n{number}"]
-                child = subprocess.run(
-                    [*command, str(number)], check=True, stdout=subprocess.PIPE, text=True, env=far, input=told
-                )
+                program = [sys.executable, "-m", "tests.benchmarks.bench_scale", "--measure"]
+                command = [*program, url, f"n{number}", str(number), str(counter)]
+                child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=far, input=told)
                 figures = json.loads(child.stdout.splitlines()[-1])
                 results |= {f"{name}_at_{number}": round(value, 3) for name, value in figures.items()}
         finally:
@@ -189,6 +198,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--write"]:
         commit_rounds(RunStore(*sys.argv[2:4]), int(sys.argv[4]))
     elif sys.argv[1:2] == ["--measure"]:
-        print(json.dumps(measure(*sys.argv[2:4], int(sys.argv[4]), {**os.environ, **json.loads(sys.stdin.read())})))
+        environment = {**os.environ, **json.loads(sys.stdin.read())}
+        counted = np.memmap(sys.argv[5], np.int64, "r")
+        print(json.dumps(measure(*sys.argv[2:4], int(sys.argv[4]), environment, lambda: int(counted[0]))))
     else:
         main()

@@ -2,7 +2,7 @@
 
 Claims
 - a Trainer that trains does not wait for a slow store; what the store has is drawn some steps later, and none is lost
-- a Trainer that waits for experience draws what the sync brings at once
+- a Trainer that waits for experience draws what the sync brings at once, also if it began to wait while it is recorded
 - a draw sees a sync from the step on that its record names: every draw can be repeated from the store
 - no sync is admitted while a draw is in progress
 - what the thread raises stops the Trainer, in training and while it waits; Superseded, too
@@ -13,6 +13,7 @@ Run: pytest tests/flows/trainer/test_background_sync.py
 import random
 import threading
 import time
+from contextlib import closing, suppress
 
 import pytest
 
@@ -80,6 +81,42 @@ def test_training_goes_on_while_the_store_is_slow(store, slow, experience):
     wait_until(lambda: experience.buffer.num_prompts == 4)
     assert experience.draw(3).facts["num_prompts"] == 4
     assert ledger.effective_syncs(store, 9)[-1]["step"] == 3
+
+
+def test_no_draw_waits_for_a_slow_record(store, slow, experience):
+    commit(store, "s0", 0, distinct("ab", 4))
+    slow.seconds = {"put_new": 2.0}
+    experience.sync(1)
+    experience.draw(1)
+    slow.seconds = {}
+    commit(store, "s0", 1, distinct("cd", 4))
+    slow.seconds = {"put_new": 2.0}
+    began = time.monotonic()
+    experience.sync(2)
+    wait_until(lambda: experience._background._admitted_at == 3)  # it is being recorded
+    assert experience.draw(2).facts["num_prompts"] == 2
+    assert time.monotonic() - began < 1.5
+    experience.sync(3)
+    assert experience.draw(3).facts["num_prompts"] == 4  # it is the step that the record names
+    assert ledger.effective_syncs(store, 9)[-1]["step"] == 3
+
+
+def test_a_step_that_cannot_draw_otherwise_draws_what_is_being_recorded(store, slow):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4, samples_per_insert=1)
+    with closing(StoredExperience(store, buffer, 1, RunAlarms())) as experience:
+        commit(store, "s0", 0, distinct("ab", 4))
+        slow.seconds = {"put_new": 0.5}
+        experience.sync(1)
+        experience.draw(1)
+        slow.seconds = {}
+        commit(store, "s0", 1, distinct("cd", 4))
+        slow.seconds = {"put_new": 0.5}
+        experience.sync(2)
+        wait_until(lambda: experience._background._is_busy)
+        with suppress(module.TooEarly):
+            experience.draw(2)
+        experience.sync(2)
+        assert experience.draw(2).draws and ledger.effective_syncs(store, 9)[-1]["step"] == 2
 
 
 def test_a_trainer_without_experience_draws_it_as_soon_as_it_is_there(store, slow, experience):
