@@ -4,6 +4,8 @@ Before: storage/new_shards.py finds the rounds; after: storage/intake.py checks 
 """
 
 import logging
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +21,9 @@ from storage.shards import COMPACTED, block_of, block_path, files_named, origins
 from storage.store import RunStore, transfer_all, transfer_each
 
 _SMALL_BYTES = 1 << 20  # Arrow's threads only cost time in a smaller file
+
+# At once: more parsers would keep a Trainer's draws waiting for cores and interpreter.
+_PARSING = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +139,9 @@ def _parse(store: RunStore, path: str, data: bytes) -> pa.Table:
     """As read_file, of a file's content."""
     where = f"{path} of run {store.run} in {store.url}"
     try:
-        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=len(data) > _SMALL_BYTES)
-        table.validate(full=True)  # finds invalid text, and lists that end outside their values
+        with _PARSING:
+            table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=len(data) > _SMALL_BYTES)
+            table.validate(full=True)  # finds invalid text, and lists that end outside their values
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TornShard(
             f"{where} is not a whole Parquet file ({error}); every shard is written in one step, so the store lost or "

@@ -143,10 +143,10 @@ def measure(
         stalls_s, draws_s = zip(*(time_step(experience, step) for step in range(11, 11 + NUM_STEPS)), strict=True)
         figures["train_stall_ms"] = 1e3 * max(stalls_s)
         figures |= {"draw_ms": 1e3 * max(draws_s), "usual_draw_ms": 1e3 * usual_s}
+        step = 11 + NUM_STEPS
         while buffer.num_taken_in < ROUNDS * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT:
-            time.sleep(STEP_S)
-            experience.sync(99)
-            experience.draw(99)
+            time_step(experience, step)
+            step += 1
         figures["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
         figures["disk_mb"] = sum(segment.num_bytes for segment in buffer._index.words._segments) / 1e6
     return figures
