@@ -119,7 +119,7 @@ class NewShards:
         self._wrong: dict[str, int] = {}  # heads that name shards which are not there
 
     def find(self, seen: dict[str, int]) -> dict[str, list[int]]:
-        """As shards.new_shards. A round may be named that does not exist: then call `scan`."""
+        """As new_shards. A round may be named that does not exist: then call `scan`."""
         if self._scanned_at is None or self._clock() - self._scanned_at >= SCAN_S:
             return self.scan(seen)
         heads = {name: last for name, last in read_heads(self._store).items() if last != self._wrong.get(name)}
@@ -133,7 +133,7 @@ class NewShards:
         return {name: rounds for name, rounds in left.items() if rounds}
 
     def scan(self, seen: dict[str, int]) -> dict[str, list[int]]:
-        """As shards.new_shards, from the shards themselves."""
+        """As new_shards, from the shards themselves."""
         heads = read_heads(self._store)  # before the shards, which are therefore there
         new = new_shards(self._store, seen)
         self._refused, self.compacted = refused_rounds(self._store), list_blocks(self._store)
