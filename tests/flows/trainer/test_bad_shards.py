@@ -97,6 +97,8 @@ def test_a_run_with_bad_shards_trains_to_its_end_and_names_them(tmp_path, monkey
     )
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded())
+    # a second reading takes longer than all steps
+    monkeypatch.setattr("flows.trainer.experience.MAX_STALL_S", 60.0)
     monkeypatch.setattr(session, "StoreOutbox", outbox_with_searcher(model, [KILLED_AT]))
     with pytest.raises(KeyboardInterrupt):
         learn(config.store, config.run, parent=os.getppid())
