@@ -32,11 +32,27 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PROGRAMS = r"(make|prefect|duckdb|eval|python|(\.venv/bin/)?(tba|tensorboard)) "
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
 
+START_OF_TWO = (
+    "prefect deployment run tba/train --param "
+    """'config={"run": "mine", "store": "s3://bucket/prefix", "searchers": 2}'"""
+)
 NOT_RUN = {
     "make test": "the tests themselves",
     "make image BASE=debian:bookworm-slim": "a registry; tests/infra/test_container.py builds on a base of its own",
     "make image-base image BASE=localhost/bookworm": "root, and 20 minutes; tests/infra/test_container.py",
     "make image-check": "the same",
+    "make image IMAGE=$IMAGE": "a registry",
+    "prefect server start --host 0.0.0.0": "several machines; tests/hosts/site.py starts it so",
+    "prefect work-pool create tba --type process": "the same",
+    "prefect --no-prompt deploy --all": "the same",
+    """prefect deployment run tba/train --param 'config={"run": "mine", "store": "s3://bucket/prefix", "searchers": 2}'""": (
+        "the same"
+    ),
+    "tba watch mine --store s3://bucket/prefix": "the same",
+    """prefect deployment run tba/train --param 'config={"run": "big", "train": {"machines": 2, "processes": 8}}'""": (
+        "tests/hosts/test_trainer_machines.py"
+    ),
+    """prefect deployment run tba/train --param 'config={"run": "mine"}'""": "in a cluster",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
     "tba train --set train.processes=2 --set train.zero_stage=2": "not proven yet, as it says",
     "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",
