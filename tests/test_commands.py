@@ -45,9 +45,7 @@ NOT_RUN = {
     "prefect server start --host 0.0.0.0": "several machines; tests/hosts/site.py starts it so",
     "prefect work-pool create tba --type process": "the same",
     "prefect --no-prompt deploy --all": "the same",
-    """prefect deployment run tba/train --param 'config={"run": "mine", "store": "s3://bucket/prefix", "searchers": 2}'""": (
-        "the same"
-    ),
+    START_OF_TWO: "the same",
     "tba watch mine --store s3://bucket/prefix": "the same",
     """prefect deployment run tba/train --param 'config={"run": "big", "train": {"machines": 2, "processes": 8}}'""": (
         "tests/hosts/test_trainer_machines.py"
