@@ -115,7 +115,7 @@ class NewShards:
         self._refused: dict[str, set[int]] = {}  # rounds, by Searcher
         self._expired: dict[str, int] = {}
         self.compacted: dict[str, set[int]] = {}
-        """Blocks that had a compacted file at the last scan. Upkeep deletes their shards long after that."""
+        """Blocks that had a compacted file at the last scan. Upkeep deletes their shards an hour later, by default."""
         self._wrong: dict[str, int] = {}  # heads that name shards which are not there
 
     def find(self, seen: dict[str, int]) -> dict[str, list[int]]:

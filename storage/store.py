@@ -119,7 +119,10 @@ class RunStore:
             return self._files.get(path)
 
     def get_fast(self, path: str) -> bytes | None:
-        """The content of a file that the caller recognises as whole. None, or anything else: ask `get`."""
+        """The content of a file, unchecked: half of it, or a proxy's page. The caller recognises that, and asks `get`.
+
+        None: there is no faster way than `get`, or it failed.
+        """
         with self._errors("read", path):
             return self._files.get_fast(path)
 
