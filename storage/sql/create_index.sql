@@ -10,8 +10,9 @@ CREATE TABLE prompts (
     newest_ages_from BIGINT, -- the largest ages_from of its stored trajectories
     newest_sync BIGINT, -- the newest sync that brought one of them
     newest_sync_ages_from BIGINT, -- the largest ages_from of the trajectories of that sync
-    rewards_differ BOOLEAN, -- whether its stored trajectories differ in reward
-    newest_sync_rewards_differ BOOLEAN -- whether the trajectories of that sync do
+    -- Its stored trajectories whose ages_from is at least `oldest` differ in reward if this is, too. NULL: all are equal.
+    rewards_differ_from BIGINT,
+    newest_sync_rewards_differ_from BIGINT -- the same among the trajectories of that sync
 );
 
 -- One row for each stored trajectory; its tokens and log-probabilities are in a record of the word file.

@@ -1,24 +1,35 @@
 -- Updates each prompt of `arrivals` from its stored trajectories. With these columns list_prompts.sql need not read the
--- trajectories to find prompts with recent or young enough ones, and prompts whose rewards differ.
+-- trajectories to find prompts with recent or young enough ones, and prompts whose rewards differ. For the latter: each
+-- reward has a youngest trajectory, and from the second youngest of these on there are two rewards.
 UPDATE prompts
 SET
-    newest_ages_from = newest.ages_from,
-    newest_sync = newest.of_sync.sync,
-    newest_sync_ages_from = newest.of_sync.ages_from,
-    rewards_differ = newest.differ,
-    newest_sync_rewards_differ = newest.of_sync.differ
+    newest_ages_from = of_prompts.youngest[1],
+    newest_sync = of_syncs.newest.sync,
+    newest_sync_ages_from = of_syncs.newest.youngest[1],
+    rewards_differ_from = of_prompts.youngest[2],
+    newest_sync_rewards_differ_from = of_syncs.newest.youngest[2]
 FROM (
-    SELECT
-        prompt,
-        max(ages_from) AS ages_from,
-        min(lowest) < max(highest) AS differ,
-        max({sync: sync, ages_from: ages_from, differ: lowest < highest}) AS of_sync
+    SELECT prompt, max(ages_from, 2) AS youngest
     FROM (
-        SELECT prompt, sync, max(ages_from) AS ages_from, min(reward) AS lowest, max(reward) AS highest
+        SELECT prompt, reward, max(ages_from) AS ages_from
         FROM trajectories
         WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
-        GROUP BY prompt, sync
-    ) AS of_syncs
+        GROUP BY prompt, reward
+    ) AS of_rewards
     GROUP BY prompt
-) AS newest
-WHERE prompts.prompt = newest.prompt;
+) AS of_prompts
+JOIN (
+    SELECT prompt, max({sync: sync, youngest: youngest}) AS newest
+    FROM (
+        SELECT prompt, sync, max(ages_from, 2) AS youngest
+        FROM (
+            SELECT prompt, sync, reward, max(ages_from) AS ages_from
+            FROM trajectories
+            WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
+            GROUP BY prompt, sync, reward
+        ) AS of_rewards_and_syncs
+        GROUP BY prompt, sync
+    ) AS of_syncs_and_prompts
+    GROUP BY prompt
+) AS of_syncs USING (prompt)
+WHERE prompts.prompt = of_prompts.prompt;

@@ -3,7 +3,8 @@
 - the share of recent draws is m, and what is recent is what the newest sync took in
 - rewards weigh as softmax(reward / tau) mixed with uniform, in the first draw and in the second without replacement
 - prompts are drawn uniformly, all different within a batch where there are enough, otherwise each in turn
-- prompts whose rewards differ are drawn before the others, from the newest sync by its rewards alone
+- prompts whose rewards differ are drawn before the others, from the newest sync by its rewards alone, and trajectories
+  that are too old to be drawn do not count
 - a response's share of the slots is its share of the samples, whether K distinct ones are there or not
 - no sample twice for a prompt where there are K, otherwise all in turn
 - a temperature near zero draws in the order of rewards
@@ -138,6 +139,16 @@ def test_recent_prompts_come_first_by_the_rewards_of_the_newest_sync(store):
     replaying = new_buffer(store, **settings, recent_probability=0)
     replaying.rebuild(2)
     assert set.union(*(drawn_prompts(replaying, step) for step in range(20))) == {"a", "b"}
+
+
+def test_rewards_of_trajectories_that_are_too_old_do_not_make_a_prompt_come_first(store):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=2, recent_probability=0, max_age=2)
+    commit(store, "s0", 0, [(name, [1], 0.0) for name in "abcdefgh"], policy_step=0)
+    buffer.sync(step=1, attempt=1)
+    young = [(name, [2], 1.0) for name in "abcdefgh"] + [("a", [3], 0.5), ("b", [3], 0.5)]
+    commit(store, "s0", 1, young, policy_step=1)
+    buffer.sync(step=2, attempt=1)
+    assert drawn_prompts(buffer, step=4) == {"a", "b"}, "the others' rewards of 0 are three steps old"
 
 
 def test_fewer_prompts_than_places_are_used_in_turn(store):
