@@ -1,4 +1,4 @@
-"""maintain/buffer: expires old trajectories, compacts small shards and audits the whole buffer.
+"""maintain/buffer: expires old trajectories, compacts small shards and the ledger, and audits the whole buffer.
 
 Runs on request or on a schedule, during training or after it. Readers are not disturbed.
 """
@@ -9,7 +9,7 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import StoreUrl, load_run
-from storage import audit, upkeep
+from storage import audit, ledger_upkeep, upkeep
 from storage.rules import Limits
 from storage.store import RunStore
 from tba.models import model_folder
@@ -22,7 +22,7 @@ def maintain(
     """Expires trajectories older than `max_age_hours` or beyond the newest `keep`, compacts, audits.
 
     None: no trajectory expires by that rule. A run of this flow at least `grace_hours` later deletes expired and
-    compacted shards; readers must have finished by then. Returns the URL of the audit's site.
+    compacted files; readers must have finished by then. Returns the URL of the audit's site.
     Raises: RuntimeError: the audit found faults. ValueError: a number is negative.
     """
     for name, value in {"max_age_hours": max_age_hours, "keep": keep, "grace_hours": grace_hours}.items():
@@ -47,14 +47,16 @@ def expire(store: RunStore, max_age_hours: float | None, keep: int | None) -> No
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
 def compact(store: RunStore) -> None:
-    """Writes each block of small shards as one file, which replaces them."""
-    get_run_logger().info("%d blocks of shards compacted", upkeep.compact(store))
+    """Writes each block of small shards, and of the ledger's entries, as one file, which replaces them."""
+    num_blocks, num_files = upkeep.compact(store), ledger_upkeep.compact_ledger(store)
+    get_run_logger().info("%d blocks of shards compacted, %d files of the ledger written", num_blocks, num_files)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
 def delete_superseded(store: RunStore, grace_hours: float) -> None:
-    """Deletes shards that an earlier run of this flow marked or compacted."""
-    num_files = upkeep.delete_superseded(store, timedelta(hours=grace_hours))
+    """Deletes shards that an earlier run of this flow marked or compacted, and entries that it compacted."""
+    grace = timedelta(hours=grace_hours)
+    num_files = upkeep.delete_superseded(store, grace) + ledger_upkeep.delete_compacted(store, grace)
     get_run_logger().info("%d expired or compacted files deleted", num_files)
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage import shards
-from storage.ledger import NAMES
+from storage.ledger_files import COMPACTED_NAME, KEYS, NAMES
 from storage.queries import STORED, VIEWS, attempts_table, dataset, torn_files
 from storage.shards import committed_files, files_named, marked_through, refused_rounds, shard_path, stray_files
 from storage.sql import sql
@@ -91,13 +91,38 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
             values |= {"table": "files", "columns": f"{values['columns']}, filename", "condition": _named(run, store)}
         else:
             torn = [path for path in store.list(folder) if path.endswith(".parquet") and not _has_footer(run / path)]
-            is_entry = f"regexp_matches(filename, '/{folder}/{NAMES[folder]}\\.parquet$')"
-            values["condition"] = f"{is_entry} AND {_is_none_of(run, ['', *torn, *_links(run, folder)])}"
+            values["condition"] = _is_none_of(run, ["", *torn, *_links(run, folder)])
+            if folder in KEYS:
+                _view_entries(connection, run, values | {"folder": folder})
+                continue
+            values["condition"] += f" AND {_is_named(folder, NAMES[folder])}"
         connection.execute(sql("view_of_files").format(**values))
     columns = ", ".join(STORED["trajectories"][1].names)
     values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns, "block": shards.ROUNDS_PER_BLOCK}
     connection.execute(sql("view_of_committed").format(**values))
     connection.execute(sql("view_of_attempts").format(folder=_pattern(run / "trainer"), digits="[0-9]" * 8))
+
+
+def _view_entries(connection: duckdb.DuckDBPyConnection, run: Path, values: dict[str, str]) -> None:
+    """The view of a folder of the ledger, of whose entries many may be in one file. values: of view_of_files.sql."""
+    folder, table = values["folder"], f"files_{values['table']}"
+    group, number = KEYS[folder]
+    is_named = _is_named(folder, NAMES[folder], COMPACTED_NAME)
+    files = {
+        "table": table,
+        "columns": f"{values['columns']}, filename",
+        "condition": f"{values['condition']} AND {is_named}",
+    }
+    connection.execute(sql("view_of_files").format(**values | files))
+    # older versions recorded no attempt of evaluations
+    of_group = {"group": "coalesce(attempt, 1)" if group == "attempt" else group, "number": number}
+    connection.execute(sql("view_of_entries").format(**values | of_group, pattern=_pattern(run)))
+
+
+def _is_named(folder: str, *names: str) -> str:
+    """The condition for files with names of a folder of the ledger."""
+    either = "|".join(re.sub(r"\(\?P<\w+>", "(", name) for name in names)
+    return f"regexp_matches(filename, '/{folder}/({either})\\.parquet$')"
 
 
 def _named(run: Path, store: RunStore) -> str:

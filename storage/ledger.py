@@ -1,5 +1,8 @@
 """The ledger: search rounds, syncs, draws, training steps and evaluations, one immutable Parquet file an entry.
 
+Before: Trainer and Searchers record an entry each; after: storage/queries.py shows them as tables, and
+storage/ledger_upkeep.py writes many of a folder as one file.
+
     syncs/attempt=00000001/sync=00000003.parquet             the rounds that a sync took in
     batches/attempt=00000001/step=00000012.parquet           the slots that a batch drew
     metrics/training/attempt=00000001/step=00000012.parquet  one training step
@@ -10,7 +13,6 @@ A Trainer that resumes from a checkpoint undoes the steps that earlier attempts 
 a for step t counts if no later attempt resumed from before t. Entries that do not count stay in the store.
 """
 
-import re
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -21,6 +23,7 @@ import pyarrow.parquet as pq
 
 from storage.attempts import counts, list_attempts
 from storage.errors import DamagedRecord
+from storage.ledger_files import counting_parts, numbers_in
 from storage.paths import LARGEST_NUMBER
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from storage.shards import check_searcher_id, parquet_bytes
@@ -36,20 +39,7 @@ NEEDED = {
     "rewards": ("trajectory_id", "reward"),
     "diversity": ("metric", "value"),
 }
-# By folder: the names of entries. Files with other names, such as copies, are never read.
-_OF_ATTEMPT, _OF_SEARCHER = r"attempt=[0-9]{8}", r"searcher=[a-z][a-z0-9-]{0,31}/round=[0-9]{8}"
-NAMES = {
-    "batches": rf"{_OF_ATTEMPT}/step=[0-9]{{8}}",
-    "metrics/training": rf"{_OF_ATTEMPT}/step=[0-9]{{8}}",
-    "metrics/search": _OF_SEARCHER,
-    "metrics/evaluations": r"step=[0-9]{8}(-a[0-9]{4})?",
-    "syncs": rf"{_OF_ATTEMPT}/sync=[0-9]{{8}}",
-    "rewards": rf"[^/]+/{_OF_SEARCHER}",
-    "diversity": r"measured=[^/]+",
-}
 _NUMBERS = {"attempt", "step", "sync", "round", "first_round", "last_round"}
-_SYNC_NAME = re.compile(r"syncs/attempt=[0-9]{8}/sync=[0-9]{8}\.parquet")
-_EVALUATION_NAME = re.compile(r"metrics/evaluations/step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4}))?\.parquet")
 
 
 def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> None:
@@ -89,19 +79,19 @@ def record_evaluation(store: RunStore, row: dict) -> None:
 
 
 def evaluations(store: RunStore) -> dict[int, str]:
-    """Paths of the evaluations that count, by policy step, in order."""
-    resumes, found = list_attempts(store), {}
-    for path in store.list("metrics/evaluations"):
-        if match := _EVALUATION_NAME.fullmatch(path):
-            step, attempt = int(match["step"]), int(match["attempt"] or 1)
-            if counts(attempt, step, resumes):
-                found[step] = path
-    return found
+    """Paths of the files with the evaluations that count, by policy step, in order."""
+    resumes, found, folder = list_attempts(store), {}, "metrics/evaluations"
+    for part in counting_parts(store, folder):
+        steps = numbers_in(store, folder, part.path) if part.is_compacted else part.numbers
+        attempt = int(part.group.removeprefix("attempt="))
+        found |= {step: part.path for step in steps if counts(attempt, step, resumes)}
+    return dict(sorted(found.items()))
 
 
-def accuracy(store: RunStore, path: str) -> float:
-    """The accuracy of an evaluation. path: of its file. Raises: DamagedRecord: it cannot be read."""
-    return read_entry(store, path, EVALUATION, ["accuracy"])["accuracy"][0].as_py()
+def accuracy(store: RunStore, path: str, policy_step: int) -> float:
+    """The accuracy of a policy's evaluation. path: of its file. Raises: DamagedRecord: it cannot be read."""
+    rows = read_entry(store, path, EVALUATION, ["policy_step", "accuracy"])
+    return rows.filter(pc.equal(rows["policy_step"], policy_step))["accuracy"][0].as_py()
 
 
 def record_sync(store: RunStore, sync: Any) -> None:
@@ -139,18 +129,13 @@ def effective_syncs(store: RunStore, step: int) -> list[dict]:
     def read(path: str) -> list[dict]:
         return read_entry(store, path, SYNC, NEEDED["syncs"]).to_pylist()
 
-    paths = [path for path in store.list("syncs") if _SYNC_NAME.fullmatch(path)]
+    paths = [part.path for part in counting_parts(store, "syncs")]
     rows = [row for rows in transfer_all(read, paths) for row in rows]
     return [row for row in rows if row["step"] <= step and counts(row["attempt"], row["step"], resumes)]
 
 
-def is_entry(folder: str, path: str) -> bool:
-    """Whether a path in a folder of the ledger has an entry's name."""
-    return bool(re.fullmatch(rf"{folder}/{NAMES[folder]}\.parquet", path))
-
-
 def read_entry(store: RunStore, path: str, columns: pa.Schema, needed: Iterable[str]) -> pa.Table:
-    """An entry, with those of `columns` that it has: older versions recorded fewer.
+    """An entry, or a compacted file of entries, with those of `columns` that it has: older versions recorded fewer.
 
     Raises: DamagedRecord: it is no Parquet file, has no row, or lacks a value of a column in `needed`. NotFound.
     """

@@ -25,7 +25,8 @@ import pyarrow.dataset as ds
 
 from storage import attempts, schema
 from storage.errors import DamagedRecord, NotFound, ReadOnly, StoreError, TornShard
-from storage.ledger import NEEDED, is_entry, read_entry
+from storage.ledger import NEEDED, read_entry
+from storage.ledger_files import KEYS, counting_parts, is_entry
 from storage.shard_files import read_file
 from storage.shards import committed_files, refused_rounds
 from storage.sql import sql
@@ -133,7 +134,10 @@ def _files_of(store: RunStore, folder: str, torn: Collection[str] = ()) -> list[
     """Paths of a table's files, less torn ones; of trajectories those that count."""
     if folder == "trajectories":
         return [file.path for file in committed_files(store, torn)]
-    return [path for path in store.list(folder) if is_entry(folder, path) and path not in torn]
+    paths = [path for path in store.list(folder) if path not in torn]
+    if folder in KEYS:
+        return [part.path for part in counting_parts(store, folder, paths)]
+    return [path for path in paths if is_entry(folder, path)]
 
 
 def connect(store: RunStore, torn: Collection[str] = ()) -> duckdb.DuckDBPyConnection:

@@ -54,7 +54,7 @@ def run_status(store: RunStore) -> RunStatus:
     beat = attempts.read_heartbeat(store) or {}
     summary = read_summary(store)
     records = attempts.list_attempts(store)
-    evaluated = list(ledger.evaluations(store).values())
+    evaluated = list(ledger.evaluations(store).items())
     best = policies.best_policy(store)
     known = beat | (summary or {})
     if summary:
@@ -68,7 +68,7 @@ def run_status(store: RunStore) -> RunStatus:
         state=state,
         step=(known.get("steps") if summary else beat.get("step")) or 0,
         steps=store.read_json("run.json", _Settings).train.get("steps"),
-        accuracy=ledger.accuracy(store, evaluated[-1]) if evaluated else None,
+        accuracy=ledger.accuracy(store, path=evaluated[-1][1], policy_step=evaluated[-1][0]) if evaluated else None,
         best_accuracy=best.accuracy if best else None,
         trajectories=known.get("trajectories") or known.get("num_inserted") or 0,
         began_at=datetime.fromisoformat(records[0]["created_at"]) if records else None,

@@ -25,7 +25,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 
 import pyarrow as pa
-from pyarrow.fs import FileSelector
+from pyarrow.fs import FileInfo, FileSelector
 from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
 from storage import checkpoints, queries
@@ -66,7 +66,7 @@ def expire(store: RunStore, max_age: timedelta | None, keep: int | None, min_siz
     Only whole files expire, and the newest `min_size` trajectories stay. Returns per searcher the last round that
     expires now.
     """
-    finished, steps, now = is_finished(store), checkpoints.list_checkpoints(store), _now(store)
+    finished, steps, now = is_finished(store), checkpoints.list_checkpoints(store), store_time(store)
     before = None if max_age is None else now - max_age
     parameters = {"before": before, "keep": keep, "min_size": min_size, "finished": finished}
     parameters["checkpoint"] = steps[0].step if steps else None
@@ -139,7 +139,7 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
 
     Returns the number of deleted files of trajectories.
     """
-    due, marked = _now(store) - grace, _written_at(store, "expired")
+    due, marked = store_time(store) - grace, _written_at(store, "expired")
     written = _written_at(store, "trajectories")
     files = files_named(store.list("trajectories"))
     blocks = compacted_blocks(files)
@@ -175,18 +175,23 @@ def _is_whole(store: RunStore, path: str) -> bool:
     return True
 
 
-def _now(store: RunStore) -> datetime:
-    """The time by the store's clock."""
+def store_time(store: RunStore) -> datetime:
+    """Now, by the store's clock."""
     store.put(_CLOCK, b"")
     return _written_at(store, "expired")[_CLOCK]
 
 
-@scans
 def _written_at(store: RunStore, folder: str) -> dict[str, datetime]:
     """When each file of a folder was written, by the store's clock."""
+    return {path: info.mtime for path, info in file_infos(store, folder).items()}
+
+
+@scans
+def file_infos(store: RunStore, folder: str) -> dict[str, FileInfo]:
+    """By path, the size of each file of a folder, and when it was written by the store's clock."""
     filesystem, base = store.arrow_filesystem()
     found = filesystem.get_file_info(FileSelector(f"{base}/{folder}", allow_not_found=True, recursive=True))
-    return {info.path.removeprefix(f"{base}/"): info.mtime for info in found if info.is_file}
+    return {info.path.removeprefix(f"{base}/"): info for info in found if info.is_file}
 
 
 def _written_table(store: RunStore) -> pa.Table:

@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 from storage import attempts, checkpoints, ledger, policies, schema
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, StoreError
 from storage.intake import limits_of
+from storage.ledger_files import KEYS, is_entry, parts_named
 from storage.policy_folder import Manifest, age, is_policy
 from storage.reward_versions import VERSION
 from storage.shards import round_of
@@ -128,7 +129,9 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
             return None
 
     paths = [path for path in store.list(folder) if not path.endswith(f"/{VERSION}")]
-    entries = [path for path in paths if ledger.is_entry(folder, path)]
+    entries = [path for path in paths if is_entry(folder, path)]
+    if folder in KEYS:
+        entries = [part.path for part in parts_named(folder, paths)]
     faults += [
         Fault("stray file", path, "its name is not an entry's, so it is not read")
         for path in sorted({*paths} - {*entries})

@@ -60,6 +60,8 @@ FILL_IN = {
     "file:///...": "$PWD_URL/.tba",
     "s3://bucket/": "$S3_URL/",
     "path/to/model": ".tba/.local/models/smollm2-135m-instruct",
+    # the run's final policy, which is stored whole; where it ends depends on when it is stopped
+    "policies/step=00000120": "$(grep -o 'policies/step=[^\"]*' .tba/arithmetic/policies/latest.json)",
     "trackers=tensorboard,mlflow": "trackers=tensorboard",  # MLflow is a package to install
     "two_betas.toml": "two_betas.toml --seeds 1 --steps 3",
 }

@@ -6,8 +6,10 @@ A flow run creates each once, then replaces its data.
 import contextlib
 import json
 import re
+from itertools import chain
 from uuid import UUID
 
+import pyarrow as pa
 from prefect import artifacts
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
@@ -16,12 +18,13 @@ from flows.config import RunConfig
 from flows.report.image import curves_url
 from flows.report.text import duration, printable
 from storage import ledger
-from storage.errors import DamagedRecord
+from storage.errors import DamagedRecord, NotFound
+from storage.ledger_files import counting_parts, parts_named
 from storage.schema import TRAINING_STEP
 from storage.store import RunStore, transfer_all
 
 STEPS_SHOWN = 20  # steps in the table
-STEPS_READ = 500  # steps that one update reads: a resumed run may have many, and the flow must also restart Searchers
+FILES_READ = 500  # that one update reads: a resumed run may have many, and the flow must also restart Searchers
 COLUMNS = {
     "step": "step",
     "reward_mean": "reward",
@@ -32,6 +35,8 @@ COLUMNS = {
     "step_s": "step, s",
     "wait_s": "waited, s",
 }
+# The columns that are read: those shown, and those that an entry may not lack.
+SHOWN = pa.schema([field for field in TRAINING_STEP if field.name in {*COLUMNS, *ledger.NEEDED["metrics/training"]}])
 
 
 class Artifacts:
@@ -41,7 +46,8 @@ class Artifacts:
         self._store, self._config = store, config
         self._artifacts: dict[str, UUID] = {}
         self._steps: list[dict] = []  # rows of the training ledger that count, in order
-        self._last_read: str | None = None
+        self._unread: list[str] = []  # files of the training ledger, listed already
+        self._newest_entry: str | None = None  # the last of these
 
     def show_progress(self, beat: dict) -> None:
         step, steps = beat.get("step", 0), self._config.train.steps
@@ -88,19 +94,30 @@ class Artifacts:
                 client.update_artifact(self._artifacts[key], ArtifactUpdate(data=stored, description=description))
 
     def read_steps(self) -> None:
-        paths = self._store.list("metrics/training", start_after=self._last_read)[:STEPS_READ]
-        for row in filter(None, transfer_all(self._read_step, paths)):
+        if not self._unread:
+            self._unread = self._list_steps()
+        paths, self._unread = self._unread[:FILES_READ], self._unread[FILES_READ:]
+        for row in chain.from_iterable(transfer_all(self._read_file, paths)):
             while self._steps and self._steps[-1]["step"] >= row["step"]:
                 self._steps.pop()  # this row's attempt resumed before these steps, which undid them
             self._steps.append(row)
-        self._last_read = paths[-1] if paths else self._last_read
 
-    def _read_step(self, path: str) -> dict | None:
-        """None: the entry is damaged, or another program's; `tba verify` names it."""
-        with contextlib.suppress(DamagedRecord):
-            found = ledger.read_entry(self._store, path, TRAINING_STEP, ledger.NEEDED["metrics/training"])
-            return found.to_pylist()[0]
-        return None
+    def _list_steps(self) -> list[str]:
+        """Paths of the files of the training ledger that are not read yet, in order."""
+        paths = self._store.list("metrics/training", start_after=self._newest_entry)
+        if self._newest_entry is None:
+            parts = counting_parts(self._store, "metrics/training", paths)
+        else:  # what upkeep compacted meanwhile was read before
+            parts = [part for part in parts_named("metrics/training", paths) if not part.is_compacted]
+        entries = [part.path for part in parts if not part.is_compacted]
+        self._newest_entry = max(entries, default=self._newest_entry)
+        return [part.path for part in parts]
+
+    def _read_file(self, path: str) -> list[dict]:
+        """The rows of an entry or a compacted file. None if it is damaged, which `tba verify` tells, or was deleted."""
+        with contextlib.suppress(DamagedRecord, NotFound):
+            return ledger.read_entry(self._store, path, SHOWN, ledger.NEEDED["metrics/training"]).to_pylist()
+        return []
 
 
 def _plain(text: str) -> str:

@@ -27,7 +27,7 @@ READERS = {
     "control/searchers.json": lambda store: requests.wanted_searchers(store, 1),
     "syncs/attempt=00000001/sync=00000001.parquet": lambda store: ledger.effective_syncs(store, 10),
     "metrics/evaluations/step=00000001.parquet": lambda store: ledger.accuracy(
-        store, "metrics/evaluations/step=00000001.parquet"
+        store, "metrics/evaluations/step=00000001.parquet", policy_step=1
     ),
     "summary.json": summary.read_summary,
     "run.json": load_run,

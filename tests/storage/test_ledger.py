@@ -105,7 +105,7 @@ def test_evaluations_of_policies_that_a_resumed_trainer_undid_do_not_count(store
             ledger.record_evaluation(store, row)
     store.put("metrics/evaluations/notes.txt", b"nothing reads this")
     found = ledger.evaluations(store)
-    assert {step: ledger.accuracy(store, path) for step, path in found.items()} == {20: 1.2, 40: 2.4}
+    assert {step: ledger.accuracy(store, path, step) for step, path in found.items()} == {20: 1.2, 40: 2.4}
 
 
 # --- attempts and what counts
