@@ -19,7 +19,7 @@ test test-unit test-apart test-crash test-hosts soak fuzz: export OMP_NUM_THREAD
 # Bytecode is kept, whatever the shell sets: without it, every process compiles torch and vLLM again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-plan bench-policies bench-report bench-scale \
+.PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-ledger bench-plan bench-policies bench-report bench-scale \
 	bench-trainer bench-accuracy bench-search gpu-check bench-stability smoke compare-staleness studies compare-sync crash-matrix \
 	soak fuzz image-base image image-check clean
 
@@ -59,6 +59,9 @@ down: $(STAMP)  ## Stop the processes that `make up` started
 
 bench-buffer: $(STAMP)  ## Measure the replay buffer by size
 	$(BIN)/python -m tests.benchmarks.bench_buffer
+
+bench-ledger: $(STAMP)  ## Measure a question over the ledger of 100,000 steps on a remote S3
+	$(BIN)/python -m tests.benchmarks.bench_ledger
 
 bench-plan: $(STAMP)  ## Measure the error of tba plan on six real runs of a small model
 	$(BIN)/python -m tests.benchmarks.bench_plan

@@ -26,11 +26,11 @@ import pyarrow.dataset as ds
 from storage import attempts, schema
 from storage.errors import DamagedRecord, NotFound, ReadOnly, StoreError, TornShard
 from storage.ledger import NEEDED, read_entry
-from storage.ledger_files import KEYS, counting_parts, is_entry
+from storage.ledger_files import KEYS, WIDTHS, counting_parts, is_entry, parts_named
 from storage.shard_files import read_file
 from storage.shards import committed_files, refused_rounds
 from storage.sql import sql
-from storage.store import RunStore, scans, transfer_all
+from storage.store import RunStore, scans, transfer_all, transfer_each
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ SET temp_directory = '';
 SET enable_external_access = false;
 SET lock_configuration = true;
 """
+_MOST_FETCHED = 4_096  # small files of a table that are held in memory, mostly of 10 kB
 _READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)  # DESCRIBE, SHOW and SUMMARIZE are SELECTs
 
 
@@ -90,7 +91,15 @@ def query(store: RunStore, statement: str) -> pa.Table:
         connection.execute("BEGIN TRANSACTION READ ONLY")  # EXPLAIN ANALYZE executes what it explains
         return connection.sql(parsed[0]).to_arrow_table()
 
-    return ask(store, answer)
+    return ask(store, answer, _tables_in(statement))
+
+
+def _tables_in(statement: str) -> Collection[str]:
+    """The tables that a statement may read: those whose names are in its text."""
+    text = statement.lower()
+    if "query" in text:  # DuckDB's functions query and query_table put names together
+        return STORED
+    return [name for name in STORED if name in text]
 
 
 @scans
@@ -99,10 +108,15 @@ def show_batch(store: RunStore, step: int) -> pa.Table:
     return ask(store, lambda reader: reader.sql(sql("show_batch"), params={"step": step}).to_arrow_table())
 
 
-def ask(store: RunStore, answer: Callable[[duckdb.DuckDBPyConnection], Answer]) -> Answer:
-    """Returns answer(connection), then closes the connection. Torn files are left out, with a warning."""
+def ask(
+    store: RunStore, answer: Callable[[duckdb.DuckDBPyConnection], Answer], tables: Collection[str] = STORED
+) -> Answer:
+    """Returns answer(connection), then closes the connection. Torn files are left out, with a warning.
+
+    tables: as for connect.
+    """
     try:
-        with connect(store) as connection:
+        with connect(store, tables=tables) as connection:
             return answer(connection)
     except duckdb.InvalidInputException:  # a file cannot be read; errors in the SQL are of other classes
         torn = torn_files(store)
@@ -110,7 +124,7 @@ def ask(store: RunStore, answer: Callable[[duckdb.DuckDBPyConnection], Answer]) 
             raise
     for reason in torn.values():
         logger.warning("a torn file is left out of the answer: %s", reason)
-    with connect(store, torn) as connection:
+    with connect(store, torn, tables) as connection:
         return answer(connection)
 
 
@@ -140,14 +154,15 @@ def _files_of(store: RunStore, folder: str, torn: Collection[str] = ()) -> list[
     return [path for path in paths if is_entry(folder, path)]
 
 
-def connect(store: RunStore, torn: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
+def connect(store: RunStore, torn: Collection[str] = (), tables: Collection[str] = STORED) -> duckdb.DuckDBPyConnection:
     """A new in-memory database with the views over the files stored now. A view without files is empty.
 
-    torn: paths of files to leave out.
+    torn: paths of files to leave out. tables: the tables to look for files of; views of the others are empty.
     """
     connection = duckdb.connect()
     for name, (folder, columns) in STORED.items():
-        connection.register(f"stored_{name}", dataset(store, folder, columns, torn))
+        rows = dataset(store, folder, columns, torn) if name in tables else columns.empty_table()
+        connection.register(f"stored_{name}", rows)
     connection.register("stored_attempts", attempts_table(store))
     connection.execute(sql("create_counts"))
     for name in VIEWS:
@@ -160,7 +175,24 @@ def dataset(store: RunStore, folder: str, columns: pa.Schema, torn: Collection[s
     """The Parquet files of a table that exist now; for trajectories, the files that count."""
     if folder == "trajectories":
         return _committed(store, columns, torn)
-    return _of_files(store, columns, _files_of(store, folder, torn))
+    paths = _files_of(store, folder, torn)
+    parts = parts_named(folder, paths) if folder in KEYS else []
+    small = [part.path for part in parts if len(part.numbers) <= WIDTHS[0]]
+    if store.local_path("") or not 0 < len(small) <= _MOST_FETCHED:
+        return _of_files(store, columns, paths)
+    large = [path for path in paths if path not in set(small)]
+    return ds.UnionDataset(columns, [_of_fetched(store, columns, small), _of_files(store, columns, large)])
+
+
+def _of_fetched(store: RunStore, columns: pa.Schema, paths: list[str]) -> ds.Dataset:
+    """Of small files of a remote store, all fetched at once: Arrow would ask for the parts of each in turn."""
+
+    def fetch(path: str) -> ds.ParquetFileFragment:
+        data = store.get_fast(path)
+        is_whole = data is not None and data.endswith(b"PAR1")
+        return ds.ParquetFileFormat().make_fragment(pa.BufferReader(data if is_whole else store.get(path)))
+
+    return ds.FileSystemDataset(list(transfer_each(fetch, paths)), columns, ds.ParquetFileFormat())
 
 
 def _committed(store: RunStore, columns: pa.Schema, torn: Collection[str]) -> ds.Dataset:
