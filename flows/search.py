@@ -4,20 +4,24 @@ Before: tba/searcher.py samples and scores a round; after: storage/shards.py sto
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from prefect import flow, get_run_logger, task
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
+from prefect.context import TaskRunContext
 
 from flows.config import StoreUrl, load_run
 from flows.run.prefect_page_lineage import asset_key
 from flows.run.trainer_watch import TrainerWatch
 from flows.searcher.held_name import HeldName, held_name
 from flows.searcher.policy_feed import PolicyFeed
+from flows.searcher.round_reports import RoundReports
 from flows.searcher.start import samples_ahead, start_searcher_task
 from infra.machine import policy_cache
 from storage import ledger, policies, quality, requests, shards
@@ -48,7 +52,8 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
         first = number = restore_head(run_store, name)
         searcher = start_searcher_task(config, name, first)
         feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
-        budget, ahead = EvaluationBudget(config.evaluate_share), samples_ahead(config)
+        budget, reports = EvaluationBudget(config.evaluate_share), RoundReports(run_store, config.searchers)
+        sample = partial(searcher.sample, ahead=samples_ahead(config), while_waiting=feed.poll)
         while policy := feed.next():
             if requests.is_to_leave(run_store, name):
                 get_run_logger().info("this Searcher was asked to leave and ends; its rounds are committed")
@@ -59,26 +64,49 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
                 budget.spend(evaluate_task(run_store, searcher, held, config.task.num_heldout, policy))
             if policy.final:
                 break
-            search_round(run_store, searcher, feed, held, number, ahead)
+            search_round(run_store, searcher, feed, held, partial(sample, number), reports)
             number += 1
         searcher.drop_rounds()
         return number - first
 
 
 def search_round(
-    store: RunStore, searcher: "Searcher", feed: PolicyFeed, held: HeldName, number: int, ahead: bool
+    store: RunStore,
+    searcher: "Searcher",
+    feed: PolicyFeed,
+    held: HeldName,
+    sample: Callable[[], "SampledRound"],
+    reports: RoundReports,
 ) -> None:
-    """Samples, scores, validates and commits one shard. `ahead`: meanwhile the engine samples the next ones.
+    """Samples, scores, validates and commits one shard. The round is a Prefect task if a report is due, or if it fails.
 
     Raises: Superseded: another process has the Searcher's name; nothing was committed. RuntimeError: no shard passed
     validation in `MAX_SPOILED_ROUNDS` tries.
     """
     for _ in range(MAX_SPOILED_ROUNDS):
-        sampled = searcher.sample(number, ahead=ahead, while_waiting=feed.poll)
+        sampled = sample()
         held.check()
-        if as_asset(store, held.name, number, feed.paths(sampled.policies))(finish_round)(store, searcher, sampled):
+        finish = as_asset(store, held.name, sampled.number, feed.paths(sampled.policies))(finish_round)
+        if not reports.is_due():
+            finish = or_else(finish_round, finish)
+        if finish(store, searcher, sampled):
             return
-    raise RuntimeError(f"searcher: round {number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/")
+    raise RuntimeError(
+        f"searcher: round {sampled.number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/"
+    )
+
+
+def or_else(first: Callable, second: Callable) -> Callable:
+    """A function that calls `first`, and `second` with the same arguments if that failed."""
+
+    def call(*arguments):
+        try:
+            return first(*arguments)
+        except Exception as error:
+            get_run_logger().warning("this is tried again, as a task: %r", error)
+        return second(*arguments)
+
+    return call
 
 
 def as_asset(store: RunStore, name: str, number: int, sampled_by: list[str]):
@@ -163,7 +191,8 @@ def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
         shards.advance_head(store, metrics["searcher"], metrics["round"])
     with contextlib.suppress(AlreadyExists):  # the first try was interrupted after it
         ledger.record_search_round(store, metrics)
-    get_run_logger().info(
+    get_run_logger().log(
+        logging.INFO if TaskRunContext.get() else logging.DEBUG,  # only a reported round is worth the server's time
         "round %d: %d trajectories of policy step %d, mean reward %.3f",
         metrics["round"], metrics["num_trajectories"], metrics["policy_step"], metrics["reward_mean"],
     )  # fmt: skip

@@ -9,8 +9,13 @@ from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.states import Cancelling, Crashed
 
@@ -56,24 +61,23 @@ class Searchers:
             newest = list(self._runs)[-1]
             requests.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
-        states = read_states(self._runs.values())
-        silent = self._renewals.silent(self._runs)
+        ended = read_ended(run.id for run in self._runs.values())
+        for name in self._renewals.silent(self._runs):
+            if (run := self._runs[name]).id not in ended:
+                ended[run.id] = Crashed(name=SILENT, message=f"It has not renewed its lease for {SILENT_S:.0f} s.")
+                _end(run, ended[run.id])
         for name, run in list(self._runs.items()):
-            state = states.get(run.id, Crashed(message="The flow run was deleted."))
-            if name in silent and not state.is_final():
-                state = Crashed(name=SILENT, message=f"It has not renewed its lease for {SILENT_S:.0f} s.")
-                _end(run, state)
             with contextlib.suppress(StoreError):  # the store is unreachable: try again later
-                if self._has_failed(state):
-                    self._replace(name, state)
+                if run.id in ended and self._has_failed(ended[run.id]):
+                    self._replace(name, ended[run.id])
 
     def stop(self) -> None:
         """Ends the Searchers that still run. Their committed shards stay in the store."""
-        states = read_states([*self._runs.values(), *self._leaving])
+        started = {run.id for run in [*self._runs.values(), *self._leaving]}
+        living = started - read_ended(started).keys()
         with get_client(sync_client=True) as client:
-            for flow_run_id, state in states.items():
-                if not state.is_final():
-                    client.set_flow_run_state(flow_run_id, Cancelling(message="The run has ended."), force=True)
+            for flow_run_id in living:
+                client.set_flow_run_state(flow_run_id, Cancelling(message="The run has ended."), force=True)
 
     def _add(self, names: list[str]) -> None:
         """Adopts the living Searchers of these names, which an earlier flow started, and starts the others."""
@@ -192,9 +196,26 @@ def _end(run: FlowRun, state: State) -> None:
         client.set_flow_run_state(run.id, state, force=True)
 
 
-def read_states(runs: Iterable[FlowRun]) -> dict[UUID, State]:
-    """The states of flow runs, by id. A deleted flow run has none."""
-    return {flow_run_id: run.state for flow_run_id, run in read_flow_runs(run.id for run in runs).items()}
+def read_ended(ids: Iterable[UUID]) -> dict[UUID, State]:
+    """The final states of those of these flow runs that have ended, by id. A deleted flow run has crashed.
+
+    While none ends that takes two requests, whatever their number.
+    """
+    chosen = FlowRunFilterId(any_=list(ids))
+    if not chosen.any_:
+        return {}
+    final = FlowRunFilter(id=chosen, state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(TERMINAL_STATES))))
+    ended: dict[UUID, State] = {}
+    with get_client(sync_client=True) as client:
+        num_stored = client.count_flow_runs(flow_run_filter=FlowRunFilter(id=chosen))
+        while page := client.read_flow_runs(flow_run_filter=final, limit=PAGE, offset=len(ended)):
+            ended |= {run.id: run.state for run in page}
+            if len(page) < PAGE:
+                break
+    if num_stored < len(chosen.any_):
+        deleted = set(chosen.any_) - read_flow_runs(chosen.any_).keys()
+        ended |= dict.fromkeys(deleted, Crashed(message="The flow run was deleted."))
+    return ended
 
 
 def read_flow_runs(ids: Iterable[UUID]) -> dict[UUID, FlowRun]:

@@ -182,7 +182,7 @@ class Measured:
         return ServedPolicy(step, f"{step:032d}")
 
     def sample(self, number, **_):
-        return SimpleNamespace(policies=set())
+        return SimpleNamespace(number=number, policies=set())
 
     def drop_rounds(self):
         pass
@@ -220,7 +220,8 @@ def test_training_evaluates_as_its_share_allows_and_keeps_the_best(tmp_path, mon
 
     searcher = Searcher({0: 0.25, 4: 0.75})
     monkeypatch.setattr(search, "start_searcher_task", lambda *_: searcher)
-    monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: round_)
+    monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
+    monkeypatch.setattr(search, "finish_round", round_)
     monkeypatch.setattr(search, "evaluate_task", search.evaluate)
     monkeypatch.setattr(search, "EvaluationBudget", lambda share: EvaluationBudget(share, clock=lambda: now[0]))
     publish(store, tmp_path / "policy", 0)

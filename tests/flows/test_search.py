@@ -1,17 +1,20 @@
-"""A Searcher's commit (flows/search.py). The loop itself is tested by whole runs.
+"""A Searcher's rounds and their commit (flows/search.py). The loop itself is tested by whole runs.
 
 - a round whose shard was committed, but not its metrics, is recorded by the next try
 - the metrics of a try whose round has another process's shard are dropped
+- Prefect hears of one round a second of a run, however many Searchers it has, and of each round that fails
 
 Run: pytest tests/flows/test_search.py
 """
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from flows import search
-from storage import ledger
+from flows.searcher.round_reports import RoundReports
+from storage import ledger, requests
 from storage.errors import StoreUnreachable
 from storage.queries import query
 from storage.store import RunStore
@@ -49,3 +52,66 @@ def test_a_try_whose_round_is_another_processs_records_nothing(store):
     store.delete("metrics/search/searcher=s0/round=00000000.parquet")
     search.commit(store, make_shard("s0", 0, response_tokens=[7, 7]), make_search_round("s0", 0))
     assert num_recorded(store) == 0
+
+
+def test_a_run_reports_one_round_a_second(store):
+    now = [0.0]
+    searchers = [RoundReports(store, 40, clock=lambda: now[0]) for _ in range(40)]
+
+    def reports(seconds: int) -> int:
+        """Of all rounds, which take half a second."""
+        num_due = 0
+        for _ in range(2 * seconds):
+            num_due += sum(each.is_due() for each in searchers)
+            now[0] += 0.5
+        return num_due
+
+    assert reports(400) == 400
+    requests.want_searchers(store, 10)  # most are about to leave; those that stay hear of it with their next report
+    del searchers[10:]
+    reports(40)
+    assert reports(400) == 400
+    store.put("control/searchers.json", b"damaged")
+    assert reports(400) == 400
+
+
+def test_a_searcher_alone_reports_each_round(store):
+    now = [0.0]
+    reports = RoundReports(store, 1, clock=lambda: now[0])
+    for now[0] in range(10):
+        assert reports.is_due()
+
+
+@pytest.fixture
+def finished(store, monkeypatch) -> list[tuple[str, int]]:
+    """How rounds were finished, with their numbers: in the flow, or as a task."""
+    found: list[tuple[str, int]] = []
+
+    def finish_round(store: RunStore, searcher, sampled) -> bool:
+        found.append(("in the flow", sampled.number))
+        if sampled.number == 7:
+            raise StoreUnreachable("away")
+        return sampled.number != 8 or len(found) > 1
+
+    def as_asset(*_):
+        return lambda _: lambda store, searcher, sampled: found.append(("as a task", sampled.number)) or True
+
+    monkeypatch.setattr(search, "finish_round", finish_round)
+    monkeypatch.setattr(search, "as_asset", as_asset)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "is_due", "expected"),
+    [
+        (3, True, [("as a task", 3)]),
+        (3, False, [("in the flow", 3)]),
+        (7, False, [("in the flow", 7), ("as a task", 7)]),  # it failed: the task tries again, and shows why
+        (8, False, [("in the flow", 8), ("in the flow", 8)]),  # its shard is in quarantine
+    ],
+)
+def test_a_round_is_a_task_if_its_report_is_due_or_if_it_fails(store, finished, number, is_due, expected):
+    held, feed = SimpleNamespace(name="s0", check=lambda: None), SimpleNamespace(paths=lambda policies: [])
+    sampled, reports = SimpleNamespace(number=number, policies=[]), SimpleNamespace(is_due=lambda: is_due)
+    search.search_round(store, None, feed, held, lambda: sampled, reports)
+    assert finished == expected

@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import uuid4
@@ -27,7 +28,7 @@ from uuid import uuid4
 import httpx
 import pytest
 from prefect.logging import disable_run_logger
-from prefect.states import Completed, Crashed, Running, State
+from prefect.states import Completed, Crashed, Failed, Running, State, StateType
 from typer.testing import CliRunner
 
 from flows import search, train
@@ -66,7 +67,7 @@ def start_in_state(monkeypatch, state: State) -> list[dict]:
         return SimpleNamespace(id=len(parameters))
 
     monkeypatch.setattr(of_run, "run_deployment", run_deployment)
-    monkeypatch.setattr(of_run, "read_states", lambda runs: {run.id: state for run in runs})
+    monkeypatch.setattr(of_run, "read_ended", lambda ids: dict.fromkeys(ids, state) if state.is_final() else {})
     return parameters
 
 
@@ -170,24 +171,49 @@ def test_a_searcher_whose_flow_run_was_deleted_is_started_again(store, started, 
     searchers = new_flow(store)
     searchers.keep_up()
     with monkeypatch.context() as deleted, disable_run_logger():
-        deleted.setattr(of_run, "read_states", lambda runs: {})
+        deleted.setattr(of_run, "read_ended", lambda ids: dict.fromkeys(ids, Crashed(message="It was deleted.")))
         searchers.keep_up()
     searchers.keep_up()
     assert names(started) == ["s0", "s0"]
 
 
-def test_the_states_of_many_searchers_take_a_request_for_each_page(monkeypatch):
-    """The server refuses to answer with more."""
-    runs, asked = [SimpleNamespace(id=uuid4(), state=Running()) for _ in range(of_run.PAGE + 1)], []
+class FlowRuns:
+    """A server's flow runs, which answers with a page at most."""
 
-    def read_flow_runs(flow_run_filter, limit: int) -> list[SimpleNamespace]:
-        asked.append(len(flow_run_filter.id.any_))
-        return [run for run in runs[1:] if run.id in flow_run_filter.id.any_][:limit]  # the first one was deleted
+    def __init__(self, monkeypatch, states: list[State]) -> None:
+        self.runs, self.num_requests = [SimpleNamespace(id=uuid4(), state=state) for state in states], 0
+        monkeypatch.setattr(of_run, "get_client", lambda sync_client: contextlib.nullcontext(self))
 
-    client = contextlib.nullcontext(SimpleNamespace(read_flow_runs=read_flow_runs))
-    monkeypatch.setattr(of_run, "get_client", lambda sync_client: client)
-    assert of_run.read_states(runs) == {run.id: run.state for run in runs[1:]}
-    assert asked == [of_run.PAGE, 1]
+    def _chosen(self, flow_run_filter) -> list[SimpleNamespace]:
+        self.num_requests += 1
+        types = flow_run_filter.state.type.any_ if flow_run_filter.state else list(StateType)
+        return [run for run in self.runs if run.id in flow_run_filter.id.any_ and run.state.type in types]
+
+    def count_flow_runs(self, flow_run_filter) -> int:
+        return len(self._chosen(flow_run_filter))
+
+    def read_flow_runs(self, flow_run_filter, limit: int, offset: int = 0) -> list[SimpleNamespace]:
+        assert limit <= of_run.PAGE
+        return self._chosen(flow_run_filter)[offset : offset + limit]
+
+
+def test_a_thousand_living_searchers_take_two_requests(monkeypatch):
+    server = FlowRuns(monkeypatch, [Running()] * 1_000)
+    assert of_run.read_ended(run.id for run in server.runs) == {} and server.num_requests == 2
+
+
+@pytest.mark.parametrize("num_ended", [1, of_run.PAGE, 2 * of_run.PAGE + 1])
+def test_all_that_ended_are_found_with_their_states(monkeypatch, num_ended):
+    server = FlowRuns(monkeypatch, [Failed()] * num_ended + [Completed()] + [Running()] * 500)
+    ended = of_run.read_ended(run.id for run in server.runs)
+    assert ended == {run.id: run.state for run in server.runs[: num_ended + 1]}
+
+
+def test_deleted_flow_runs_have_crashed(monkeypatch):
+    server = FlowRuns(monkeypatch, [Running()] * (2 * of_run.PAGE))
+    deleted = uuid4()
+    ((found, state),) = of_run.read_ended([deleted, *(run.id for run in server.runs)]).items()
+    assert found == deleted and state.is_crashed()
 
 
 def test_a_searcher_that_fails_repeatedly_in_one_round_ends_the_run(store, failing):
@@ -231,14 +257,15 @@ def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatc
 def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
     rounds = []
 
-    def search_round(store: RunStore, searcher, feed, held: HeldName, number: int, ahead: bool) -> None:
-        if number == 3:
+    def search_round(store: RunStore, searcher, feed, held: HeldName, sample: Callable, reports) -> None:
+        if (number := sample()) == 3:
             requests.ask_to_leave(store, "s1")  # in the middle of a round
         rounds.append(number)
 
     served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
-    monkeypatch.setattr(search, "start_searcher_task", lambda *_: SimpleNamespace(drop_rounds=lambda: None))
-    feed = SimpleNamespace(next=lambda: served, is_new=False)
+    monkeypatch.setattr(search, "start_searcher_task", lambda *_: searcher)
+    searcher = SimpleNamespace(drop_rounds=lambda: None, sample=lambda number, **_: number)
+    feed = SimpleNamespace(next=lambda: served, poll=None, is_new=False)
     monkeypatch.setattr(search, "PolicyFeed", lambda *_, **__: feed)
     monkeypatch.setattr(search, "search_round", search_round)
     for module in (search, held_name):

@@ -56,6 +56,11 @@ class Server:
     def read_flow_runs(self, ids) -> dict[UUID, SimpleNamespace]:
         return {each: self.runs[each] for each in ids if each in self.runs}
 
+    def read_ended(self, ids) -> dict[UUID, State]:
+        deleted = Crashed(message="The flow run was deleted.")
+        found = {each: self.runs[each].state if each in self.runs else deleted for each in ids}
+        return {each: state for each, state in found.items() if state.is_final()}
+
     def end(self, run: SimpleNamespace, state: State) -> None:
         self.runs[run.id].state = state
 
@@ -69,6 +74,7 @@ def server(monkeypatch) -> Server:
     server = Server()
     monkeypatch.setattr(of_run, "run_deployment", server.run_deployment)
     monkeypatch.setattr(of_run, "read_flow_runs", server.read_flow_runs)
+    monkeypatch.setattr(of_run, "read_ended", server.read_ended)
     monkeypatch.setattr(of_run, "_end", server.end)
     monkeypatch.setattr(leases, "WATCH_S", 0.3)
     return server
@@ -225,12 +231,11 @@ def test_the_second_process_of_a_flow_run_ends_and_leaves_its_state(store, flow_
 
 
 def test_a_searcher_that_lost_its_name_commits_no_round(store, flow_run):
-    sampled = SimpleNamespace(policies=[])
-    searcher = SimpleNamespace(sample=lambda *_, **__: sampled)  # whose rounds cannot be scored
+    sampled = SimpleNamespace(policies=[])  # which cannot be scored
     with pytest.raises(Superseded), held_name.held_name(store, "s0") as name:
         leases.revoke(store, leases.newest(store, "s0"))
         successor = take_name(store, "s0", str(uuid4()))
-        search.search_round(store, searcher, SimpleNamespace(poll=None), name, 0, False)
+        search.search_round(store, None, None, name, lambda: sampled, None)
     assert leases.newest(store, "s0") == successor
 
 
