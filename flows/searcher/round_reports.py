@@ -1,4 +1,4 @@
-"""Which of a Searcher's rounds Prefect hears of: a server notes down some eight a second, and many Searchers end more."""
+"""Which rounds Prefect hears of: a server notes down some eight a second, and many Searchers end more."""
 
 import contextlib
 import time
