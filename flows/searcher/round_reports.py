@@ -1,6 +1,7 @@
 """Which rounds Prefect hears of: a server notes down some eight a second, and many Searchers end more."""
 
 import contextlib
+import random
 import time
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ class RoundReports:
     def __init__(self, store: RunStore, configured: int, clock: Callable[[], float] = time.monotonic) -> None:
         """configured: the number of Searchers, unless a request has changed it."""
         self._store, self._num_searchers, self._clock = store, configured, clock
-        self._next = clock()
+        self._next = clock() + REPORT_S * random.uniform(0, configured - 1)  # noqa: S311 - not all at once
 
     def is_due(self) -> bool:
         if self._clock() < self._next:

@@ -11,6 +11,7 @@ cores as the reader.
     train_stall_ms        the longest of 20 steps' waits for a sync of N shards: at its request, and before a draw
     draw_ms               the longest draw meanwhile, on the same cores; usual_draw_ms: the median before the sync
     rss_mb, disk_mb       largest resident memory, and size of the word file, at the end
+    prefect_…             what Prefect's server spends: tests/benchmarks/bench_prefect.py
 """
 
 import asyncio
@@ -169,6 +170,12 @@ def time_step(experience: StoredExperience, step: int) -> tuple[float, float]:
     return sync_s + begins[0] - called, ended - begins[0]
 
 
+def ask_prefect(num_searchers: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.benchmarks.bench_prefect", str(num_searchers)]
+    child = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return json.loads(next(line for line in child.stdout.splitlines() if line.startswith("{")))
+
+
 def main() -> None:
     numbers = [int(number) for number in os.environ.get("SEARCHERS", "1,8,64,1000").split(",")]
     results: dict[str, float] = {}
@@ -183,7 +190,7 @@ def main() -> None:
                 program = [sys.executable, "-m", "tests.benchmarks.bench_scale", "--measure"]
                 command = [*program, url, f"n{number}", str(number), str(counter)]
                 child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=far, input=told)
-                figures = json.loads(child.stdout.splitlines()[-1])
+                figures = json.loads(child.stdout.splitlines()[-1]) | ask_prefect(number)
                 results |= {f"{name}_at_{number}": round(value, 3) for name, value in figures.items()}
         finally:
             server.stop()
