@@ -46,6 +46,7 @@ _LEDGER = {
     "rewards": schema.REWARD,
     "diversity": schema.DIVERSITY,
 }
+_PATH = pa.dictionary(pa.int32(), pa.string())  # once a file: a run's batches have millions of rows
 _POINTERS = {policies.LATEST: policies.PolicyRef, policies.BEST: policies.BestPolicy}
 
 
@@ -122,7 +123,7 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
             table = ledger.read_entry(store, path, columns, ledger.NEEDED[folder])
             # an older version recorded fewer columns: null here, as in `tba sql`
             table = pa.concat_tables([columns.empty_table(), table], promote_options="default")
-            return table.append_column("path", pa.array([path] * table.num_rows, pa.string()))
+            return table.append_column("path", pa.array([path] * table.num_rows, _PATH))
         except DamagedRecord as error:
             return Fault("torn ledger entry", path, str(error))
         except NotFound:  # deleted since it was listed: upkeep deletes the rewards of expired rounds
@@ -138,7 +139,7 @@ def _read_entries(store: RunStore, folder: str, columns: pa.Schema, faults: list
     ]
     found = transfer_all(read, entries)
     faults += [fault for fault in found if isinstance(fault, Fault)]
-    empty = columns.append(pa.field("path", pa.string())).empty_table()
+    empty = columns.append(pa.field("path", _PATH)).empty_table()
     return pa.concat_tables([empty, *(table for table in found if isinstance(table, pa.Table))])
 
 

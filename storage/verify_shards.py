@@ -128,8 +128,9 @@ def _check_some_shards(
         if searcher in found.copied:
             continue  # sampled by another run's policies
         for which in ("", "last_"):
-            columns = (table[f"{which}policy_{name}"].to_pylist() for name in ("step", "fingerprint"))
-            found.policies = dict.fromkeys(zip(*columns, strict=True), path) | found.policies  # names its first shard
+            columns = [f"{which}policy_step", f"{which}policy_fingerprint"]
+            for policy in table.group_by(columns).aggregate([]).select(columns).to_pylist():
+                found.policies.setdefault(tuple(policy.values()), path)
 
 
 def duplicates(shards: Shards) -> Iterator[Fault]:

@@ -5,6 +5,9 @@ Shards of 1000 trajectories: 50 prompts x 20 responses of 128 tokens, prompts of
 sides read the same shards in the same way, each in a process of its own, where its resident memory is measured. Where
 wall time exceeds processor time (`_cpu_`) in a draw, other programs had the machine.
 
+`SIZE=10m make bench-buffer` measures ten million trajectories, of 32 tokens because of the disk, and `tba verify` of
+them; Python's dictionaries would not fit into memory. It takes 16 GB of the folder for temporary files.
+
 write_per_s_s3 is on Ceph's radosgw, which is started for it (infra/local_s3.py); null where it cannot be installed.
 Both rates are of one writer, one shard after the other, as a Searcher commits. The benchmark's store takes 4 GB of the
 folder for temporary files (TMPDIR).
@@ -34,11 +37,13 @@ from storage.mop import Sampling
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id
 from storage.store import RunStore
+from storage.verify import verify
 from tests.benchmarks.memory_buffer import MemoryBuffer
 from tests.storage.helpers import OWNER
 
 SHARD_ROWS, RESPONSES_PER_PROMPT, RESPONSE_TOKENS, PROMPT_TOKENS, CAPACITY = 1000, 20, 128, 40, 100
 SIZES = {"10k": 10_000, "1m": 1_000_000}
+LARGEST, LARGEST_TOKENS = ("10m", 10_000_000), 32
 SAMPLING = Sampling(
     prompts_per_batch=7,
     responses_per_prompt=20,
@@ -135,7 +140,7 @@ def timed_ms(action: Callable[[], object]) -> tuple[float, float]:
 
 def measure(side: str, url: str, size: str) -> dict[str, float]:
     """Load a run into one side's buffer, then sync and draw. Runs in a process of its own."""
-    store, num_rows = RunStore(url, size), SIZES[size]
+    store, num_rows = RunStore(url, size), dict([*SIZES.items(), LARGEST])[size]
     num_syncs = num_rows // SHARD_ROWS
     if side == "ours":
         buffer = ReplayBuffer(store, SAMPLING, seed=0)
@@ -168,6 +173,29 @@ def measure(side: str, url: str, size: str) -> dict[str, float]:
     }
 
 
+def measure_verify(url: str, run: str) -> dict[str, float]:
+    """`tba verify` without the policies, of which there are none."""
+    verify_ms, _ = timed_ms(lambda: print(len(verify(RunStore(url, run), fingerprint=str).faults), "faults"))
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    return {"verify_s": verify_ms / 1e3, "verify_peak_rss_mb": peak_mb}
+
+
+def in_process(*arguments: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.benchmarks.bench_buffer", *arguments]
+    child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def measure_largest() -> None:
+    size, num_rows = LARGEST
+    with tempfile.TemporaryDirectory(prefix="bench-buffer-") as folder:
+        store = RunStore(f"file://{folder}", size)
+        store.create_run({})
+        make_run(store, num_rows)
+        results = in_process("verify", store.url, size) | in_process("ours", store.url, size)
+    print(json.dumps({f"{name}_at_{size}": round(value, 2) for name, value in results.items()}))
+
+
 def main() -> None:
     results: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory(prefix="bench-buffer-") as folder:
@@ -178,9 +206,7 @@ def main() -> None:
             for side, prefix in (("ours", ""), ("memory", "memory_baseline_")):
                 # what one side commits, the other must not find: each its own folder, of hard links
                 shutil.copytree(f"{folder}/made/{size}", f"{folder}/{side}/{size}", copy_function=os.link)
-                command = [sys.executable, "-m", "tests.benchmarks.bench_buffer", side, f"file://{folder}/{side}", size]
-                child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                for name, value in json.loads(child.stdout.splitlines()[-1]).items():
+                for name, value in in_process(side, f"file://{folder}/{side}", size).items():
                     results[f"{prefix}{name}_at_{size}"] = value
     results = {name: value if value is None else round(value, 2) for name, value in results.items()}
     print(f"{'':24}{'10k ours':>12}{'10k memory':>12}{'1m ours':>12}{'1m memory':>12}")
@@ -193,7 +219,13 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
+    if LARGEST[0] in (os.environ.get("SIZE"), sys.argv[-1]):  # also in its processes
+        RESPONSE_TOKENS = LARGEST_TOKENS
+    if sys.argv[1:2] == ["verify"]:
+        print(json.dumps(measure_verify(*sys.argv[2:])))
+    elif len(sys.argv) == 4:
         print(json.dumps(measure(*sys.argv[1:])))
+    elif RESPONSE_TOKENS == LARGEST_TOKENS:
+        measure_largest()
     else:
         main()
