@@ -33,7 +33,7 @@ from storage.shards import (
     shard_path,
     whole_blocks,
 )
-from storage.store import RunStore, scans, transfer_all
+from storage.store import RunStore, scans, transfer_all, transfer_each
 
 SCAN_S = 300.0  # a shard without a head is found this late at most
 MOST_BY_HEAD = 256  # rounds of a Searcher that are read by name; beyond that its log is listed
@@ -58,7 +58,7 @@ def new_shards(store: RunStore, seen: dict[str, int], searchers: Iterable[str] |
         names = [name.removeprefix("searcher=") for name in folders]
         searchers = [name for name in names if is_searcher_id(name)]
     searchers = list(searchers)
-    listed = dict(zip(searchers, transfer_all(listed_after_seen, searchers), strict=True))
+    listed = dict(zip(searchers, transfer_each(listed_after_seen, searchers), strict=True))
     blocks = list_blocks(store)  # listed after the shards: a shard deleted before it was listed is in a compacted file
     expired = whole_blocks(marked, blocks)
     new = {}

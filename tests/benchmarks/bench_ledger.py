@@ -22,6 +22,8 @@ from pathlib import Path
 from infra.local_s3 import LocalS3
 from storage import attempts, ledger, queries
 from storage.ledger_upkeep import compact_ledger, delete_compacted
+from storage.schema import TRAINING_STEP, to_table
+from storage.shards import parquet_bytes
 from storage.store import RunStore, transfer_all
 from tests.benchmarks.bench_scale import Latency
 from tests.storage.helpers import OWNER, make_training_step
@@ -51,8 +53,13 @@ def make_local(folder: Path) -> tuple[RunStore, float]:
     """The compacted run, and the seconds of its compaction."""
     store = RunStore(folder.as_uri(), "long")
     attempts.start_attempt(store, resumed_from=0, owner=OWNER)
-    for step in range(1, STEPS + 1):
-        ledger.record_training_step(store, make_training_step(1, step) | {"reward_mean": step / STEPS})
+    for first in range(1, STEPS + 1, SCATTERED):  # as ledger.record_training_step writes them
+        steps = range(first, min(first + SCATTERED, STEPS + 1))
+        rows = [make_training_step(1, step) | {"reward_mean": step / STEPS} for step in steps]
+        table = to_table(rows, TRAINING_STEP)
+        for row, step in enumerate(steps):
+            path = f"metrics/training/attempt=00000001/step={step:08d}.parquet"
+            store.put_new(path, parquet_bytes(table.slice(row, 1)))
     compact_s = timed_s(lambda: compact_ledger(store))
     delete_compacted(store, timedelta(0))
     return store, compact_s
