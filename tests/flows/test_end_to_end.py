@@ -1,4 +1,4 @@
-"""The main job on real parts: Prefect server and worker, a vLLM Searcher, the Trainer, the embedded model.
+"""The main job on real parts: Prefect server and worker, a Searcher (vLLM's until the kill), the Trainer, the model.
 
 - SIGKILL to the whole process group in mid-training leaves no process. Then the same command: it finds the stale state
   and the flow run left Running, marks that Crashed, and the run resumes from its checkpoint; every committed shard is
@@ -135,6 +135,8 @@ def test_a_run_killed_in_mid_training_resumes_and_ends_as_if_nothing_had_happene
     assert json.loads(stack.read_text())["processes"]  # stale
     committed = shards(run_folder)
 
+    # The resumed run samples by transformers' generate: vLLM, with which it began, takes half a minute to start.
+    (project / "sitecustomize.py").write_text(WITHOUT_VLLM)
     process = train(project, "killed", "--steps", str(STEPS))
     wait_for((run_folder / "trainer" / "attempt=00000002.json").exists, process)
     assert states(project, json.loads(stack.read_text())["url"], "killed") == ["Crashed", "Running"]
@@ -209,8 +211,7 @@ def test_every_served_policy_was_a_published_one(project):
 
 
 def test_a_run_killed_after_its_final_policy_is_evaluated_and_not_trained_again(project):
-    """By transformers' generate: vLLM, which the other runs here have, takes half a minute to start."""
-    (project / "sitecustomize.py").write_text(WITHOUT_VLLM)
+    """By transformers' generate, too."""
     run_folder = project / ".tba" / "killed"
     (run_folder / "summary.json").unlink()
     (run_folder / "metrics" / "evaluations" / f"step={STEPS:08d}-a0002.parquet").unlink()

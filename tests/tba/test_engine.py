@@ -225,37 +225,20 @@ def moved_weights(base: Path, folder: Path) -> Path:
     return folder
 
 
-def check_vllm(base, other, tokens) -> None:
+def check_vllm(base: Path, other: Path, moved: Path, tokens: list[list[int]]) -> None:
+    """One engine for all, because its start takes longer than each check."""
     engine, expected = make_engine(base, **LIMITS), plain_greedy(base, other, tokens)
     for folder in (base, other, base):
         assert engine.load(folder, 4) == ServedPolicy(4, fingerprint(read_weights(folder)))
         assert greedy_tokens(engine, tokens) == expected[folder]
     check_samples(engine, base, tokens)
+    if not torch.cuda.is_available():  # it replaces the CPU backend's packed matrices
+        check_refusals(engine, base, moved)
 
 
-def run_apart(check, *arguments) -> None:
-    """In a process of its own: vLLM's start looks into every module, and the web server of other tests refuses that."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed; transformers' generate is used instead")
-    process = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
-    process.start()
-    process.join()
-    assert process.exitcode == 0, "its traceback is in the captured output"
-
-
-@pytest.mark.slow
-def test_vllm_swaps_policies_in_place_and_agrees_with_transformers(base, other, tokens):
-    run_apart(check_vllm, base, other, tokens)
-
-
-@pytest.mark.slow
-def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path):
-    run_apart(check_swap, base, moved_weights(base, tmp_path), tokens)
-
-
-def check_refusals(base: Path, moved: Path, tokens: list[list[int]]) -> None:
+def check_refusals(engine, base: Path, moved: Path) -> None:
     """One layer keeps the first policy's matrix, as the output layer did under vLLM 0.32."""
-    engine, pack = make_engine(base, **LIMITS), tba.vllm_weights._pack_tied_head
+    pack = tba.vllm_weights._pack_tied_head
     for name in ("lm_head", "model.layers.3.mlp.gate_up_proj", "model.layers.29.self_attn.o_proj"):
         kept = []
 
@@ -273,10 +256,26 @@ def check_refusals(base: Path, moved: Path, tokens: list[list[int]]) -> None:
     assert engine.load(moved, 3).fingerprint == fingerprint(read_weights(moved))
 
 
+def run_apart(check, *arguments) -> None:
+    """In a process of its own: vLLM's start looks into every module, and the web server of other tests refuses that."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed; transformers' generate is used instead")
+    process = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "its traceback is in the captured output"
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the CPU backend's packed matrices")
-def test_vllm_refuses_a_policy_of_which_it_lacks_a_matrix(base, tokens, tmp_path):
-    run_apart(check_refusals, base, moved_weights(base, tmp_path), tokens)
+def test_vllm_swaps_policies_in_place_agrees_with_transformers_and_refuses_one_of_which_it_lacks_a_matrix(
+    base, other, tokens, tmp_path
+):
+    run_apart(check_vllm, base, other, moved_weights(base, tmp_path), tokens)
+
+
+@pytest.mark.slow
+def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path):
+    run_apart(check_swap, base, moved_weights(base, tmp_path), tokens)
 
 
 def compute_in_float32() -> None:
