@@ -29,7 +29,7 @@ from storage.verify import verify
 from tests.storage.helpers import NOON, OWNER, Sync, make_batch, make_search_round, make_training_step
 
 VIEWS = ("training_steps", "all_batches", "batches", "search_rounds", "evaluations", "syncs")
-STEPS = {1: (0, 23), 2: (9, 31)}  # by attempt: the checkpoint that it resumed from, and its last step
+STEPS = {1: (0, 13), 2: (5, 21)}  # by attempt: the checkpoint that it resumed from, and its last step
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def make_ledger(store: RunStore) -> None:
     for attempt, (resumed_from, last) in STEPS.items():
         attempts.start_attempt(store, resumed_from, OWNER)
         record(store, attempt, range(resumed_from + 1, last + 1))
-    for searcher, number in itertools.product(("s0", "s1"), range(21)):
+    for searcher, number in itertools.product(("s0", "s1"), range(13)):
         if (searcher, number) != ("s1", 6):  # it was killed between the shard and the entry
             ledger.record_search_round(store, make_search_round(searcher, number))
 
@@ -87,7 +87,7 @@ def made(local_store) -> RunStore:
 def test_no_answer_changes(store, tmp_path):
     make_ledger(store)
     before, num_files = answers(store), num_entries(store)
-    assert len(before["training_steps"]) == 31 and len(before["effective"]) == 62
+    assert len(before["training_steps"]) == 21 and len(before["effective"]) == 42
     export(store, tmp_path / "run.duckdb")  # of a local store it follows the run
 
     assert compact_ledger(store) > 0
@@ -95,7 +95,7 @@ def test_no_answer_changes(store, tmp_path):
     assert compact_ledger(store) == 0
     assert delete_compacted(store, timedelta(hours=1)) == 0
     num_deleted = delete_compacted(store, timedelta(0))
-    assert num_entries(store) < num_files / 2 < num_deleted
+    assert num_entries(store) < num_files and num_files / 3 < num_deleted
     assert not differing(before, answers(store))
     assert {fault.kind for fault in verify(store, None).faults} <= {"unknown trajectory", "sync without shards"}
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as database:
@@ -105,11 +105,11 @@ def test_no_answer_changes(store, tmp_path):
 def test_an_export_counts_each_entry_once_while_both_files_are_there(made, tmp_path):
     before = answers(made)
     compact_ledger(made)
-    record(made, 2, range(32, 60))
+    record(made, 2, range(22, 50))
     compact_ledger(made)  # now files of several widths hold one step
     export(made, tmp_path / "run.duckdb")
     after = answers(made)
-    assert len(after["training_steps"]) == 59 and after["training_steps"][:31] == before["training_steps"]
+    assert len(after["training_steps"]) == 49 and after["training_steps"][:21] == before["training_steps"]
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as database:
         assert not differing(exported(database), after)
 
@@ -119,11 +119,11 @@ def test_prefects_page_shows_each_step_once(made):
     page = Artifacts(made, RunConfig(run=made.run, store=made.url))
     page.read_steps()
     delete_compacted(made, timedelta(0))
-    record(made, 2, range(32, 60))
+    record(made, 2, range(22, 50))
     compact_ledger(made)
     for _ in range(2):
         page.read_steps()
-    assert [row["step"] for row in page._steps] == list(range(1, 60))
+    assert [row["step"] for row in page._steps] == list(range(1, 50))
     of_resumed_flow = Artifacts(made, RunConfig(run=made.run, store=made.url))
     of_resumed_flow.read_steps()
     assert of_resumed_flow._steps == page._steps
@@ -199,11 +199,11 @@ def test_an_entry_that_comes_late_counts_and_a_wider_file_takes_it_in(made):
         query = "SELECT round FROM search_rounds WHERE searcher = 's1' ORDER BY 1"
         return queries.query(made, query)["round"].to_pylist()
 
-    assert rounds() == list(range(21))
+    assert rounds() == list(range(13))
     with pytest.raises(AlreadyExists):
         ledger.record_search_round(made, make_search_round("s1", 6))
     assert compact_ledger(made) == delete_compacted(made, timedelta(0)) == 0
-    assert rounds() == list(range(21))
+    assert rounds() == list(range(13))
 
 
 def test_a_late_entry_is_in_the_next_wider_file(local_store):
@@ -230,9 +230,9 @@ def test_a_torn_entry_stays_and_is_named(made, caplog):
     def steps() -> list[int]:
         return queries.query(made, "SELECT step FROM training_steps ORDER BY 1")["step"].to_pylist()
 
-    assert steps() == [step for step in range(1, 32) if step != 13] and torn in caplog.text
+    assert steps() == [step for step in range(1, 22) if step != 13] and torn in caplog.text
     made.put(torn, whole)  # restored
-    assert steps() == list(range(1, 32))
+    assert steps() == list(range(1, 22))
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
