@@ -39,14 +39,18 @@ def compact_ledger(store: RunStore) -> int:
     """
     num_files = 0
     for folder in KEYS:
-        sizes = {path: info.size for path, info in file_infos(store, folder).items()}
-        groups = defaultdict(list)
-        for part in counting_parts(store, folder, sizes):
-            groups[part.group].append(part)
-        for parts in groups.values():
-            for numbers, of_block in _blocks(parts, sizes):
-                num_files += _write(store, folder, numbers, of_block)
+        while written := _compact_folder(store, folder):  # what was too large as entries is small when compacted
+            num_files += written
     return num_files
+
+
+def _compact_folder(store: RunStore, folder: str) -> int:
+    sizes = {path: info.size for path, info in file_infos(store, folder).items()}
+    groups = defaultdict(list)
+    for part in counting_parts(store, folder, sizes):
+        groups[part.group].append(part)
+    blocks = [block for parts in groups.values() for block in _blocks(parts, sizes)]
+    return sum(_write(store, folder, numbers, of_block) for numbers, of_block in blocks)
 
 
 def _blocks(parts: list[Part], sizes: dict[str, int]) -> Iterator[tuple[range, list[Part]]]:

@@ -1,12 +1,12 @@
 """What does a question over a long run's training steps cost on a remote S3? `make bench-ledger`: one JSON object.
 
 A run of 100,000 training steps (STEPS=… chooses): upkeep has compacted its ledger, and deleted what that replaced.
-S3 is Ceph's radosgw behind the proxy of bench_scale.py: each answer takes 30 ms longer. The entries are written
-and compacted in a local folder, and what is left is copied to S3.
+S3 is Ceph's radosgw behind the proxy of bench_scale.py: each answer takes 30 ms longer. Files are written and compacted
+in a local folder, from blocks of 64 steps as upkeep leaves them day by day, and what is left is copied to S3.
 
     files            of the training ledger, after compaction
     mean_s           `SELECT avg(reward_mean) FROM training_steps`, median of 5
-    scattered_s      the same for the newest 1,000 steps, one file each: before compaction, median of 3
+    scattered_s      the same for a run of 1,000 steps, one file each: before compaction, median of 3
     compact_s        upkeep's compaction, in the local folder
 """
 
@@ -20,7 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from infra.local_s3 import LocalS3
-from storage import attempts, ledger, queries
+from storage import attempts, ledger, ledger_files, queries
+from storage.ledger_files import compacted_path
 from storage.ledger_upkeep import compact_ledger, delete_compacted
 from storage.schema import TRAINING_STEP, to_table
 from storage.shards import parquet_bytes
@@ -53,13 +54,16 @@ def make_local(folder: Path) -> tuple[RunStore, float]:
     """The compacted run, and the seconds of its compaction."""
     store = RunStore(folder.as_uri(), "long")
     attempts.start_attempt(store, resumed_from=0, owner=OWNER)
-    for first in range(1, STEPS + 1, SCATTERED):  # as ledger.record_training_step writes them
-        steps = range(first, min(first + SCATTERED, STEPS + 1))
+    width = ledger_files.WIDTHS[0]
+    for first in range(0, STEPS + 1, width):
+        steps = range(max(first, 1), min(first + width, STEPS + 1))
         rows = [make_training_step(1, step) | {"reward_mean": step / STEPS} for step in steps]
-        table = to_table(rows, TRAINING_STEP)
-        for row, step in enumerate(steps):
-            path = f"metrics/training/attempt=00000001/step={step:08d}.parquet"
-            store.put_new(path, parquet_bytes(table.slice(row, 1)))
+        if first + 2 * width <= STEPS:
+            path = compacted_path("metrics/training", "attempt=00000001", range(first, first + width))
+            store.put_new(path, parquet_bytes(to_table(rows, TRAINING_STEP)))
+        else:
+            for row in rows:
+                ledger.record_training_step(store, row)
     compact_s = timed_s(lambda: compact_ledger(store))
     delete_compacted(store, timedelta(0))
     return store, compact_s
