@@ -65,9 +65,8 @@ def _blocks(parts: list[Part], sizes: dict[str, int]) -> Iterator[tuple[range, l
             of_block, numbers = list(group), range(block * width, (block + 1) * width)
             if max(len(part.numbers) for part in of_block) >= width:
                 continue
-            is_closed = (
-                numbers[-1] + ledger_files.WIDTHS[0] <= newest
-            )  # a whole narrow block later: entries come nearly in order
+            # a whole narrow block later: entries come nearly in order
+            is_closed = numbers[-1] + ledger_files.WIDTHS[0] <= newest
             if is_closed and len(of_block) > 1 and sum(sizes[part.path] for part in of_block) <= MAX_BYTES:
                 yield numbers, of_block
             else:
@@ -87,7 +86,7 @@ def _write(store: RunStore, folder: str, numbers: range, parts: list[Part]) -> b
 
     tables = transfer_all(read, parts)
     if any(table is None and part.is_compacted for part, table in zip(parts, tables, strict=True)):
-        return False  # it would no longer count
+        return False  # its rows would no longer count
     rows = pa.concat_tables([COLUMNS[folder].empty_table(), *(table for table in tables if table is not None)])
     with suppress(AlreadyExists):  # another process wrote it first
         if rows.num_rows:

@@ -4,7 +4,7 @@
 - batches, training_steps and syncs leave out what a resumed Trainer undid; all_batches does not
 - what an older version did not record is NULL
 - every view and every column of it is documented, with the schema's columns
-- SELECT, DESCRIBE, SHOW, SUMMARIZE and EXPLAIN work
+- SELECT, DESCRIBE, SHOW, SUMMARIZE and EXPLAIN work; a query looks only for the files of the tables it names
 - nothing else does: no writing, attaching, installing or setting, one statement at a time
 - SQL reaches no file, no network, no extension, no secret and no Python variable, and leaves no file behind
 - connections share nothing; times are UTC
@@ -232,3 +232,21 @@ def test_training_steps_of_an_older_version_have_no_value_for_later_columns(stor
     found = rows(store, f"SELECT step, reward_mean, {', '.join(sorted(later))} FROM training_steps ORDER BY step")
     assert found[0] == (1, 0.25) + (None,) * 7
     assert None not in found[1]
+
+
+def test_a_query_looks_only_for_the_files_of_the_tables_it_names(stored, monkeypatch):
+    listed, listing = [], stored.list
+    monkeypatch.setattr(stored, "list", lambda folder, **named: listed.append(folder) or listing(folder, **named))
+    assert rows(stored, "SELECT count(*) > 0 FROM evaluations") == [(True,)]
+    assert "metrics/evaluations" in listed and not {"trajectories", "batches", "metrics/training"} & set(listed)
+
+
+def test_a_query_finds_the_rows_of_a_table_however_it_is_named(stored):
+    for statement in (
+        "SELECT count(*) > 0 FROM query_table('training' || '_steps')",
+        "SELECT count(*) > 0 FROM query('SELECT * FROM ' || 'training' || '_steps')",
+        "SELECT count(*) > 0 FROM Training_Steps",
+        "SELECT count > 0 FROM (SUMMARIZE training_steps) LIMIT 1",
+        "WITH x AS (FROM training_steps) SELECT count(*) > 0 FROM x",
+    ):
+        assert rows(stored, statement) == [(True,)], statement
