@@ -13,21 +13,16 @@ from itertools import groupby
 
 import pyarrow as pa
 
-from storage import ledger_files, schema
+from storage import ledger_files
 from storage.errors import AlreadyExists, DamagedRecord, NotFound
 from storage.ledger import NEEDED, read_entry
 from storage.ledger_files import KEYS, Part, compacted_path, counting_parts, covers_of, parts_named
+from storage.queries import STORED
 from storage.shards import parquet_bytes
 from storage.store import RunStore, transfer_all
 from storage.upkeep import file_infos, store_time
 
-COLUMNS = {
-    "batches": schema.BATCH,
-    "metrics/training": schema.TRAINING_STEP,
-    "metrics/search": schema.SEARCH_ROUND,
-    "metrics/evaluations": schema.EVALUATION,
-    "syncs": schema.SYNC,
-}
+COLUMNS = dict(STORED.values())  # by folder
 # Files are written together if they are at most this large in all: a reader holds a whole file in memory.
 MAX_BYTES = 32 << 20
 

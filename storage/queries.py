@@ -23,10 +23,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from storage import attempts, schema
+from storage import attempts, ledger_files, schema
 from storage.errors import DamagedRecord, NotFound, ReadOnly, StoreError, TornShard
 from storage.ledger import NEEDED, read_entry
-from storage.ledger_files import KEYS, WIDTHS, counting_parts, is_entry, parts_named
+from storage.ledger_files import KEYS, counting_parts, is_entry, parts_named
 from storage.shard_files import read_file
 from storage.shards import committed_files, refused_rounds
 from storage.sql import sql
@@ -177,7 +177,7 @@ def dataset(store: RunStore, folder: str, columns: pa.Schema, torn: Collection[s
         return _committed(store, columns, torn)
     paths = _files_of(store, folder, torn)
     parts = parts_named(folder, paths) if folder in KEYS else []
-    small = [part.path for part in parts if len(part.numbers) <= WIDTHS[0]]
+    small = [part.path for part in parts if len(part.numbers) <= ledger_files.WIDTHS[0]]
     if store.local_path("") or not 0 < len(small) <= _MOST_FETCHED:
         return _of_files(store, columns, paths)
     large = [path for path in paths if path not in set(small)]

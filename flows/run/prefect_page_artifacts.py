@@ -114,7 +114,7 @@ class Artifacts:
         return [part.path for part in parts]
 
     def _read_file(self, path: str) -> list[dict]:
-        """The rows of an entry or a compacted file. None if it is damaged, which `tba verify` tells, or was deleted."""
+        """The rows of an entry or a compacted file. There are none if it is damaged or was deleted."""
         with contextlib.suppress(DamagedRecord, NotFound):
             return ledger.read_entry(self._store, path, SHOWN, ledger.NEEDED["metrics/training"]).to_pylist()
         return []
