@@ -34,7 +34,7 @@ from storage.shard_files import read_each, read_many
 from storage.shards import origins_of, refusal_path, refused_rounds, shard_path
 from storage.store import RunStore, transfer_all
 
-ROUNDS_PER_CHECK = 32  # are checked together, which costs as little as a check of one
+ROUNDS_PER_CHECK = 64  # are checked together, which costs little more than a check of one
 SECOND_READING_S = 0.5  # before the second reading; a store seldom gives a wrong answer twice
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,9 @@ the promises of both.
 import functools
 import ipaddress
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -52,7 +53,8 @@ class S3Prefix:
             fs = _connect(s3={"payload_signing_enabled": False})
         fs.s3.meta.events.register("after-call.s3", _check_answer)
         self._fs = fs
-        self.__dict__.pop("_arrow", None)
+        for client in ("_arrow", "_obstore"):
+            self.__dict__.pop(client, None)
 
     @patient("write")
     def put(self, path: str, data: bytes) -> None:
@@ -105,14 +107,15 @@ class S3Prefix:
         return self._fs.cat_file(f"{self._root}/{path}", max_concurrency=1)  # by default s3fs asks for the size first
 
     def get_fast(self, path: str) -> bytes | None:
-        """The content, by Arrow's client, which takes less than half of s3fs's processor time. It is not checked.
+        """The content, by obstore, in an eighth of s3fs's processor time and one request. It is not checked.
 
-        None: it failed, and `get` says why. What comes may be a proxy's page or half of the file.
+        None: it failed, and `get` says why. What comes may be a proxy's page.
         """
+        import obstore
+
         try:
-            with self._arrow.open_input_stream(f"{self._root}/{path}") as stream:
-                return stream.read()
-        except (OSError, pyarrow.ArrowException):
+            return obstore.get(self._obstore, path).bytes().to_bytes()
+        except (OSError, obstore.exceptions.BaseError):
             return None
 
     @patient("download")
@@ -195,6 +198,24 @@ class S3Prefix:
         return self._arrow, self._root
 
     @functools.cached_property
+    def _obstore(self):
+        from obstore.store import S3Store
+
+        found, credentials = self._fs.s3.meta, _credentials()
+        timeouts = {"connect_timeout": self._fs.connect_timeout, "read_timeout": self._fs.read_timeout}
+        return S3Store(
+            self._bucket,
+            prefix=self._prefix,
+            region=found.region_name,
+            endpoint=found.endpoint_url,
+            credential_provider=credentials,
+            skip_signature=credentials is None,
+            client_options={name: timedelta(seconds=limit_s) for name, limit_s in timeouts.items()}
+            | {"timeout": timedelta(minutes=5), "allow_http": True},
+            retry_config={"max_retries": 0},
+        )
+
+    @functools.cached_property
     def _arrow(self) -> pyarrow.fs.FileSystem:
         # Arrow's own client: s3fs below Arrow deadlocks. pyarrow starts a scan with the interpreter's lock held and
         # waits for a lock of Arrow's, whose holder waits for the interpreter's to open a file. Address and region are
@@ -222,6 +243,20 @@ def _connect(**config):
     fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, config_kwargs=config)
     fs.retries = _TRIES
     return fs
+
+
+def _credentials() -> Callable[[], dict] | None:
+    """A source of credentials for obstore, from AWS's standard places. None: there are none there."""
+    import botocore.session
+
+    found = botocore.session.Session().get_credentials()
+
+    def current() -> dict:
+        now = found.get_frozen_credentials()  # renewed ten minutes before they expire
+        keys = {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token}
+        return keys | {"expires_at": datetime.now(UTC) + timedelta(minutes=5)}
+
+    return current if found else None
 
 
 def _check_answer(http_response, parsed: dict, model, **_) -> None:

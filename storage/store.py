@@ -119,7 +119,7 @@ class RunStore:
             return self._files.get(path)
 
     def get_fast(self, path: str) -> bytes | None:
-        """The content of a file, unchecked: half of it, or a proxy's page. The caller recognises that, and asks `get`.
+        """The content of a file, unchecked: it may be a proxy's page. The caller recognises that, and asks `get`.
 
         None: there is no faster way than `get`, or it failed.
         """

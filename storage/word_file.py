@@ -41,13 +41,13 @@ class _Segment:
     def num_bytes(self) -> int:
         return self._starts[-1] * WORD_BYTES
 
-    def append(self, data: bytes, num_words: np.ndarray) -> None:
+    def append(self, data: memoryview, num_words: np.ndarray) -> None:
         """Appends records of so many words each, one after the other."""
         begin = self._starts[-1]
         with_room(lambda: self._write(data, begin * WORD_BYTES), _NAME)
         self._starts.frombytes((begin + np.cumsum(num_words)).tobytes())
 
-    def _write(self, data: bytes, offset: int) -> None:
+    def _write(self, data: memoryview, offset: int) -> None:
         while data:  # a disk that fills up takes a part
             written = os.pwrite(self._file.fileno(), data, offset)
             data, offset = data[written:], offset + written
@@ -87,13 +87,13 @@ class WordFile:
         for index, column in enumerate(columns):
             values = column.values.to_numpy()[ends[0, index] : ends[-1, index]]
             words[self._positions(starts, lengths, index)] = values.view(np.int32)
-        records = self._append(words.tobytes(), num_words)
+        records = self._append(memoryview(words).cast("B"), num_words)
         responses = columns[self.COLUMNS.index("response_tokens")]
-        bounds, tokens = responses.offsets.to_numpy(), memoryview(responses.values.to_numpy())
+        bounds, tokens = responses.offsets.tolist(), memoryview(responses.values.to_numpy())
         digests = [hashlib.blake2b(tokens[start:end], digest_size=8).digest() for start, end in pairwise(bounds)]
         return {"record": records, "response_digest": np.frombuffer(b"".join(digests), np.int64)}
 
-    def _append(self, data: bytes, num_words: np.ndarray) -> np.ndarray:
+    def _append(self, data: memoryview, num_words: np.ndarray) -> np.ndarray:
         """The numbers of the new records."""
         last = self._segments[-1]
         if last.num_bytes >= SEGMENT_BYTES:
@@ -138,7 +138,8 @@ class WordFile:
     def copy(self, records: np.ndarray) -> np.ndarray:
         """Appends copies of these records. Returns their numbers, in that order."""
         data = self._read(records)
-        return self._append(b"".join(data), np.array([len(of_one) // WORD_BYTES for of_one in data], np.int64))
+        num_words = np.array([len(of_one) // WORD_BYTES for of_one in data], np.int64)
+        return self._append(memoryview(b"".join(data)), num_words)
 
     def free(self, first: int) -> None:
         """Frees the segment with this first record. None of its records may be stored any more."""

@@ -23,7 +23,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +44,10 @@ from storage.verify import verify
 from tests.benchmarks.memory_buffer import MemoryBuffer
 from tests.storage.helpers import OWNER
 
-SHARD_ROWS, RESPONSES_PER_PROMPT, RESPONSE_TOKENS, PROMPT_TOKENS, CAPACITY = 1000, 20, 128, 40, 100
+SHARD_ROWS, RESPONSES_PER_PROMPT, PROMPT_TOKENS, CAPACITY = 1000, 20, 40, 100
 SIZES = {"10k": 10_000, "1m": 1_000_000}
-LARGEST, LARGEST_TOKENS = ("10m", 10_000_000), 32
+LARGEST = ("10m", 10_000_000)
+RESPONSE_TOKENS = 32 if os.environ.get("SIZE") == LARGEST[0] else 128
 SAMPLING = Sampling(
     prompts_per_batch=7,
     responses_per_prompt=20,
@@ -100,10 +104,15 @@ def make_shard(searcher: str, round_number: int, num_prompts: int) -> pa.Table:
 def make_run(store: RunStore, num_rows: int) -> None:
     """A run of `num_rows` trajectories, one sync a shard, every prompt at capacity."""
     attempts.start_attempt(store, resumed_from=0, owner=OWNER)
-    for round_number in range(num_rows // SHARD_ROWS):
-        commit_shard(store, make_shard("s0", round_number, num_rows // CAPACITY))
-        number = round_number + 1
-        ledger.record_sync(store, Sync(number, number, 1, {"s0": [round_number]}, Fresh(SHARD_ROWS)))
+    rounds = range(num_rows // SHARD_ROWS)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(partial(_commit, store.url, store.run, num_rows // CAPACITY), rounds, chunksize=64))
+    for number in rounds:
+        ledger.record_sync(store, Sync(number + 1, number + 1, 1, {"s0": [number]}, Fresh(SHARD_ROWS)))
+
+
+def _commit(url: str, run: str, num_prompts: int, round_number: int) -> None:
+    commit_shard(RunStore(url, run), make_shard("s0", round_number, num_prompts))
 
 
 def write_per_s(store: RunStore) -> float:
@@ -219,13 +228,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if LARGEST[0] in (os.environ.get("SIZE"), sys.argv[-1]):  # also in its processes
-        RESPONSE_TOKENS = LARGEST_TOKENS
     if sys.argv[1:2] == ["verify"]:
         print(json.dumps(measure_verify(*sys.argv[2:])))
     elif len(sys.argv) == 4:
         print(json.dumps(measure(*sys.argv[1:])))
-    elif RESPONSE_TOKENS == LARGEST_TOKENS:
+    elif os.environ.get("SIZE") == LARGEST[0]:
         measure_largest()
     else:
         main()

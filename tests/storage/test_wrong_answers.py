@@ -4,6 +4,7 @@
 - a listing is sorted, without repetitions and earlier paths, whatever order the server lists in
 - a put answered 200 by something that is not S3 was not stored
 - throttling, time-outs, 5xx, conflicts, cut bodies, expired credentials and a skewed clock are waited for, and named
+- a fast read is one request, and yields nothing if that fails
 - a refusal waits for nothing and is named
 - a put_new that is told 409 or 412 though nothing was stored is repeated, also where the server drops metadata
 - after a HEAD without a reason, the reason is asked for
@@ -150,6 +151,20 @@ def test_a_fault_that_may_pass_is_waited_for_and_named(wrong, kind):
         store.get("a/1")
 
 
+def test_a_fast_read_is_one_request(wrong):
+    store, server = wrong
+    before = len(server.seen)
+    assert store.get_fast("a/1") == b"one"
+    assert len(server.seen) == before + 1
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_a_fast_read_that_fails_yields_nothing(wrong, kind):
+    store, server = wrong
+    server.times(99, PASSING[kind])
+    assert store.get_fast("a/1") is None
+
+
 @pytest.mark.parametrize("kind", ["cut body", "slow down"])
 def test_a_download_is_whole(wrong, tmp_path, kind):
     store, server = wrong
@@ -242,9 +257,11 @@ def test_expired_credentials_are_read_anew(wrong, monkeypatch):
     def wrong_key(request):
         return None if "Credential=new-key/" in request.headers["authorization"] else PASSING["expired"]
 
+    assert store.get_fast("a/1") == b"one"
     server.wrong = wrong_key
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "new-key")  # what a changed file of AWS's is for a process that goes on
-    assert store.get("a/1") == b"one"
+    assert store.get_fast("a/1") is None
+    assert store.get("a/1") == store.get_fast("a/1") == b"one"
 
 
 @pytest.fixture
