@@ -81,7 +81,7 @@ class ReplayBuffer:
 
     Of identical responses to one prompt the newest stays; its weight is the number of copies that its sync brought. Of
     each prompt the newest `capacity_per_prompt` responses stay. Age is (sync, policy_step, md5 of trajectory_id), so
-    the order of reading does not matter.
+    the order of reading does not matter. Syncs that are older than `max_age` as a whole are dropped by a later sync.
     """
 
     def __init__(self, store: RunStore, sampling: Sampling, seed: int, limits: Limits | None = None):
@@ -127,6 +127,8 @@ class ReplayBuffer:
         self._index.begin()
         with self._rolled_back_on_error():
             taken_in = self._take_in({number: rounds}, {number: step}, self._new_shards.compacted)
+            if (through := self._last_too_old(step)) is not None:
+                self._index.drop(through)
             self._found = _Found(rounds, step, *taken_in)
         return True
 
@@ -156,6 +158,9 @@ class ReplayBuffer:
         self._seen |= {searcher: of_searcher[-1] for searcher, of_searcher in found.rounds.items()}
         if found.sync is not None:
             self.newest_sync, self.num_taken_in = found.sync.number, self.num_taken_in + found.sync.num_trajectories
+            self._first_steps[found.sync.number] = found.sync.step
+        if (through := self._last_too_old(found.step)) is not None:
+            self._first_steps = {sync: step for sync, step in self._first_steps.items() if sync > through}
 
     def move_words(self) -> None:
         self._index.move_words()
@@ -168,7 +173,8 @@ class ReplayBuffer:
         """Restores the buffer that `step` was drawn from: the shards of the recorded syncs that count, up to that step.
 
         Rounds that have expired since are left out. So are shards that were damaged since: the next sync() refuses
-        them. Later shards are taken in by the next sync(), too. Raises: NotFound: a recorded shard is missing.
+        them. Later shards are taken in by the next sync(), too. Syncs that are too old as a whole are not read.
+        Raises: NotFound: a recorded shard is missing.
         """
         self._clear()
         records, expired = ledger.effective_syncs(self._store, step), expired_through(self._store)
@@ -179,9 +185,12 @@ class ReplayBuffer:
             kept = set(range(first, record["last_round"] + 1)) - refused.get(record["searcher"], set())
             syncs[record["sync"]][record["searcher"]] += sorted(kept)
         steps = {record["sync"]: record["step"] for record in records}
-        found, self._damaged = self._take_in(syncs, steps, after_settling=self._index.free_moved_words)
         # Rounds that have expired since were taken in, so they count. Older versions did not record how many.
         recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
+        self._first_steps = steps
+        if None not in recorded and (through := self._last_too_old(step)) is not None:
+            syncs = {number: rounds for number, rounds in syncs.items() if number > through}
+        found, self._damaged = self._take_in(syncs, steps, after_settling=self._index.free_moved_words)
         num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
         self.newest_sync = max((record["sync"] for record in records), default=0)
         self._seen = {record["searcher"]: record["last_round"] for record in records}  # in the order of syncs
@@ -293,6 +302,15 @@ class ReplayBuffer:
         max_age = self._sampling.max_age
         return np.iinfo(np.int64).min if max_age is None else step - 1 - max_age
 
+    def _last_too_old(self, step: int) -> int | None:
+        """The last sync of which `step` and later steps draw nothing, nor of any before. None: there is none.
+
+        The newest policy of a sync is that of the step before its first one (`ages_from`). Later syncs count as newer,
+        so without this one the buffer keeps the same trajectories of them.
+        """
+        oldest = self._oldest(step)
+        return max((sync for sync, first in self._first_steps.items() if first - 1 < oldest), default=None)
+
     def samples_per_insert(self, step: int) -> float:
         """Mean number of draws of a trajectory taken in so far, this step's B * K draws included."""
         drawn = step * self._sampling.prompts_per_batch * self._sampling.responses_per_prompt
@@ -314,6 +332,7 @@ class ReplayBuffer:
     def _clear(self) -> None:
         self._index = Index(self._sampling.capacity_per_prompt)
         self._new_shards, self._found = NewShards(self._store), None
+        self._first_steps: dict[int, int] = {}  # that could draw, by sync
         self._seen: dict[str, int] = {}  # last round taken in or refused, by searcher
         self._damaged: list[intake.Refusal] = []  # found by rebuild, until the next sync records them
         self.num_taken_in = 0  # repeats and later evictions included

@@ -55,6 +55,10 @@ class Index:
         self._write("update_prompts")
         self._writer.unregister("arrivals")
 
+    def drop(self, through: int) -> None:
+        """Deletes the trajectories of all syncs up to this one."""
+        self._writer.execute("DELETE FROM trajectories WHERE sync <= ?", [through])
+
     def newest_policy(self, sync: int) -> int:
         """The largest policy step of a sync's trajectories, as the writer sees them; -1: it has none."""
         query = "SELECT coalesce(max(policy_step), -1) FROM trajectories WHERE sync = ?"

@@ -2,6 +2,7 @@
 
 - samples_per_insert holds a step back exactly until enough was taken in, and depends on step and syncs alone
 - max_age is a hard bound: no draw is older, in recent places and others; what is left is drawn as if it were all
+- a sync that is too old as a whole is dropped by a later one; a resume does not read its shards, and draws the same
 - what a policy sampled that a resume undid ages from the checkpoint, by the undone steps, too; it is never negative
 - without anything young enough there is no batch, and the message has every number of the rule
 - where all of the newest sync is too old, its places draw among the rest
@@ -11,7 +12,9 @@ import pytest
 
 from storage import ledger
 from storage.buffer import NotEnoughExperience
+from storage.errors import NotFound
 from storage.mop import Sampling
+from storage.shards import shard_path
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.reference_draw import reference_draw
@@ -52,17 +55,33 @@ def run_of_three_policies(store: RunStore, **sampling):
     return buffer
 
 
-@pytest.mark.parametrize(("step", "oldest", "num_too_old"), [(9, 4, 16), (14, 9, 48), (10, 5, 32), (5, 0, 0)])
+@pytest.mark.parametrize(("step", "oldest", "num_too_old"), [(9, 4, 0), (14, 9, 32), (10, 5, 16), (5, 0, 0)])
 def test_no_draw_is_older_than_max_age(store, step, oldest, num_too_old):
     buffer = run_of_three_policies(store, max_age=4)
     assert buffer.num_too_old(step) == num_too_old
     if oldest > 8:
-        message = r"max_age is 4, but all 48 stored trajectories are older: their policies are before step 9"
+        message = r"max_age is 4, but all 32 stored trajectories are older: their policies are before step 9"
         with pytest.raises(NotEnoughExperience, match=message):
             buffer.draw(step)
         return
     assert min(buffer.draw(step)["policy_step"].to_pylist()) >= oldest
     assert step - 1 - oldest <= 4
+
+
+def test_a_sync_that_is_too_old_is_dropped_and_not_read_again(store):
+    buffer = run_of_three_policies(store, max_age=4)
+    assert buffer.num_trajectories == 32 and buffer.num_taken_in == 48
+    store.delete(shard_path("s0", 0))
+    resumed = new_buffer(store, prompts_per_batch=4, responses_per_prompt=3, recent_probability=0.5, max_age=4)
+    resumed.rebuild(9)
+    assert resumed.num_trajectories == 32 and resumed.num_taken_in == 48
+    for each in (buffer, resumed):
+        commit(store, "s0", 3, distinct("ae", 4, start=30), 9) if each is buffer else None
+        each.sync(step=10, attempt=1 if each is buffer else 2)
+        assert each.num_trajectories == 24  # of policies 8 and 9: the sync of policy 4 is too old for step 10
+    assert buffer.draw(10).equals(resumed.draw(10))
+    with pytest.raises(NotFound):
+        new_buffer(store, prompts_per_batch=4, responses_per_prompt=3).rebuild(9)
 
 
 def test_what_is_young_enough_is_drawn_as_if_it_were_all(store):
