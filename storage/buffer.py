@@ -34,6 +34,7 @@ from storage.attempts import check_not_superseded
 from storage.errors import NotFound
 from storage.fresh import Fresh
 from storage.index import Index
+from storage.ledger import Sync
 from storage.mop import Sampling
 from storage.new_shards import NewShards
 from storage.rules import Limits
@@ -47,21 +48,6 @@ ROUNDS_PER_SETTLE = 64
 
 class NotEnoughExperience(RuntimeError):
     """Flow control: it is too early for a batch. The message names the setting that requires more trajectories."""
-
-
-@dataclass(frozen=True)
-class Sync:
-    """The trajectories that one sync took in."""
-
-    number: int  # counts from 1
-    step: int  # the first training step that could draw it
-    attempt: int
-    rounds: dict[str, list[int]]  # by searcher, in order
-    fresh: Fresh  # sums over the trajectories
-
-    @property
-    def num_trajectories(self) -> int:
-        return self.fresh.num_trajectories
 
 
 def ages_from(policy_step: np.ndarray, sync_step: np.ndarray) -> np.ndarray:

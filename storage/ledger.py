@@ -14,8 +14,8 @@ a for step t counts if no later attempt resumed from before t. Entries that do n
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from storage.attempts import counts, list_attempts
 from storage.errors import DamagedRecord
+from storage.fresh import Fresh
 from storage.ledger_files import counting_parts, numbers_in
 from storage.paths import LARGEST_NUMBER
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
@@ -40,6 +41,21 @@ NEEDED = {
     "diversity": ("metric", "value"),
 }
 _NUMBERS = {"attempt", "step", "sync", "round", "first_round", "last_round"}
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The trajectories that one sync took in."""
+
+    number: int  # counts from 1
+    step: int  # the first training step that could draw it
+    attempt: int
+    rounds: dict[str, list[int]]  # by searcher, in order
+    fresh: Fresh  # sums over the trajectories
+
+    @property
+    def num_trajectories(self) -> int:
+        return self.fresh.num_trajectories
 
 
 def record_batch(store: RunStore, attempt: int, step: int, rows: pa.Table) -> None:
@@ -94,11 +110,8 @@ def accuracy(store: RunStore, path: str, policy_step: int) -> float:
     return rows.filter(pc.equal(rows["policy_step"], policy_step))["accuracy"][0].as_py()
 
 
-def record_sync(store: RunStore, sync: Any) -> None:
-    """Records a sync. sync: a storage.buffer.Sync with new rounds, in order for each searcher.
-
-    Writes one row for each searcher; if rounds are missing between, one for each stretch without gaps.
-    """
+def record_sync(store: RunStore, sync: Sync) -> None:
+    """Records a sync: one row for each searcher; if rounds are missing between, one for each stretch without gaps."""
     rows = [
         {
             "attempt": sync.attempt,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from storage.attempts import check_not_superseded
-from storage.buffer import ReplayBuffer, Sync
+from storage.buffer import ReplayBuffer
+from storage.ledger import Sync
 from storage.store import RunStore
 
 # A sync that takes no longer, as those of a local store do, is waited for: its trajectories are a step younger then.

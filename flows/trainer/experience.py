@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.background_sync import MAX_STALL_S, BackgroundSync
 from storage import ledger
-from storage.buffer import NotEnoughExperience, ReplayBuffer, Sync
+from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.fresh import FRESH_COLUMNS, Fresh
+from storage.ledger import Sync
 from storage.store import RunStore
 from tba.batch import Batch, Draw, Metrics
 from tba.logprobs import Group

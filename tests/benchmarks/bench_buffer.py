@@ -34,8 +34,9 @@ import pyarrow as pa
 
 from infra.local_s3 import LocalS3, LocalS3Error
 from storage import attempts, ledger
-from storage.buffer import ReplayBuffer, Sync
+from storage.buffer import ReplayBuffer
 from storage.fresh import Fresh
+from storage.ledger import Sync
 from storage.mop import Sampling
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id

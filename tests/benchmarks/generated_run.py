@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from storage import attempts, ledger, policies
-from storage.buffer import Sync
 from storage.fresh import Fresh
+from storage.ledger import Sync
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id
 from storage.store import RunStore

@@ -142,7 +142,7 @@ def make_search_round(searcher: str, round_number: int) -> dict:
 
 @dataclass
 class Sync:
-    """What ledger.record_sync reads of storage.buffer.Sync."""
+    """What ledger.record_sync reads of ledger.Sync."""
 
     number: int
     step: int
