@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -52,12 +53,14 @@ ROUNDS = 3  # the first sync's, one while nothing trains, one in training
 
 
 class Latency(threading.Thread):
-    """A proxy on loopback: what a client sends reaches the server LATENCY_S later, in order. It counts requests."""
+    """A proxy on loopback: what a client sends reaches the server later, in order. It counts requests."""
 
-    def __init__(self, endpoint: str, counter: Path):
+    def __init__(self, endpoint: str, counter: Path, latency_s: float = LATENCY_S):
         """counter: the file that gets the number of requests."""
         super().__init__(daemon=True)
-        self._target, self._ready = urlsplit(endpoint), threading.Event()
+        self._target, self._ready, self._latency_s = urlsplit(endpoint), threading.Event(), latency_s
+        self.first_lines: Counter[bytes] = Counter()
+        """Of requests: method and target."""
         counter.write_bytes(bytes(8))
         self._number = np.memmap(counter, np.int64, "r+")
         self.start()
@@ -74,12 +77,17 @@ class Latency(threading.Thread):
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_server = await asyncio.open_connection(self._target.hostname, self._target.port)
-        await asyncio.gather(self._pass(reader, to_server[1], LATENCY_S), self._pass(to_server[0], writer, 0.0))
+        requests = self._pass(reader, to_server[1], self._latency_s, counts=True)
+        await asyncio.gather(requests, self._pass(to_server[0], writer, 0.0))
 
-    async def _pass(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, delay_s: float) -> None:
+    async def _pass(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, delay_s: float, counts: bool = False
+    ) -> None:
         loop = asyncio.get_running_loop()
         while data := await source.read(1 << 16):
-            self._number += delay_s > 0 and data.startswith(METHODS)
+            if counts and data.startswith(METHODS):
+                self._number += 1
+                self.first_lines[data.partition(b" HTTP/")[0]] += 1
             loop.call_later(delay_s, target.write, data)
         loop.call_later(delay_s, target.close)
 
