@@ -50,10 +50,15 @@ class Index:
     def settle(self, prompt_ids: pa.Array) -> None:
         """Deletes repeats and rows beyond the capacity of these prompts, once whole syncs are inserted."""
         self._writer.register("arrivals", pa.table({"prompt_id": prompt_ids}))
+        self._writer.register("touched", self._writer.sql(sql("list_touched")).to_arrow_table())
         self._write("count_copies")
-        self._write("delete_superseded", {"capacity_per_prompt": self._capacity_per_prompt})
+        limit = {"capacity_per_prompt": self._capacity_per_prompt}
+        superseded = self._writer.sql(sql("list_superseded"), params=limit).to_arrow_table()
+        self._writer.register("superseded", superseded)
+        self._write("delete_superseded")
         self._write("update_prompts")
-        self._writer.unregister("arrivals")
+        for table in ("arrivals", "touched", "superseded"):
+            self._writer.unregister(table)
 
     def drop(self, through: int) -> None:
         """Deletes the trajectories of all syncs up to this one."""

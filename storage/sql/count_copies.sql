@@ -1,11 +1,10 @@
--- Writes to every copy of a response to a prompt of `arrivals` how many copies its sync brought; the newest copy stays. Run
+-- Writes to every copy of a response to a prompt of `touched` how many copies its sync brought; the newest copy stays. Run
 -- it when all rounds of the new syncs are indexed. Older syncs have one copy of each response left, so they do not change.
 UPDATE trajectories
 SET times_sampled = copies.times_sampled
 FROM (
     SELECT prompt, response_digest, sync, count(*)::INTEGER AS times_sampled
-    FROM trajectories
-    WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
+    FROM touched
     GROUP BY ALL
     HAVING count(*) > 1
 ) AS copies

@@ -1,4 +1,4 @@
--- Updates each prompt of `arrivals` from its stored trajectories. With these columns list_prompts.sql need not read the
+-- Updates each prompt of `touched` from its stored trajectories. With these columns list_prompts.sql need not read the
 -- trajectories to find prompts with recent or young enough ones, and prompts whose rewards differ. For the latter: each
 -- reward has a youngest trajectory, and from the second youngest of these on there are two rewards.
 UPDATE prompts
@@ -12,8 +12,8 @@ FROM (
     SELECT prompt, max(ages_from, 2) AS youngest
     FROM (
         SELECT prompt, reward, max(ages_from) AS ages_from
-        FROM trajectories
-        WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
+        FROM touched
+        ANTI JOIN superseded USING (record)
         GROUP BY prompt, reward
     ) AS of_rewards
     GROUP BY prompt
@@ -24,8 +24,8 @@ JOIN (
         SELECT prompt, sync, max(ages_from, 2) AS youngest
         FROM (
             SELECT prompt, sync, reward, max(ages_from) AS ages_from
-            FROM trajectories
-            WHERE prompt IN (SELECT prompt FROM prompts JOIN arrivals USING (prompt_id))
+            FROM touched
+            ANTI JOIN superseded USING (record)
             GROUP BY prompt, sync, reward
         ) AS of_rewards_and_syncs
         GROUP BY prompt, sync
