@@ -4,7 +4,7 @@
 - rewards weigh as softmax(reward / tau) mixed with uniform, in the first draw and in the second without replacement
 - prompts are drawn uniformly, all different within a batch where there are enough, otherwise each in turn
 - prompts whose rewards differ are drawn before the others, from the newest sync by its rewards alone, and trajectories
-  that are too old to be drawn do not count
+  that are too old to be drawn, or are not stored any more, do not count
 - a response's share of the slots is its share of the samples, whether K distinct ones are there or not
 - no sample twice for a prompt where there are K, otherwise all in turn
 - a temperature near zero draws in the order of rewards
@@ -149,6 +149,19 @@ def test_rewards_of_trajectories_that_are_too_old_do_not_make_a_prompt_come_firs
     commit(store, "s0", 1, young, policy_step=1)
     buffer.sync(step=2, attempt=1)
     assert drawn_prompts(buffer, step=4) == {"a", "b"}, "the others' rewards of 0 are three steps old"
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_rewards_of_trajectories_that_are_not_stored_any_more_do_not_make_a_prompt_come_first(store, m):
+    settings = {"recent_probability": m, "capacity_per_prompt": 2}
+    buffer = new_buffer(store, prompts_per_batch=1, responses_per_prompt=2, **settings)
+    commit(store, "s0", 0, [(name, [1], 1.0) for name in "abcdefgh"])
+    buffer.sync(step=1, attempt=1)
+    commit(store, "s0", 1, [(name, [2], 1.0) for name in "bcdefgh"])  # sampled again by policy 1, with another reward
+    evicting = [(name, [token], 0.0) for name in "bcdefgh" for token in (2, 3)]
+    commit(store, "s0", 2, [*evicting, ("a", [2], 0.0), ("a", [3], 0.5)], policy_step=1)
+    buffer.sync(step=2, attempt=1)
+    assert all(drawn_prompts(buffer, step) == {"a"} for step in range(2, 20))
 
 
 def test_fewer_prompts_than_places_are_used_in_turn(store):
