@@ -19,7 +19,7 @@ test test-unit test-apart test-crash test-hosts soak fuzz: export OMP_NUM_THREAD
 # Bytecode is kept, whatever the shell sets: without it, every process compiles torch and vLLM again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-ledger bench-plan bench-policies bench-report bench-scale \
+.PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-ledger bench-plan bench-policies bench-report bench-requests bench-scale \
 	bench-trainer bench-accuracy bench-search gpu-check bench-stability smoke compare-staleness studies compare-sync crash-matrix \
 	soak fuzz image-base image image-check clean
 
@@ -83,6 +83,9 @@ bench-accuracy: $(STAMP)  ## Measure time to accuracy by seed (SEEDS=0,1,…) be
 gpu-check: $(STAMP)  ## Run and measure every part on an NVIDIA GPU; installs TRL
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
 	$(BIN)/python -m tests.benchmarks.gpu_check
+
+bench-requests: $(STAMP)  ## Count the requests of real runs to a remote S3 (SEARCHERS=1,3 chooses)
+	$(BIN)/python -m tests.benchmarks.bench_requests
 
 bench-scale: $(STAMP)  ## Measure a sync with 1 to 1,000 Searchers on a remote S3 (SEARCHERS=1,8,… chooses)
 	$(BIN)/python -m tests.benchmarks.bench_scale
