@@ -149,8 +149,9 @@ def _asked(columns: pa.Schema) -> pa.Schema:
 
 
 def _unknown_trained(batches: pa.Table, shards: Shards) -> Iterator[Fault]:
-    stored = pa.chunked_array([chunk for ids in shards.ids for chunk in ids.chunks], pa.string())
-    unknown = batches.filter(pc.invert(pc.is_in(batches["trajectory_id"], stored)))
+    trained, stored = batches["trajectory_id"], shards.all_ids()
+    known = stored.filter(pc.is_in(stored, trained.unique()))  # fewer than are stored: a set takes memory
+    unknown = batches.filter(pc.invert(pc.is_in(trained, known)))
     ids_by_path = defaultdict(list)
     for path, name in zip(unknown["path"].to_pylist(), unknown["trajectory_id"].to_pylist(), strict=True):
         if not _is_expired(name, shards):
