@@ -139,7 +139,7 @@ def _check_some_shards(
 
 
 def duplicates(shards: Shards) -> Iterator[Fault]:
-    """Ids that are stored twice. Halves of their md5 are compared first: a set of all ids would take twice the memory."""
+    """Ids that are stored twice. Halves of their md5 are compared first: a set of all ids takes twice the memory."""
     ids = shards.all_ids().drop_null()  # a null breaks a rule
     with duckdb.connect(config={"threads": 1}) as connection:
         connection.register("ids", pa.table({"id": ids}))
