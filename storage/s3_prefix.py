@@ -202,7 +202,7 @@ class S3Prefix:
         from obstore.store import S3Store
 
         found, credentials = self._fs.s3.meta, _credentials()
-        timeouts = {"connect_timeout": self._fs.connect_timeout, "read_timeout": self._fs.read_timeout}
+        limits_s = {"connect_timeout": self._fs.connect_timeout, "read_timeout": self._fs.read_timeout, "timeout": 300}
         return S3Store(
             self._bucket,
             prefix=self._prefix,
@@ -210,8 +210,8 @@ class S3Prefix:
             endpoint=found.endpoint_url,
             credential_provider=credentials,
             skip_signature=credentials is None,
-            client_options={name: timedelta(seconds=limit_s) for name, limit_s in timeouts.items()}
-            | {"timeout": timedelta(minutes=5), "allow_http": True},
+            client_options={name: timedelta(seconds=limit_s) for name, limit_s in limits_s.items()}
+            | {"allow_http": urlsplit(found.endpoint_url).scheme == "http"},
             retry_config={"max_retries": 0},
         )
 
