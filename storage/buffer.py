@@ -67,7 +67,7 @@ class ReplayBuffer:
 
     Of identical responses to one prompt the newest stays; its weight is the number of copies that its sync brought. Of
     each prompt the newest `capacity_per_prompt` responses stay. Age is (sync, policy_step, md5 of trajectory_id), so
-    the order of reading does not matter. Syncs that are older than `max_age` as a whole are dropped by a later sync.
+    the order of reading does not matter. A sync drops earlier ones whose trajectories are all older than `max_age`.
     """
 
     def __init__(self, store: RunStore, sampling: Sampling, seed: int, limits: Limits | None = None):
@@ -113,8 +113,7 @@ class ReplayBuffer:
         self._index.begin()
         with self._rolled_back_on_error():
             taken_in = self._take_in({number: rounds}, {number: step}, self._new_shards.compacted)
-            if (through := self._last_too_old(step)) is not None:
-                self._index.drop(through)
+            self._index.drop(self._last_too_old(step))
             self._found = _Found(rounds, step, *taken_in)
         return True
 
@@ -145,7 +144,7 @@ class ReplayBuffer:
         if found.sync is not None:
             self.newest_sync, self.num_taken_in = found.sync.number, self.num_taken_in + found.sync.num_trajectories
             self._first_steps[found.sync.number] = found.sync.step
-        if (through := self._last_too_old(found.step)) is not None:
+        if through := self._last_too_old(found.step):
             self._first_steps = {sync: step for sync, step in self._first_steps.items() if sync > through}
 
     def move_words(self) -> None:
@@ -159,7 +158,7 @@ class ReplayBuffer:
         """Restores the buffer that `step` was drawn from: the shards of the recorded syncs that count, up to that step.
 
         Rounds that have expired since are left out. So are shards that were damaged since: the next sync() refuses
-        them. Later shards are taken in by the next sync(), too. Syncs that are too old as a whole are not read.
+        them. Later shards are taken in by the next sync(), too. Syncs with nothing but too old ones are not read.
         Raises: NotFound: a recorded shard is missing.
         """
         self._clear()
@@ -174,7 +173,7 @@ class ReplayBuffer:
         # Rounds that have expired since were taken in, so they count. Older versions did not record how many.
         recorded = {record["sync"]: record.get("num_trajectories") for record in records}.values()
         self._first_steps = steps
-        if None not in recorded and (through := self._last_too_old(step)) is not None:
+        if None not in recorded and (through := self._last_too_old(step)):
             syncs = {number: rounds for number, rounds in syncs.items() if number > through}
         found, self._damaged = self._take_in(syncs, steps, after_settling=self._index.free_moved_words)
         num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
@@ -288,14 +287,16 @@ class ReplayBuffer:
         max_age = self._sampling.max_age
         return np.iinfo(np.int64).min if max_age is None else step - 1 - max_age
 
-    def _last_too_old(self, step: int) -> int | None:
-        """The last sync of which `step` and later steps draw nothing, nor of any before. None: there is none.
+    def _last_too_old(self, step: int) -> int:
+        """The last sync of which `step` and later steps draw nothing, nor of any sync before it. 0: there is none.
 
-        The newest policy of a sync is that of the step before its first one (`ages_from`). Later syncs count as newer,
-        so without this one the buffer keeps the same trajectories of them.
+        The newest policy of a sync is that of the step before its first one (`ages_from`). Trajectories of later syncs
+        count as newer. So which of them are stored does not depend on the dropped ones.
         """
+        if self._sampling.max_age is None:
+            return 0
         oldest = self._oldest(step)
-        return max((sync for sync, first in self._first_steps.items() if first - 1 < oldest), default=None)
+        return max((sync for sync, first in self._first_steps.items() if first - 1 < oldest), default=0)
 
     def samples_per_insert(self, step: int) -> float:
         """Mean number of draws of a trajectory taken in so far, this step's B * K draws included."""

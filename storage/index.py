@@ -61,7 +61,7 @@ class Index:
             self._writer.unregister(table)
 
     def drop(self, through: int) -> None:
-        """Deletes the trajectories of all syncs up to this one."""
+        """Deletes the trajectories of all syncs up to this one; 0: of none."""
         self._writer.execute("DELETE FROM trajectories WHERE sync <= ?", [through])
 
     def newest_policy(self, sync: int) -> int:

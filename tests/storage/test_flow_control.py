@@ -75,9 +75,9 @@ def test_a_sync_that_is_too_old_is_dropped_and_not_read_again(store):
     resumed = new_buffer(store, prompts_per_batch=4, responses_per_prompt=3, recent_probability=0.5, max_age=4)
     resumed.rebuild(9)
     assert resumed.num_trajectories == 32 and resumed.num_taken_in == 48
-    for each in (buffer, resumed):
-        commit(store, "s0", 3, distinct("ae", 4, start=30), 9) if each is buffer else None
-        each.sync(step=10, attempt=1 if each is buffer else 2)
+    commit(store, "s0", 3, distinct("ae", 4, start=30), 9)
+    for attempt, each in enumerate((buffer, resumed), 1):
+        each.sync(step=10, attempt=attempt)
         assert each.num_trajectories == 24  # of policies 8 and 9: the sync of policy 4 is too old for step 10
     assert buffer.draw(10).equals(resumed.draw(10))
     with pytest.raises(NotFound):
