@@ -63,6 +63,7 @@ class Index:
     def drop(self, through: int) -> None:
         """Deletes the trajectories of all syncs up to this one; 0: of none."""
         self._writer.execute("DELETE FROM trajectories WHERE sync <= ?", [through])
+        self._writer.execute("UPDATE prompts SET newest_sync = NULL WHERE newest_sync <= ?", [through])
 
     def newest_policy(self, sync: int) -> int:
         """The largest policy step of a sync's trajectories, as the writer sees them; -1: it has none."""
@@ -100,7 +101,8 @@ class Index:
 
     @property
     def num_prompts(self) -> int:
-        return self._count("SELECT count(*) FROM prompts")
+        """Those with stored trajectories."""
+        return self._count("SELECT count(newest_sync) FROM prompts")
 
     def num_from_before(self, oldest: int) -> int:
         """The number of trajectories with a smaller `ages_from`."""

@@ -8,7 +8,7 @@ CREATE TABLE prompts (
     prompt_id VARCHAR,
     key UBIGINT,
     newest_ages_from BIGINT, -- the largest ages_from of its stored trajectories
-    newest_sync BIGINT, -- the newest sync that brought one of them
+    newest_sync BIGINT, -- the newest sync that brought one of them; NULL: all were dropped
     newest_sync_ages_from BIGINT, -- the largest ages_from of the trajectories of that sync
     -- Its stored trajectories whose ages_from is at least `oldest` differ in reward if this is, too. NULL: all are equal.
     rewards_differ_from BIGINT,

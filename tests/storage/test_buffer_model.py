@@ -1,7 +1,8 @@
 """The replay buffer against a plain model of it in memory, under random interleavings (Hypothesis).
 
 Whatever order shards are committed, retried, compacted, deleted, taken in, drawn and rebuilt in:
-- the buffer stores what the model stores: distinct responses, the newest of each prompt
+- the buffer stores what the model stores: distinct responses, the newest of each prompt. It may have dropped what
+  `max_age` keeps from all later steps
 - a draw is the slow reference's draw of the model's rows, or is refused for the model's reason (flow control)
 - a committed round is never replaced, and each trajectory is taken in once; SQL shows each once
 - a buffer rebuilt as of any step draws that step's batch again; a resumed one goes on as if nothing had been undone
@@ -48,7 +49,7 @@ SAMPLINGS = st.builds(
     capacity_per_prompt=st.integers(3, 5),
     min_size=st.sampled_from([1, 6]),
     samples_per_insert=st.sampled_from([None, 2.0]),
-    max_age=st.sampled_from([None, 2]),
+    max_age=st.sampled_from([None, 1, 2]),
 )
 
 
@@ -99,10 +100,11 @@ class Model:
             return None
         if sampling.samples_per_insert is not None and drawn > sampling.samples_per_insert * num_taken_in:
             return None
-        rows = self.stored()
-        if sampling.max_age is not None:
-            rows = [row for row in rows if step - 1 - row["ages_from"] <= sampling.max_age]
-        return rows or None
+        return [row for row in self.stored() if self.is_young(row, step)] or None
+
+    def is_young(self, row: dict, step: int) -> bool:
+        max_age = self.sampling.max_age
+        return max_age is None or step - 1 - row["ages_from"] <= max_age
 
 
 class BufferAgainstModel(RuleBasedStateMachine):
@@ -214,8 +216,11 @@ class BufferAgainstModel(RuleBasedStateMachine):
         index = self.buffer._index._reader.execute(
             "SELECT trajectory_id, sync, times_sampled FROM trajectories"
         ).fetchall()
-        assert sorted(index) == sorted((row["trajectory_id"], row["sync"], row["times_sampled"]) for row in stored)
-        assert self.buffer.num_prompts == len({row["prompt_id"] for row in self.model.taken_in()})
+        by_id = {row["trajectory_id"]: row for row in stored}
+        assert sorted(index) == sorted((name, by_id[name]["sync"], by_id[name]["times_sampled"]) for name, *_ in index)
+        gone = set(by_id) - {name for name, *_ in index}
+        assert not any(self.model.is_young(by_id[name], self.step + 1) for name in gone)
+        assert self.buffer.num_prompts == len({by_id[name]["prompt_id"] for name, *_ in index})
         assert self.buffer.num_taken_in == len(self.model.taken_in())
         assert self.buffer.newest_sync == len(self.model.syncs)
 
