@@ -372,9 +372,10 @@ class ReplayBuffer:
                 continue
             shards = pa.concat_tables(accepted)
             syncs = [sync_of_round[searcher][number] for searcher, number in map(place_of, accepted)]
-            sync = np.repeat(syncs, [shard.num_rows for shard in accepted])
-            first_steps = np.array([steps[number] for number in sync.tolist()])
-            self._index.insert(shards, sync, ages_from(shards["policy_step"].to_numpy(), first_steps))
+            lengths = [shard.num_rows for shard in accepted]
+            first_steps = np.repeat([steps[number] for number in syncs], lengths)
+            ages = ages_from(shards["policy_step"].to_numpy(), first_steps)
+            self._index.insert(shards, np.repeat(syncs, lengths), ages)
             found += Fresh.of(shards)
             prompt_ids += shards["prompt_id"].chunks
         self._index.settle(pa.chunked_array(prompt_ids, pa.string()).unique())

@@ -7,7 +7,8 @@ cores as the reader.
 
     first_sync_s          N shards, found by a scan, as after a resume
     empty_sync_s          a sync with nothing new, median of 10; empty_sync_requests: its requests to S3
-    sync_s                a sync of N new shards, one of each Searcher, while nothing trains
+    sync_s                a sync of N new shards, one of each Searcher, while nothing trains: median of 5;
+                          slowest_sync_s: the slowest
     train_stall_ms        the longest of 20 steps' waits for a sync of N shards: at its request, and before a draw
     draw_ms               the longest draw meanwhile, on the same cores; usual_draw_ms: the median before the sync
     rss_mb, disk_mb       largest resident memory, and size of the word file, at the end
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -49,7 +49,8 @@ METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ", b"DELETE ")
 NUM_PROMPTS, RESPONSES_PER_PROMPT, RESPONSE_TOKENS = 16, 4, 64
 SAMPLING = Sampling(prompts_per_batch=16, responses_per_prompt=8, min_size=1)
 STEP_S, NUM_STEPS, NUM_EMPTY = 0.2, 20, 10
-ROUNDS = 3  # the first sync's, one while nothing trains, one in training
+NUM_SYNCS = 5  # of N new shards, while nothing trains
+ROUNDS = NUM_SYNCS + 2  # the first sync's, those while nothing trains, one in training
 
 
 class Latency(threading.Thread):
@@ -59,8 +60,8 @@ class Latency(threading.Thread):
         """counter: the file that gets the number of requests."""
         super().__init__(daemon=True)
         self._target, self._ready, self._latency_s = urlsplit(endpoint), threading.Event(), latency_s
-        self.first_lines: Counter[bytes] = Counter()
-        """Of requests: method and target."""
+        self.requests: list[tuple[float, bytes]] = []
+        """Time (seconds since the epoch), and method and target, of each."""
         counter.write_bytes(bytes(8))
         self._number = np.memmap(counter, np.int64, "r+")
         self.start()
@@ -87,7 +88,7 @@ class Latency(threading.Thread):
         while data := await source.read(1 << 16):
             if counts and data.startswith(METHODS):
                 self._number += 1
-                self.first_lines[data.partition(b" HTTP/")[0]] += 1
+                self.requests.append((time.time(), data.partition(b" HTTP/")[0]))
             loop.call_later(delay_s, target.write, data)
         loop.call_later(delay_s, target.close)
 
@@ -144,11 +145,14 @@ def measure(
         before = num_requests()
         figures["empty_sync_s"] = statistics.median(timed_s(lambda: experience.sync(1)) for _ in range(NUM_EMPTY))
         figures["empty_sync_requests"] = (num_requests() - before) / NUM_EMPTY
-        writers.commit(1)
-        figures["sync_s"] = timed_s(lambda: experience.sync(1))
-        assert buffer.num_taken_in == 2 * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT
+        syncs_s = []
+        for number in range(1, 1 + NUM_SYNCS):
+            writers.commit(number)
+            syncs_s.append(timed_s(lambda: experience.sync(1)))
+            assert buffer.num_taken_in == (1 + number) * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT
+        figures |= {"sync_s": statistics.median(syncs_s), "slowest_sync_s": max(syncs_s)}
         usual_s = statistics.median(timed_s(lambda step=step: experience.draw(step)) for step in range(1, 11))
-        writers.commit(2)
+        writers.commit(ROUNDS - 1)
         stalls_s, draws_s = zip(*(time_step(experience, step) for step in range(11, 11 + NUM_STEPS)), strict=True)
         figures["train_stall_ms"] = 1e3 * max(stalls_s)
         figures |= {"draw_ms": 1e3 * max(draws_s), "usual_draw_ms": 1e3 * usual_s}
