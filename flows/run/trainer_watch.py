@@ -5,6 +5,7 @@ guess costs time, and no trajectory.
 """
 
 import logging
+import random
 import threading
 import time
 
@@ -24,6 +25,7 @@ LOOK_S = 2.0
 # Seven heartbeats. If the Trainer lives, the new flow run sees it and ends (flows/run/takeover.py).
 SILENT_S = 15.0
 ASK_S = 10.0  # between two requests to Prefect while the Trainer stays silent
+ASKS_PER_S = 10  # of all Searchers of a run, in the mean: a thousand at once would keep Prefect's server from answering
 
 
 class TrainerWatch:
@@ -34,6 +36,8 @@ class TrainerWatch:
         self._store, self._config, self._log = store, config, log
         self._pulse = attempts.pulse(store)
         self._ended_with = ended_with
+        turn_s = config.searchers / ASKS_PER_S
+        self._silent_s, self._ask_s = SILENT_S + random.uniform(0, turn_s), max(ASK_S, turn_s)
         self._asked_at = float("-inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -54,7 +58,7 @@ class TrainerWatch:
 
     def look(self) -> None:
         """Resumes the run if its Trainer is silent. Raises: StoreError; what Prefect's client raises."""
-        if not self._pulse.is_silent(SILENT_S) or time.monotonic() - self._asked_at < ASK_S:
+        if not self._pulse.is_silent(self._silent_s) or time.monotonic() - self._asked_at < self._ask_s:
             return
         if self._pulse.last == self._ended_with or not self._has_died_elsewhere():
             return
@@ -62,7 +66,7 @@ class TrainerWatch:
         with get_client(sync_client=True) as client:
             resumed = takeover.resume_elsewhere(client, self._config, self._pulse.last)
         if resumed is not None:
-            self._log.warning("the Trainer is silent for %.0f s: another flow run resumes the run", SILENT_S)
+            self._log.warning("the Trainer is silent for %.0f s: another flow run resumes the run", self._silent_s)
 
     def _has_died_elsewhere(self) -> bool:
         """Whether the silent Trainer was on another machine, and had not ended by itself."""

@@ -4,13 +4,16 @@
 - one on this machine is left to its flow; one that stopped, finished or failed is left, too
 - a store that is away, or slow, is no silence
 - a server that does not answer is asked again
+- many Searchers ask one after the other
 
 Run: pytest tests/flows/run/test_trainer_watch.py
 """
 
 import contextlib
 import logging
+import random
 import time
+from collections import Counter
 
 import httpx
 import pytest
@@ -41,6 +44,7 @@ def watch(local_store, clock, monkeypatch):
     monkeypatch.setattr(trainer_watch, "LOOK_S", 3600)
     monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(takeover, "resume_elsewhere", lambda client, config, beat: resumed.append(beat))
+    monkeypatch.setattr(random, "uniform", lambda low, high: low)
     config = RunConfig(run=local_store.run, store=local_store.url)
     with contextlib.closing(TrainerWatch(local_store, config, LOG)) as watch:
         watch.resumed = resumed
@@ -138,3 +142,25 @@ def test_the_thread_goes_on_after_a_store_and_a_server_were_away(local_store, mo
             assert time.monotonic() < deadline
             time.sleep(0.02)
     assert not faults
+
+
+def test_many_searchers_ask_one_after_the_other(local_store, clock, monkeypatch):
+    """The first of them asks as soon as one alone would."""
+    asked = Counter()  # by second
+    monkeypatch.setattr(trainer_watch, "LOOK_S", 3600)
+    monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(takeover, "resume_elsewhere", lambda *_: asked.update([clock[0]]))
+    monkeypatch.setattr(attempts, "pulse", lambda store, pulse=attempts.pulse(local_store): pulse)
+    attempts.start_attempt(local_store, 0, ELSEWHERE)
+    beat(local_store, 1)
+    config = RunConfig(run=local_store.run, store=local_store.url, searchers=200)
+    random.seed(0)
+    with contextlib.ExitStack() as stack:
+        watches = [stack.enter_context(contextlib.closing(TrainerWatch(local_store, config, LOG))) for _ in range(200)]
+        for second in range(80):
+            clock[0] = second
+            for watch in watches:
+                watch.look()
+    assert min(asked) <= trainer_watch.SILENT_S + 2
+    assert max(asked.values()) <= 3 * trainer_watch.ASKS_PER_S
+    assert sum(asked[second] for second in range(40, 60)) == pytest.approx(200, abs=20)
