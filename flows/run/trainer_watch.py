@@ -37,7 +37,8 @@ class TrainerWatch:
         self._pulse = attempts.pulse(store)
         self._ended_with = ended_with
         turn_s = config.searchers / ASKS_PER_S
-        self._silent_s, self._ask_s = SILENT_S + random.uniform(0, turn_s), max(ASK_S, turn_s)
+        self._silent_s = SILENT_S + random.uniform(0, turn_s)  # noqa: S311 - not all at once
+        self._ask_s = max(ASK_S, turn_s)
         self._asked_at = float("-inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

@@ -146,11 +146,11 @@ def test_the_thread_goes_on_after_a_store_and_a_server_were_away(local_store, mo
 
 def test_many_searchers_ask_one_after_the_other(local_store, clock, monkeypatch):
     """The first of them asks as soon as one alone would."""
-    asked = Counter()  # by second
+    asked, pulse = Counter(), attempts.pulse(local_store)  # asked: by second
     monkeypatch.setattr(trainer_watch, "LOOK_S", 3600)
     monkeypatch.setattr(trainer_watch, "get_client", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(takeover, "resume_elsewhere", lambda *_: asked.update([clock[0]]))
-    monkeypatch.setattr(attempts, "pulse", lambda store, pulse=attempts.pulse(local_store): pulse)
+    monkeypatch.setattr(attempts, "pulse", lambda store: pulse)
     attempts.start_attempt(local_store, 0, ELSEWHERE)
     beat(local_store, 1)
     config = RunConfig(run=local_store.run, store=local_store.url, searchers=200)
