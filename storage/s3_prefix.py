@@ -4,6 +4,7 @@ the promises of both.
 
 import functools
 import ipaddress
+import logging
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -33,6 +34,8 @@ _ALWAYS_THERE = {
 _TRIES = 2
 _CONNECTIONS = 40  # at once: 32 reads of shards (storage/store.py), and other requests; botocore's default is 10
 
+logger = logging.getLogger(__name__)
+
 
 class S3Prefix:
     """Objects under `bucket/prefix`, through s3fs. Address and credentials come from AWS's environment and files."""
@@ -42,6 +45,7 @@ class S3Prefix:
         self._root = root
         self.patience_s = patience_s() if limit_s is None else limit_s
         self._bucket, _, self._prefix = root.partition("/")
+        self._warned = False
         self.renew()
 
     def renew(self) -> None:
@@ -115,7 +119,10 @@ class S3Prefix:
 
         try:
             return obstore.get(self._obstore, path).bytes().to_bytes()
-        except (OSError, obstore.exceptions.BaseError):
+        except (OSError, obstore.exceptions.BaseError) as error:
+            if not isinstance(error, FileNotFoundError) and not self._warned:
+                self._warned = True  # once: if it stays, every sync and query is slow, and nothing else tells
+                logger.warning("obstore cannot read %s; s3fs reads in its place, which takes longer: %r", path, error)
             return None
 
     @patient("download")

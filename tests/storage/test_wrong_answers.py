@@ -4,7 +4,7 @@
 - a listing is sorted, without repetitions and earlier paths, whatever order the server lists in
 - a put answered 200 by something that is not S3 was not stored
 - throttling, time-outs, 5xx, conflicts, cut bodies, expired credentials and a skewed clock are waited for, and named
-- a fast read is one request, and yields nothing if that fails
+- a fast read is one request, and yields nothing if that fails, which is told once
 - a refusal waits for nothing and is named
 - a put_new that is told 409 or 412 though nothing was stored is repeated, also where the server drops metadata
 - after a HEAD without a reason, the reason is asked for
@@ -159,10 +159,17 @@ def test_a_fast_read_is_one_request(wrong):
 
 
 @pytest.mark.parametrize("kind", PASSING)
-def test_a_fast_read_that_fails_yields_nothing(wrong, kind):
+def test_a_fast_read_that_fails_yields_nothing(wrong, caplog, kind):
     store, server = wrong
     server.times(99, PASSING[kind])
-    assert store.get_fast("a/1") is None
+    assert store.get_fast("a/1") is store.get_fast("a/2") is None
+    (told,) = [record.getMessage() for record in caplog.records if "obstore" in record.getMessage()]
+    assert "a/1" in told
+
+
+def test_a_fast_read_of_a_missing_file_is_no_failure(wrong, caplog):
+    store, _ = wrong
+    assert store.get_fast("a/3") is None and not caplog.records
 
 
 @pytest.mark.parametrize("kind", ["cut body", "slow down"])
