@@ -28,6 +28,3 @@ CREATE TABLE trajectories (
     times_sampled INTEGER, -- copies of this response to this prompt that its sync brought
     record BIGINT
 );
-
--- A draw reads the trajectories of some prompts, and so does a sync. Without it both read the whole table.
-CREATE INDEX trajectories_of_prompt ON trajectories (prompt);
