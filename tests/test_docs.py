@@ -6,6 +6,7 @@ Claims
 - docs/sql.md names every view
 - docs/extending.md has the engine's protocol as it is in tba/engine.py
 - docs/configuration.md is what the models say now: `make docs` writes it
+- docs/operating.md has the formula of costs that the benchmark tries, and examples that follow from it
 - every file of docs/ is within reach of the README, and no link inside it is dead
 
 Run: pytest tests/test_docs.py
@@ -21,6 +22,7 @@ from docs import write_configuration
 from storage import attempts, ledger, queries
 from storage.shards import commit_shard
 from storage.store import RunStore
+from tests.benchmarks import bench_requests
 from tests.storage.helpers import OWNER, make_batch, make_search_round, make_shard, make_training_step
 
 REPOSITORY = Path(__file__).parents[1]
@@ -88,6 +90,37 @@ def test_the_engines_protocol_is_the_current_one():
 
 def test_the_reference_of_settings_is_current():
     assert DOCS["configuration.md"] == write_configuration.configuration(), "the models have changed: run `make docs`"
+
+
+def test_the_formula_of_costs_is_the_benchmarks():
+    table = re.findall(r"^\| .+? \| ([\d.]+) \| ([\d.]+) \|$", DOCS["operating.md"], re.MULTILINE)
+    assert [tuple(map(float, row)) for row in table] == list(bench_requests.FORMULA.values())
+
+
+@pytest.mark.parametrize(
+    ("searchers", "step_s", "round_s", "shown"),
+    [
+        (1, 8, 17, "| 530,000 | 185,000 | 1.14 |"),
+        (1000, 1, 20, "| 79 million | 23 million | 144 |"),
+    ],
+)
+def test_the_examples_of_costs_follow_from_the_formula(searchers, step_s, round_s, shown):
+    day_s = 24 * 3600
+    amounts = {
+        "second": day_s,
+        "searcher_second": searchers * day_s,
+        "step": day_s / step_s,
+        "round": searchers * day_s / round_s,
+        "policy": day_s / step_s / 2,
+    }
+    reads, writes = (
+        sum(each[index] * amounts[name] for name, each in bench_requests.FORMULA.items()) for index in (0, 1)
+    )
+    assert shown in DOCS["operating.md"]
+    *counts, dollars = (cell.strip() for cell in shown.strip("|").split("|"))
+    shown_reads, shown_writes = (float(cell.replace(",", "").replace(" million", "e6")) for cell in counts)
+    assert (reads, writes) == pytest.approx((shown_reads, shown_writes), rel=0.03)
+    assert 0.0004 * reads / 1000 + 0.005 * writes / 1000 == pytest.approx(float(dollars), rel=0.01)
 
 
 def test_links_lead_somewhere_and_every_page_is_linked():
