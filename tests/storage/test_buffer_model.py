@@ -216,11 +216,11 @@ class BufferAgainstModel(RuleBasedStateMachine):
         index = self.buffer._index._reader.execute(
             "SELECT trajectory_id, sync, times_sampled FROM trajectories"
         ).fetchall()
-        by_id = {row["trajectory_id"]: row for row in stored}
-        assert sorted(index) == sorted((name, by_id[name]["sync"], by_id[name]["times_sampled"]) for name, *_ in index)
-        gone = set(by_id) - {name for name, *_ in index}
-        assert not any(self.model.is_young(by_id[name], self.step + 1) for name in gone)
-        assert self.buffer.num_prompts == len({by_id[name]["prompt_id"] for name, *_ in index})
+        ids = {name for name, *_ in index}
+        kept = [row for row in stored if row["trajectory_id"] in ids]
+        assert sorted(index) == sorted((row["trajectory_id"], row["sync"], row["times_sampled"]) for row in kept)
+        assert not any(self.model.is_young(row, self.step + 1) for row in stored if row not in kept)
+        assert self.buffer.num_prompts == len({row["prompt_id"] for row in kept})
         assert self.buffer.num_taken_in == len(self.model.taken_in())
         assert self.buffer.newest_sync == len(self.model.syncs)
 
