@@ -25,7 +25,9 @@ def experience(configuration: Configuration, seed: int) -> testbed.Experience:
         num_prompts = configuration.searchers * search.prompts_per_round
         return testbed.sample_sums(policy, num_prompts, search.samples_per_prompt, generator, configuration.reward)
 
-    return rounds if configuration.sampling is None else Replay(rounds, configuration.sampling, seed)
+    if configuration.sampling is None:
+        return rounds
+    return Replay(rounds, configuration.sampling, seed, configuration.replay_by_distance)
 
 
 @dataclass
@@ -41,9 +43,9 @@ class Stored:
 class Replay:
     """A testbed.Experience that draws B prompts, K responses to each, from all that Searchers brought."""
 
-    def __init__(self, rounds: testbed.Experience, sampling: Sampling, seed: int) -> None:
-        """`rounds`: what Searchers bring at a step."""
-        self._sample, self._sampling, self._seed = rounds, sampling, seed
+    def __init__(self, rounds: testbed.Experience, sampling: Sampling, seed: int, by_distance: bool = False) -> None:
+        """`rounds`: what Searchers bring at a step. by_distance: see Configuration.replay_by_distance."""
+        self._sample, self._sampling, self._seed, self._by_distance = rounds, sampling, seed, by_distance
         self._prompts: dict[int, dict[int, Stored]] = {}  # by the sum's number and the response's, oldest first
         self._rounds: list[testbed.Samples] = []  # of each step, equally many responses
         self._rewards_differ = np.zeros(testbed.NUM_SUMS, bool)  # among a prompt's stored responses
@@ -94,10 +96,14 @@ class Replay:
 
     def _draw_responses(self, stored: list[Stored], is_recent: bool, step: int, place: int) -> list[Stored]:
         sampling, reward = self._sampling, np.array([one.reward for one in stored])
-        by_reward = sampling.reward_temperature is not None and not is_recent
+        log_weights = np.zeros(len(stored))
+        if sampling.reward_temperature is not None and not is_recent:
+            log_weights += reward / sampling.reward_temperature
+        if self._by_distance and not is_recent and len(stored) > 1:
+            log_weights += np.log(_mean_distances(torch.stack([self._response(one) for one in stored])))
         candidates = mop.Candidates(
             np.array([one.row for one in stored], np.uint64),
-            reward / sampling.reward_temperature if by_reward else np.zeros(len(stored)),
+            log_weights,
             np.array([one.times_sampled for one in stored]),
         )
         slots, _ = mop.draw_responses(
@@ -106,14 +112,30 @@ class Replay:
         return [stored[slot] for slot in slots]
 
     def _samples(self, numbers: torch.Tensor, drawn: list[Stored]) -> testbed.Samples:
-        num_rows = len(self._rounds[0].responses)
-        found = [(self._rounds[one.row // num_rows], one.row % num_rows) for one in drawn]
         return testbed.Samples(
             numbers,
-            torch.stack([of_round.responses[row] for of_round, row in found]),
-            torch.stack([of_round.behavior[row] for of_round, row in found]),
+            torch.stack([self._response(one) for one in drawn]),
+            torch.stack([self._round_of(one).behavior[one.row % self._num_rows] for one in drawn]),
             torch.tensor([one.reward for one in drawn]),
         )
+
+    def _response(self, stored: Stored) -> torch.Tensor:
+        """[T]"""
+        return self._round_of(stored).responses[stored.row % self._num_rows]
+
+    def _round_of(self, stored: Stored) -> testbed.Samples:
+        return self._rounds[stored.row // self._num_rows]
+
+    @property
+    def _num_rows(self) -> int:
+        """Responses of each step's rounds."""
+        return len(self._rounds[0].responses)
+
+
+def _mean_distances(responses: torch.Tensor) -> np.ndarray:
+    """Of each of n distinct responses [n, T], in how many tokens it differs from another one on average: [n]."""
+    differing = (responses.unsqueeze(0) != responses.unsqueeze(1)).sum((1, 2))
+    return (differing / (len(responses) - 1)).numpy()
 
 
 def _differ(stored: Iterable[Stored]) -> bool:

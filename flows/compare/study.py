@@ -43,12 +43,16 @@ class Arm:
 
 
 class Configuration(Settings):
-    """An arm's settings: those of a run that the testbed has, and two of the testbed's own."""
+    """An arm's settings: those of a run that the testbed has, and three of the testbed's own."""
 
     train: TrainSettings
     search: SearchSettings = SearchSettings()
     sampling: Sampling | None = Field(
         None, description="Settings of the replay buffer; None: each step trains on its rounds."
+    )
+    replay_by_distance: bool = Field(
+        False,
+        description="Whether the weight of a stored response is multiplied by its mean distance to the prompt's others.",
     )
     searchers: int = Field(1, ge=1, description="Number of rounds that come in at each step.")
     reward: Literal["exact", "dense", "sparse"] = Field(

@@ -5,6 +5,7 @@
 - An arm's settings lie over the common ones, and each arm is validated with both.
 - Without replay an arm trains on what was sampled for its step; with m = 1, no more sampled than drawn, replay is that.
 - Replay draws the newest rounds with probability m; else anything stored, within the capacity, the newest kept.
+- Replay by distance draws responses that differ more from the prompt's others, and no others than even replay.
 
 python -m pytest tests/flows/compare/test_study.py
 """
@@ -140,3 +141,26 @@ def test_the_newest_responses_stay(policy, monkeypatch):
             newest = [*(other for other in newest if other != response), response][-2:]
         drawn = {tuple(response) for response in draw(policy, step, generator).responses.tolist()}
         assert drawn <= set(newest)
+
+
+def test_replay_by_distance_draws_what_differs(monkeypatch):
+    """The responses to one sum are 111, 112, 113 and 999: the last differs in 3 tokens from each, the others in 5 / 3."""
+    texts = ["111\n", "112\n", "113\n", "999\n"]
+    stored = torch.tensor([[testbed.CHARACTERS.index(character) for character in text] for text in texts])
+    zeros = torch.zeros(4, testbed.T)
+
+    def rounds(policy, step, generator) -> testbed.Samples:
+        return testbed.Samples(torch.tensor([7]), stored, zeros, torch.zeros(4))
+
+    monkeypatch.setattr(testbed, "sample_sums", lambda policy, *_: rounds(policy, 0, None))
+    sampling = {"prompts_per_batch": 1, "responses_per_prompt": 2, "recent_probability": 0.0}
+
+    def share_of_the_last(by_distance: bool) -> float:
+        draw = experience(Configuration(**RUN | {"sampling": sampling}, replay_by_distance=by_distance), seed=1)
+        drawn = torch.cat([draw(None, step, None).responses for step in range(1, 501)])
+        assert {tuple(row) for row in drawn.tolist()} == {tuple(row) for row in stored.tolist()}
+        return (drawn == stored[3]).all(1).float().mean().item()
+
+    # Of two slots without replacement: 3/8 first, else 5/24 each and then 3 of the remaining 19/3. Evenly: 1/4.
+    assert share_of_the_last(False) == pytest.approx(0.25, abs=0.03)
+    assert share_of_the_last(True) == pytest.approx((3 / 8 + 5 / 8 * 9 / 19) / 2, abs=0.03)
