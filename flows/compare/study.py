@@ -52,7 +52,7 @@ class Configuration(Settings):
     )
     replay_by_distance: bool = Field(
         False,
-        description="Whether the weight of a stored response is multiplied by its mean distance to the prompt's others.",
+        description="Whether a stored response's weight is multiplied by its mean distance to the prompt's others.",
     )
     searchers: int = Field(1, ge=1, description="Number of rounds that come in at each step.")
     reward: Literal["exact", "dense", "sparse"] = Field(

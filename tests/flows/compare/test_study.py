@@ -144,7 +144,7 @@ def test_the_newest_responses_stay(policy, monkeypatch):
 
 
 def test_replay_by_distance_draws_what_differs(monkeypatch):
-    """The responses to one sum are 111, 112, 113 and 999: the last differs in 3 tokens from each, the others in 5 / 3."""
+    """Responses 111, 112, 113 and 999 to one sum: the last differs in 3 tokens from the others, these in 5 / 3."""
     texts = ["111\n", "112\n", "113\n", "999\n"]
     stored = torch.tensor([[testbed.CHARACTERS.index(character) for character in text] for text in texts])
     zeros = torch.zeros(4, testbed.T)
