@@ -31,6 +31,18 @@ differences.
 | `TBA_STORE_PATIENCE_MINUTES` | time to wait for a store that is away or full, in minutes; default: 2 |
 | `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of your own Prefect server |
 | `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
+
+Rules between settings; `tba train` refuses a run that breaks one, and names it:
+
+| Setting | Rule |
+|---|---|
+| `sampling.responses_per_prompt` (K) | at most `search.samples_per_prompt` (S) and `sampling.capacity_per_prompt` |
+| `sampling.prompts_per_batch` (B) | at most the number of training prompts |
+| `train.objective` `tba_prime` | needs `train.reference_reset_interval`, and `sampling.recent_probability` 1 |
+| `train.objective` `dr_grpo`, `rloo`, `prox_rloo` | `search.temperature` is `train.temperature`, `search.top_p` is 1 |
+| the same | `search.exploration_probability` is 0; `train.processes` and `train.machines` are 1 |
+| `train.learning_rate_schedule` `warmup-stable-decay` | needs `train.decay_steps` |
+| `synchronous` | `searchers` 1, and no `sampling.max_age` or `sampling.samples_per_insert` |
 """
 OF_THIS_PLACE = {"store": "`.tba/` here"}  # defaults that depend on the working folder
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

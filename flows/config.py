@@ -53,7 +53,7 @@ class RunConfig(Settings):
     )
     synchronous: bool = Field(
         False,
-        description="Whether one Searcher and the Trainer take turns, without replay, each on all cores; a comparison.",
+        description="Whether one Searcher and the Trainer take turns, without replay: synchronous, to compare.",
     )
     evaluate_share: float = Field(
         0.1,

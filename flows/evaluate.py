@@ -24,7 +24,7 @@ from flows.searcher.start import start_searcher_task
 from infra.machine import policy_cache
 from storage import policies
 from storage.store import RunStore
-from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, win_rate
+from tba.evaluation import SUCCESS_REWARD, attack_success_rate, pass_at_k, perplexity, succeeds, win_rate
 from tba.tasks.tldr import judge
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
@@ -91,11 +91,14 @@ def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples:
 
 
 def measure_samples(searcher: "Searcher", problems: list, samples: int, temperature: float) -> dict:
-    """pass@k for k = 1, 2, 4, … up to the samples; a response is correct if its reward is 1 or more."""
+    """pass@k for k = 1, 2, 4, … up to the samples; a response is right if its reward is at least SUCCESS_REWARD."""
     answers = searcher.answers(problems, samples, temperature)
     flat = [(problem, answer) for problem, of in zip(problems, answers, strict=True) for answer in of]
     rewards = searcher.rewards(*map(list, zip(*flat, strict=True)))
-    right = [sum(r >= 1 for r in rewards[start : start + samples]) for start in range(0, len(rewards), samples)]
+    right = [
+        sum(reward >= SUCCESS_REWARD for reward in rewards[start : start + samples])
+        for start in range(0, len(rewards), samples)
+    ]
     ks = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
     return {f"pass@{k}": statistics.fmean(pass_at_k(samples, count, k) for count in right) for k in ks}
 

@@ -171,7 +171,7 @@ class SearchSettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="Edit distance, as a share of both lengths' sum, below which the worse one is dropped; None: off.",
+        description="Edit distance over both lengths below which the response with less reward is dropped; None: off.",
     )
     exploration_probability: float = Field(
         0.0,
@@ -262,7 +262,9 @@ class TrainSettings(Settings):
         None, ge=1, description="Policy steps between resets of the reference to the policy (TBA'); None: no resets."
     )
     reward_tempering: float = Field(
-        1.0, ge=1, description="Initial divisor of the target's logarithm; falls linearly to 1; 1: no tempering."
+        1.0,
+        ge=1,
+        description="First T of the target exp((log p_ref / g + r / beta) / T); falls linearly to 1; 1: no tempering.",
     )
     reward_tempering_steps: int | None = Field(
         None, ge=1, description="Policy steps in which reward_tempering falls to 1; None: all steps."
@@ -270,7 +272,7 @@ class TrainSettings(Settings):
     fluency_temperature: float = Field(
         1.0,
         gt=0,
-        description="Final divisor of log p_ref in the target, reached linearly from 1; for red-teaming.",
+        description="Last g of that target, reached linearly from 1; for red-teaming.",
     )
     fluency_steps: int | None = Field(
         None, ge=1, description="Policy steps until fluency_temperature is reached; None: all steps."

@@ -23,7 +23,8 @@ def rescore(
     """Score a run's stored trajectories by another reward; the shards do not change.
 
     A repeated call scores the trajectories that were added since. The function is
-    f(prompts, completions, **columns) -> list[float], with columns prompt_id and answer. To train on the new rewards:
+    f(prompts, completions, **columns), and returns a list of numbers; columns are prompt_id, answer, completion_ids and
+    those of the task's dataset. To train on the new rewards:
     tba train NEW --warm-start RUN --set reward_version=VERSION
 
     Example: tba rescore arithmetic --reward my_rewards:brief --version v2

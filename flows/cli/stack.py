@@ -26,7 +26,9 @@ def up() -> None:
 
 @app.command()
 def down() -> None:
-    """Stop the processes that `tba up` started, and their flows. The next `tba train` resumes a run that was training.
+    """Stop this folder's server, worker and flows, whichever command started them.
+
+    The next `tba train` resumes a run that was training.
 
     Example: tba down
     """

@@ -10,6 +10,7 @@ import numpy as np
 from flows.config import load_run
 from storage import measurements as stored
 from storage.store import RunStore
+from tba.evaluation import SUCCESS_REWARD
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +20,6 @@ SAMPLE = 40_000  # responses to measure: takes seconds; standard errors are abou
 EMBEDDED = 4_000  # of these, responses to embed: takes about a minute on two cores
 # Responses to a prompt that each value is computed from; fewer if a round samples fewer.
 RESPONSES_PER_PROMPT = 8
-SUCCESS_REWARD = 0.5  # a response with at least this reward is a success
 SEED = 0
 
 

@@ -45,6 +45,7 @@ class Told:
     def __init__(self, problems=PROBLEMS, said=SAID, task=None):
         self.task = SimpleNamespace(heldout=problems, train=problems, task=task)
         self._said = said
+        self.right = 1.0  # the reward of a right answer
         self.differs = 0  # 1: the engine finds other weights than were published
 
     def answers(self, problems, num_samples=1, temperature=0.0):
@@ -56,7 +57,7 @@ class Told:
         return response.finish_reason  # where this test keeps it
 
     def rewards(self, problems, responses):
-        return [float(self.text(r) == p.answer) for p, r in zip(problems, responses, strict=True)]
+        return [self.right * (self.text(r) == p.answer) for p, r in zip(problems, responses, strict=True)]
 
     def reference_logprobs(self, problems, responses):
         return [[-math.log(2), -math.log(8)] for _ in responses]  # mean -2 ln 2
@@ -85,6 +86,17 @@ def test_figures_of_sums(tmp_path):
         "pass@2": pytest.approx((1 + 1 / 2) / 2),
         "pass@4": 1,
     }
+
+
+def test_a_reward_of_one_half_is_a_right_response(tmp_path):
+    """A task's rewards may add up to less than 1 for a right answer."""
+
+    def share_right(reward: float) -> float:
+        searcher = Told()
+        searcher.right = reward
+        return evaluate.measure(searcher, config(tmp_path), num_problems=2, samples=4)["pass@1"]
+
+    assert (share_right(0.5), share_right(0.49)) == (0.5, 0.0)
 
 
 def test_the_win_rate_is_against_the_reference_summary(tmp_path):
