@@ -8,15 +8,15 @@ A change of `num_inserted` shows that a sync took in trajectories. The `fresh_` 
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Number of syncs in a mean. One sync has a dozen prompts, and its mean reward varies by 0.1.
 RECENT_SYNCS = 3
 # Fall of the mean reward below its best, as a share of the reward's range; an untapered loss on stale samples lost 0.4.
 REWARD_FALL = 0.20
-# A fall must also exceed this many standard deviations of the difference between two such means, estimated from this
-# run's syncs. In simulated healthy runs of 30 syncs of 12 peaked prompts, 0.20 alone raised the alarm in 16 %, both in
+# A fall must also exceed this many standard deviations of the difference between two such means, estimated from the
+# newest syncs. In simulated healthy runs of 30 syncs of 12 peaked prompts, 0.20 alone raised the alarm in 16 %, both in
 # 0.3 %.
 REWARD_FALL_DEVIATIONS = 4.5
 MEDIAN_TO_DEVIATION = 0.954  # median of |a - b| of two normal numbers, in standard deviations of one
@@ -34,6 +34,8 @@ MISMATCH_STEPS = 5
 STALE = 16.0
 STALENESS_GROWTH = 2.0
 FIRST_SYNCS = 6  # in these the buffer fills and the length of rounds settles
+# Differences between the rewards of successive syncs from which the deviation is estimated: the newest ones.
+MOST_DIFFERENCES = 200
 # After so many seconds without a new shard, the Searchers have stopped, or a round takes far too long.
 SEARCHERS_SILENT_S = 300.0
 
@@ -46,10 +48,15 @@ class Alarms:
         """Messages of the alarms that are on, by name: the observation, and the setting to change."""
         self._num_inserted = None
         self._is_first_sync = True
-        self._rewards: list[float] = []  # as _entropies and _staleness: one value for each sync
-        self._reward_means: list[float] = []  # of RECENT_SYNCS syncs each
+        # One value for each of the newest syncs, and how many syncs there were.
+        self._rewards: list[float] = []
+        self._num_rewards = 0
         self._entropies: list[float] = []
         self._staleness: list[float] = []
+        self._num_staleness = 0
+        self._reward_range: list[float] = []  # the lowest and the highest of all syncs
+        self._mean_range: list[float] = []  # the same of the means of RECENT_SYNCS syncs each
+        self._settled_staleness = 0.0  # the largest of the first syncs
         self._num_mismatches = 0  # consecutive steps above the threshold
 
     def state(self) -> dict:
@@ -96,33 +103,39 @@ class Alarms:
         if self._is_first_sync:  # the first sync takes in a warm start, whose trajectories are other policies'
             self._is_first_sync = False
             return
-        self._rewards.append(row["fresh_reward_mean"])
-        if len(self._rewards) >= RECENT_SYNCS:
-            self._reward_means.append(_recent(self._rewards))
+        self._rewards = [*self._rewards, row["fresh_reward_mean"]][-MOST_DIFFERENCES - 1 :]
+        self._num_rewards += 1
+        self._reward_range = _widened(self._reward_range, self._rewards[-1])
+        if self._num_rewards >= RECENT_SYNCS:
+            self._mean_range = _widened(self._mean_range, _recent(self._rewards))
             self._judge_reward()
         if row.get("fresh_entropy") is not None:
-            self._entropies.append(row["fresh_entropy"])
+            self._entropies = [*self._entropies, row["fresh_entropy"]][-RECENT_SYNCS:]
             self._judge_entropy()
         if row.get("fresh_staleness") is not None:
-            self._staleness.append(row["fresh_staleness"])
+            self._staleness = [*self._staleness, row["fresh_staleness"]][-RECENT_SYNCS:]
+            self._num_staleness += 1
+            if self._num_staleness <= FIRST_SYNCS:
+                self._settled_staleness = max(self._settled_staleness, self._staleness[-1])
             self._judge_staleness()
 
     def _judge_reward(self) -> None:
-        now, best = self._reward_means[-1], max(self._reward_means)
-        span = 1.0 if self._is_share() else best - min(self._reward_means)
+        now, (worst, best) = _recent(self._rewards), self._mean_range
+        span = 1.0 if self._is_share() else best - worst
         steps = [abs(after - before) for before, after in zip(self._rewards, self._rewards[1:], strict=False)]
         deviation = statistics.median(steps) / MEDIAN_TO_DEVIATION * math.sqrt(2 / RECENT_SYNCS)  # of a difference
         least = max(REWARD_FALL * span, REWARD_FALL_DEVIATIONS * deviation)
         self._set(
             "reward_fell",
-            len(self._rewards) >= 2 * RECENT_SYNCS and best - now > least,
+            self._num_rewards >= 2 * RECENT_SYNCS and best - now > least,
             f"fresh reward fell: mean {now:.3g} of the last {RECENT_SYNCS} syncs, {best:.3g} of the best "
             f"{RECENT_SYNCS}. Lower train.learning_rate; where samples are stale, lower sampling.max_age or "
             "sampling.samples_per_insert and keep train.residual_weight tapered",
         )
 
     def _is_share(self) -> bool:
-        return min(self._rewards) >= 0 and max(self._rewards) <= 1
+        lowest, highest = self._reward_range
+        return lowest >= 0 and highest <= 1
 
     def _judge_entropy(self) -> None:
         now = _recent(self._entropies)
@@ -135,10 +148,10 @@ class Alarms:
         )
 
     def _judge_staleness(self) -> None:
-        now, settled = _recent(self._staleness), max(self._staleness[:FIRST_SYNCS])
+        now, settled = _recent(self._staleness), self._settled_staleness
         self._set(
             "staleness_grows",
-            len(self._staleness) >= FIRST_SYNCS + RECENT_SYNCS and now > max(STALE, STALENESS_GROWTH * settled),
+            self._num_staleness >= FIRST_SYNCS + RECENT_SYNCS and now > max(STALE, STALENESS_GROWTH * settled),
             f"staleness grows: the last {RECENT_SYNCS} syncs came in {now:.0f} policy steps after sampling, the "
             f"first {FIRST_SYNCS} at most {settled:.0f}. Start more searchers, lower sampling.samples_per_insert so "
             "that the Trainer waits, or set sampling.max_age",
@@ -160,8 +173,13 @@ class Alarms:
         )
 
 
-def _recent(values: list[float]) -> float:
+def _recent(values: Sequence[float]) -> float:
     return statistics.fmean(values[-RECENT_SYNCS:])
+
+
+def _widened(span: Sequence[float], value: float) -> list[float]:
+    """The lowest and the highest number, of those of which `span` has them and of one more."""
+    return [min([value, *span]), max([value, *span])]
 
 
 @dataclass(frozen=True)

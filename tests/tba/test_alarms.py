@@ -7,6 +7,7 @@
 - the spans of a report are the steps through which each alarm was on live
 """
 
+import json
 import random
 import re
 
@@ -103,6 +104,16 @@ def test_a_warm_start_from_better_trajectories_is_no_fall():
 
 def test_a_run_that_only_falls_has_fallen():
     assert seen(rewards([0.33, 0.35, 0.36, 0.34, 0.2, 0.14, 0.11, 0.09, 0.1, 0.08])).keys() == {"reward_fell"}
+
+
+def test_a_long_run_is_judged_by_its_best_and_its_state_stays_small():
+    live = Alarms()
+    for row in rewards([0.9, 0.9, 0.9, 0.91, *[0.8] * 2000]):
+        live.see(row)
+    assert live.on == {} and len(json.dumps(live.state())) < 10_000
+    for row in rewards([0.5] * 4):  # 0.41 below the best, which was 2,000 syncs ago
+        live.see(row | {"num_inserted": 10**9 + row["num_inserted"]})
+    assert live.on.keys() == {"reward_fell"} and "0.9" in live.on["reward_fell"]
 
 
 def test_entropy_near_zero():
