@@ -14,7 +14,7 @@ import httpx
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.exceptions import Pause, PrefectException
+from prefect.exceptions import ObjectNotFound, Pause, PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
@@ -26,12 +26,17 @@ from flows.run.searchers import Searchers
 from flows.run.trainer_machines import end_machines, start_machines
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
-from storage import attempts, ledger, policies, requests
+from storage import attempts, checkpoints, ledger, policies, requests
 from storage.errors import AlreadyTraining, DamagedRecord, StoreError
 from storage.store import RunStore
 from storage.summary import read_summary, summarise
 
 POLL_S = 2.0
+# Prefect's server does not answer, or something else answers in its place (ValueError); the store does not.
+AWAY = (httpx.HTTPError, ValueError, StoreError)
+# A Trainer that failed is started again, unless it failed so often without a checkpoint between.
+MAX_FAILURES = 3
+RESTART_S = 5.0
 # Time for a step and its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
 TRAINER_PATIENCE_S = 20.0
 # From the final policy to its evaluation: a Searcher finishes its round, loads it and answers the held-out problems.
@@ -84,19 +89,20 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
 
 
 def look_after(searchers: Searchers, began: threading.Event) -> None:
-    """Keeps the Searchers running once this flow owns the run. Training goes on without the Prefect server.
+    """Keeps the Searchers running once this flow owns the run. Training goes on without Prefect's server or the store.
 
-    Raises: prefect.exceptions.Pause: the flow run was suspended.
+    Raises: prefect.exceptions.Pause: the flow run was suspended. RuntimeError: a Searcher failed too often.
     """
     try:
-        end_if_suspended()
+        with contextlib.suppress(ObjectNotFound):  # the flow run was deleted, so nobody can suspend it
+            end_if_suspended()
         if began.is_set():  # this flow owns the run: no other flow's Searchers commit beside ours
             searchers.keep_up()
-        searchers.is_server_away = False
-    except httpx.HTTPError as error:
-        if not searchers.is_server_away:
-            get_run_logger().warning("the Prefect server is unreachable; Searchers are not being restarted: %r", error)
-        searchers.is_server_away = True
+        searchers.is_away = False
+    except AWAY as error:
+        if not searchers.is_away:
+            get_run_logger().warning("Searchers are not being restarted, without Prefect's server or store: %r", error)
+        searchers.is_away = True
 
 
 def end_if_suspended() -> None:
@@ -131,29 +137,34 @@ def prepare(config: RunConfig, is_takeover: bool = False) -> RunStore:
 prepare_task = task(task_run_name="prepare", cache_policy=NO_CACHE, persist_result=False)(prepare)
 
 
-def may_succeed_later(_task, _run, state) -> bool:
-    """Whether to retry the training task: not if another Trainer owns the run."""
-    return not isinstance(state.result(raise_on_failure=False), AlreadyTraining)
-
-
-@task(
-    task_run_name="training",
-    cache_policy=NO_CACHE,
-    persist_result=False,
-    retries=2,
-    retry_delay_seconds=5,
-    retry_condition_fn=may_succeed_later,
-)
+@task(task_run_name="training", cache_policy=NO_CACHE, persist_result=False)
 def train_policy(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event) -> None:
-    """Runs the Trainer's process to its end, or until the run is `over`. A retry resumes from the last checkpoint.
+    """Trains to the end, or until the run is `over`. A Trainer that fails is started again, from its last checkpoint.
 
-    `began` is set while this Trainer owns the run, and `lost` once another flow's Trainer has it.
-    Raises: AlreadyTraining: another Trainer has the run. RuntimeError: the Trainer failed; the message has the reason.
+    `began` is set while this flow's Trainer owns the run, and `lost` once another flow's Trainer has it.
+    Raises: AlreadyTraining: another Trainer has the run. RuntimeError: the Trainer failed `MAX_FAILURES` times without
+    a checkpoint between; the message has the reason.
     """
+    store, failures, before = RunStore(config.store, config.run), 0, None
+    while True:
+        try:
+            return run_trainer(config, began, lost, over)
+        except RuntimeError as error:
+            with contextlib.suppress(StoreError):
+                newest = max((checkpoint.step for checkpoint in checkpoints.list_checkpoints(store)), default=0)
+                failures, before = (failures if newest == before else 0), newest
+            failures += 1
+            if failures == MAX_FAILURES or over.wait(RESTART_S):
+                raise
+            get_run_logger().warning("the Trainer is started again: %s", error)
+
+
+def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event) -> None:
+    """Runs one Trainer's process. As train_policy. Raises: RuntimeError: it failed."""
     store, run, train = config.store, config.run, config.train
     devices = train.processes, train.zero_stage, train.machines
     run_store, attempt = RunStore(store, run), None
-    began.clear()  # a retry's Trainer begins another attempt
+    began.clear()  # each Trainer begins an attempt of its own
     os.environ[KEY_VARIABLE] = key = secrets.token_hex(16)
     process = subprocess.Popen(
         [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), *map(str, devices)]
@@ -228,7 +239,7 @@ def await_evaluation(store: RunStore, searchers: Searchers) -> None:
     while final not in ledger.evaluations(store):
         if time.monotonic() > deadline:
             raise TimeoutError(f"policy step {final} was not evaluated within {EVALUATION_TIMEOUT_S} s")
-        with contextlib.suppress(httpx.HTTPError):  # evaluation goes on without the Prefect server
+        with contextlib.suppress(*AWAY):  # evaluation goes on without them
             searchers.keep_up()
         time.sleep(POLL_S)
 

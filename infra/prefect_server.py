@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 WORK_POOL = "tba"
 DEPLOYMENT = "tba/train"
+# Flow runs in one answer: the default of PREFECT_SERVER_API_DEFAULT_LIMIT, above which the server refuses.
+PAGE = 200
 OPEN_TIMEOUT_S = 10
 VERSION_TIMEOUT_S = 10
 
@@ -163,19 +165,30 @@ def create_work_pool(url: str, credentials: dict) -> str:
 
 def unfinished(client, flows: list[str]) -> list:
     """Flow runs of these flows that have not ended, as prefect.client.schemas.FlowRun."""
-    from prefect.client.schemas.filters import (
-        FlowFilter,
-        FlowFilterName,
-        FlowRunFilter,
-        FlowRunFilterState,
-        FlowRunFilterStateType,
-    )
+    from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+
+    return read_unfinished(client, flow_filter=FlowFilter(name=FlowFilterName(any_=flows)))
+
+
+def read_unfinished(client, flow_filter=None, **of_runs) -> list:
+    """Flow runs that have not ended, as prefect.client.schemas.FlowRun. of_runs: more conditions of FlowRunFilter."""
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import TERMINAL_STATES
 
     state = FlowRunFilterState(type=FlowRunFilterStateType(not_any_=list(TERMINAL_STATES)))
-    return client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=flows)), flow_run_filter=FlowRunFilter(state=state)
-    )
+    return read_all(client, flow_filter=flow_filter, flow_run_filter=FlowRunFilter(state=state, **of_runs))
+
+
+def read_all(client, **filters) -> list:
+    """All flow runs that `client.read_flow_runs(**filters)` has, page by page."""
+    found: dict = {}  # by id: a page begins with runs of the one before if new runs came meanwhile
+    offset = 0
+    while page := client.read_flow_runs(**filters, limit=PAGE, offset=offset):
+        found |= {run.id: run for run in page}
+        offset += len(page)
+        if len(page) < PAGE:
+            break
+    return list(found.values())
 
 
 def is_compatible(server_version: str) -> bool:

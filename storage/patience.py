@@ -49,19 +49,21 @@ def patiently(
 ) -> Result:
     """Returns operation(), repeated while its error may pass, for up to `limit_s` seconds. Raises its last error.
 
-    renew: called after an error of expired credentials; makes the next try read them again.
+    renew: called after an error of expired credentials, before the next try; reads them again. Its errors count as the
+    operation's.
     """
-    deadline, pause_s = time.monotonic() + limit_s, FIRST_PAUSE_S
+    deadline, pause_s, has_expired = time.monotonic() + limit_s, FIRST_PAUSE_S, False
     while True:
         try:
+            if has_expired:
+                renew()
             return operation()
         except Exception as error:
             cause = find_cause(error)
             if cause is None or not cause.may_pass or time.monotonic() + pause_s > deadline:
                 raise
             logger.warning("store: cannot %s now, retrying: %s (%s)", action, cause.remedy, error)
-        if cause is EXPIRED:
-            renew()
+            has_expired = cause is EXPIRED
         # at random, so that many Searchers do not retry at the same moment
         time.sleep(pause_s * random.uniform(0.5, 1))  # noqa: S311 - no secret
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

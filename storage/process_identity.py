@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-_POLL_S = 0.2
+SHORTEST_PAUSE_S = 0.2  # between two looks at a process and its heartbeat
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,14 @@ class Identity(Process):
             return None
         return True if self.find() else (False if self.boot_id else None)
 
-    def is_alive(self, read_beat: Callable[[], bytes | None], watch_s: float) -> bool:
+    def is_alive(
+        self, read_beat: Callable[[], bytes | None], watch_s: float, pause_s: float = SHORTEST_PAUSE_S
+    ) -> bool:
         """Whether the process works: by `is_running`, or, if it cannot be looked up from here, by its heartbeat.
 
-        read_beat: its newest heartbeat, which must change twice, each time within `watch_s`. Compares no clocks. Takes
-        up to twice `watch_s`, without the time that `read_beat` takes; no time if the process is known to be dead.
+        read_beat: its newest heartbeat, which must change twice, each time within `watch_s`. pause_s: between two calls
+        of it. Compares no clocks. Takes up to twice `watch_s`, without the time that `read_beat` takes; no time if the
+        process is known to be dead.
         """
         beats = [read_beat()]
         deadline = time.monotonic() + watch_s
@@ -94,7 +97,7 @@ class Identity(Process):
                 return True
             if time.monotonic() > deadline:
                 return bool(runs)  # True: the process exists without a heartbeat, because it starts or hangs
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
         return False
 
 

@@ -68,7 +68,8 @@ SET temp_directory = '';
 SET enable_external_access = false;
 SET lock_configuration = true;
 """
-_MOST_FETCHED = 4_096  # small files of a table that are held in memory, mostly of 10 kB
+_MOST_FETCHED = 4_096  # small files of a table that are fetched at once
+_MOST_BYTES = 256 << 20  # of these files that are held in memory; Arrow reads the others in place
 _READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)  # DESCRIBE, SHOW and SUMMARIZE are SELECTs
 
 
@@ -105,7 +106,11 @@ def _tables_in(statement: str) -> Collection[str]:
 @scans
 def show_batch(store: RunStore, step: int) -> pa.Table:
     """The batch of a training step: one row for each prompt and drawn trajectory; no rows if no such step counts."""
-    return ask(store, lambda reader: reader.sql(sql("show_batch"), params={"step": step}).to_arrow_table())
+    return ask(
+        store,
+        lambda reader: reader.sql(sql("show_batch"), params={"step": step}).to_arrow_table(),
+        ("batches", "trajectories"),
+    )
 
 
 def ask(
@@ -118,8 +123,10 @@ def ask(
     try:
         with connect(store, tables=tables) as connection:
             return answer(connection)
-    except duckdb.InvalidInputException:  # a file cannot be read; errors in the SQL are of other classes
-        torn = torn_files(store)
+    except duckdb.InvalidInputException as error:
+        if "stored_" not in str(error):  # an error in the SQL; where a file cannot be read, the message names its table
+            raise
+        torn = torn_files(store, tables)
         if not torn:
             raise
     for reason in torn.values():
@@ -128,8 +135,8 @@ def ask(
         return answer(connection)
 
 
-def torn_files(store: RunStore) -> dict[str, StoreError]:
-    """Files of the tables that count but cannot be read, by path, with the reasons. Reads all files."""
+def torn_files(store: RunStore, tables: Collection[str] = STORED) -> dict[str, StoreError]:
+    """Files of these tables that count but cannot be read, by path, with the reasons. Reads all of their files."""
 
     def read(path: str, folder: str, columns: pa.Schema) -> StoreError | None:
         try:
@@ -139,8 +146,9 @@ def torn_files(store: RunStore) -> dict[str, StoreError]:
         except NotFound:  # deleted since it was listed
             return None
 
-    tables = [(path, folder, columns) for folder, columns in STORED.values() for path in _files_of(store, folder)]
-    found = zip(tables, transfer_all(lambda table: read(*table), tables), strict=True)
+    places = [STORED[name] for name in tables]
+    files = [(path, folder, columns) for folder, columns in places for path in _files_of(store, folder)]
+    found = zip(files, transfer_all(lambda file: read(*file), files), strict=True)
     return {path: error for (path, _, _), error in found if error}
 
 
@@ -180,19 +188,29 @@ def dataset(store: RunStore, folder: str, columns: pa.Schema, torn: Collection[s
     small = [part.path for part in parts if len(part.numbers) <= ledger_files.WIDTHS[0]]
     if store.local_path("") or not 0 < len(small) <= _MOST_FETCHED:
         return _of_files(store, columns, paths)
-    large = [path for path in paths if path not in set(small)]
-    return ds.UnionDataset(columns, [_of_fetched(store, columns, small), _of_files(store, columns, large)])
+    fetched = _fetch(store, small)
+    in_place = [path for path in paths if path not in set(small[: len(fetched)])]
+    in_memory = ds.FileSystemDataset(fetched, columns, ds.ParquetFileFormat())
+    return ds.UnionDataset(columns, [in_memory, _of_files(store, columns, in_place)])
 
 
-def _of_fetched(store: RunStore, columns: pa.Schema, paths: list[str]) -> ds.Dataset:
-    """Of small files of a remote store, all fetched at once: Arrow would ask for the parts of each in turn."""
+def _fetch(store: RunStore, paths: list[str]) -> list[ds.ParquetFileFragment]:
+    """The first of these files of a remote store, in memory, up to `_MOST_BYTES`.
 
-    def fetch(path: str) -> ds.ParquetFileFragment:
+    They are fetched at once: Arrow would ask for the parts of each in turn.
+    """
+
+    def fetch(path: str) -> bytes:
         data = store.get_fast(path)
-        is_whole = data is not None and data.endswith(b"PAR1")
-        return ds.ParquetFileFormat().make_fragment(pa.BufferReader(data if is_whole else store.get(path)))
+        return data if data is not None and data.endswith(b"PAR1") else store.get(path)
 
-    return ds.FileSystemDataset(list(transfer_each(fetch, paths)), columns, ds.ParquetFileFormat())
+    fragments, num_bytes = [], 0
+    for data in transfer_each(fetch, paths):
+        num_bytes += len(data)
+        if num_bytes > _MOST_BYTES:
+            break
+        fragments.append(ds.ParquetFileFormat().make_fragment(pa.BufferReader(data)))
+    return fragments
 
 
 def _committed(store: RunStore, columns: pa.Schema, torn: Collection[str]) -> ds.Dataset:

@@ -76,7 +76,7 @@ def expire(store: RunStore, max_age: timedelta | None, keep: int | None, min_siz
         connection.register("written", written)
         return dict(connection.execute(sql("choose_expired"), parameters).fetchall())
 
-    chosen = queries.ask(store, choose)
+    chosen = queries.ask(store, choose, ("trajectories", "syncs"))
     expired = expired_through(store)
     chosen = whole_blocks(chosen, compacted_blocks(files_named(store.list("trajectories"))))
     chosen = {searcher: last for searcher, last in chosen.items() if last > expired.get(searcher, -1)}

@@ -1,10 +1,13 @@
 """The word file: tokens and log-probabilities of the trajectories in the replay buffer, on disk and not in memory."""
 
+import errno
 import hashlib
 import os
+import resource
 import tempfile
 from array import array
 from itertools import pairwise
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +23,25 @@ SEGMENT_BYTES = 64 * 1024**2
 FREED_SHARE = 0.25
 
 
+def _temporary_file() -> IO[bytes]:
+    """A new file. If the process has as many open files as its soft limit allows, the limit is raised first.
+
+    The usual limit, 1,024 files, is that of a word file of 64 GB.
+    """
+
+    def create() -> IO[bytes]:
+        return tempfile.TemporaryFile(prefix="tba-words-", buffering=0)
+
+    try:
+        return create()
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return create()
+
+
 class _Segment:
     """Successive records in a temporary file of 4-byte words.
 
@@ -29,7 +51,7 @@ class _Segment:
 
     def __init__(self, first: int):
         """`first`: the number of its first record."""
-        self._file = with_room(lambda: tempfile.TemporaryFile(prefix="tba-words-", buffering=0), _NAME)  # noqa: SIM115, closed with the object
+        self._file = with_room(_temporary_file, _NAME)
         self.first = first
         self._starts = array("q", [0])  # of each record in words, and of the next one
 

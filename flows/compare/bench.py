@@ -93,9 +93,9 @@ def rates_to_try(found: dict[float, float]) -> list[float]:
     if not found:
         return list(FIRST_RATES)
     best = max(found, key=found.get)
-    if best == min(found) and best > SMALLEST_RATE:
+    if best == min(found) and best > SMALLEST_RATE * RATE_FACTOR**0.5:  # half a step: powers are rounded
         return [best / RATE_FACTOR]
-    if best == max(found) and best < LARGEST_RATE:
+    if best == max(found) and best < LARGEST_RATE / RATE_FACTOR**0.5:
         return [best * RATE_FACTOR]
     return []
 

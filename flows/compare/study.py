@@ -94,6 +94,8 @@ class Study(Settings):
         for section, changes in self.arms[label].items():
             merged[section] = merged.get(section, {}) | changes if isinstance(changes, dict) else changes
         for section, known in _OF_TESTBED.items():
+            if not isinstance(merged.get(section, {}), dict):
+                raise ValueError(f"{section}: got {merged[section]!r}; it is a table of settings, as in {{ … }}")
             if unknown := merged.get(section, {}).keys() - known:
                 raise ValueError(
                     f"{section}.{min(unknown)} is no setting of the testbed; it has {', '.join(sorted(known))}"

@@ -83,6 +83,16 @@ def log_printable(level: int, layout: str, loggers: tuple[str, ...]) -> None:
         logger.propagate = False
 
 
+class Printable(logging.Filter):
+    """Escapes control characters and secrets in a logger's messages and exceptions, whatever its handlers."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(without_secrets(record.getMessage())), None
+        if record.exc_info:
+            record.exc_text = printable(without_secrets(logging.Formatter().formatException(record.exc_info)))
+        return True
+
+
 def clip(text: str) -> str:
     text = printable(text)
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT:,} more characters)"

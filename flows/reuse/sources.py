@@ -75,13 +75,19 @@ class RunSource:
     def parts(self) -> list[list]:
         return [[searcher, number] for searcher, rounds in new_shards(self._store, {}).items() for number in rounds]
 
-    def read(self, part: list) -> pa.Table:
-        """The trajectories of a part; no rows if its shard or rewards are torn, or break a rule of the intake."""
+    def read(self, part: list) -> pa.Table | None:
+        """The trajectories of a part; no rows if its shard or rewards are torn, or break a rule of the intake.
+
+        None: the shard was deleted since the plan was made (the source's upkeep).
+        """
         searcher, number = part
         try:
             shard = read_shards(self._store, searcher, [number])
             if self._version is not None:
                 shard = reward_versions.with_rewards(self._store, self._version, shard)
+        except NotFound as error:
+            log.warning("warm start: a shard was deleted meanwhile and is left out: %s", error)
+            return None
         except (TornShard, DamagedRecord) as error:
             log.warning("warm start: a torn shard is left out: %s", error)
             return TRAJECTORY.empty_table()

@@ -114,6 +114,9 @@ class Copy:
         made: list[pa.Table] = []
         for part in parts:
             rows = source.read(part)
+            if rows is None:  # deleted; an interrupted copy may have it already
+                number += self._store.exists(shards.shard_path(searcher, number))
+                continue
             trainable = self._with_own_ids(self._without_heldout(rows))
             num_trajectories += trainable.num_rows
             num_heldout += rows.num_rows - trainable.num_rows

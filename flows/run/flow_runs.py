@@ -8,7 +8,6 @@ until the run's store shows no live Trainer.
 
 import contextlib
 from datetime import UTC, datetime, timedelta
-from functools import partial
 
 from pydantic import ValidationError
 
@@ -56,9 +55,9 @@ def mark_crashed(client, config: RunConfig) -> int:
     from prefect.states import Crashed
 
     searchers = unfinished(client, config, ["search"])
-    may_stay = transfer_all(partial(_may_stay, client, config), searchers)
+    staying = _staying(client, config, searchers)
     dead = unfinished(client, config, ["tba", "ranks"])
-    dead += [flow_run for flow_run, stays in zip(searchers, may_stay, strict=True) if not stays]
+    dead += [flow_run for flow_run in searchers if flow_run.id not in staying]
     for flow_run in dead:
         state = _ended(client, flow_run, Crashed(message="Its stack or flow was killed; found by a later `tba train`."))
         stop_processes(_processes(flow_run))
@@ -66,20 +65,27 @@ def mark_crashed(client, config: RunConfig) -> int:
     return len(dead)
 
 
-def _may_stay(client, config: RunConfig, flow_run) -> bool:
-    """Whether to leave a Searcher's flow run as it is.
+def _staying(client, config: RunConfig, searchers: list) -> set:
+    """Ids of the Searchers' flow runs that are left as they are.
 
-    If a person started it: it lives. If a flow started it: it lives on another machine, and the next flow adopts it.
+    A person started it: it lives. A flow started it: it lives on another machine, and the next flow adopts it.
     """
-    if not flow_run.parent_task_run_id:
-        return is_alive(client, flow_run)
-    if prefect_server.is_loopback(str(client.api_url)) or _processes(flow_run):
-        return False
-    store, name = RunStore(config.store, config.run), flow_run.parameters.get("name", "s0")
-    if name not in {f"s{number}" for number in range(requests.wanted_searchers(store, config.searchers))}:
-        return False
-    lease = leases.newest(store, name)
-    return lease is not None and lease.flow_run == str(flow_run.id) and leases.is_alive(store, lease)
+    by_hand = [flow_run for flow_run in searchers if not flow_run.parent_task_run_id]
+    staying = {flow_run.id for flow_run in by_hand if is_alive(client, flow_run)}
+    if prefect_server.is_loopback(str(client.api_url)):
+        return staying
+    store = RunStore(config.store, config.run)
+    wanted = {f"s{number}" for number in range(requests.wanted_searchers(store, config.searchers))}
+    names = {flow_run.id: flow_run.parameters.get("name", "s0") for flow_run in searchers if flow_run not in by_hand}
+    elsewhere = [r for r in searchers if names.get(r.id) in wanted and not _processes(r)]
+    newest = transfer_all(lambda flow_run: leases.newest(store, names[flow_run.id]), elsewhere)
+    held = {
+        flow_run.id: lease
+        for flow_run, lease in zip(elsewhere, newest, strict=True)
+        if lease is not None and lease.flow_run == str(flow_run.id)
+    }
+    are_alive = leases.are_alive(store, list(held.values()))
+    return staying | {flow_run_id for flow_run_id, lives in zip(held, are_alive, strict=True) if lives}
 
 
 def _ended(client, flow_run, state):
@@ -113,15 +119,15 @@ def cancel(url: str, credentials: dict, flow_run) -> None:
     credentials: stack.credentials of the server. After Ctrl-C in a terminal the server may not answer, because it
     gets the signal, too, as a child of `tba train`."""
     import httpx
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+    from prefect.client.schemas.filters import FlowRunFilterParentFlowRunId
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
     from prefect.states import Cancelled
 
     family = [flow_run]
     settings = {**credentials, PREFECT_API_REQUEST_TIMEOUT: 5}
     with contextlib.suppress(httpx.HTTPError), prefect_server.api(url, settings) as client:
-        children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]))
-        family += [r for r in client.read_flow_runs(flow_run_filter=children) if not r.state.is_final()]
+        children = FlowRunFilterParentFlowRunId(any_=[flow_run.id])
+        family += prefect_server.read_unfinished(client, parent_flow_run_id=children)
         family[0] = client.read_flow_run(flow_run.id)  # its state has changed since it was submitted
         for (
             member

@@ -20,6 +20,7 @@ from prefect.deployments import run_deployment
 from prefect.states import Cancelling, Crashed
 
 from flows.config import RunConfig
+from infra.prefect_server import PAGE, read_all
 from storage import leases, policies, requests, shards
 from storage.errors import StoreError
 from storage.store import RunStore, transfer_all
@@ -31,8 +32,6 @@ MAX_SILENCES = 10  # machines die, or are cut off
 SILENT_S = 40.0  # four renewals
 LOOK_S = 10.0
 SILENT = "Silent"  # name of a Crashed state, which no one but the flow sets
-# Flow runs in one answer: the default of PREFECT_SERVER_API_DEFAULT_LIMIT, above which the server refuses.
-PAGE = 200
 
 
 class Searchers:
@@ -45,7 +44,7 @@ class Searchers:
         self._runs: dict[str, FlowRun] = {}  # the first one evaluates
         self._leaving: list[FlowRun] = []
         self._renewals = Renewals(self._store)
-        self.is_server_away = False
+        self.is_away = False  # Prefect's server or the store, at the last look
         self._num_names = 0  # no name is used twice: a Searcher told to leave may still run
 
     def keep_up(self) -> None:
@@ -97,11 +96,13 @@ class Searchers:
         """
         newest = transfer_all(partial(leases.newest, self._store), names)
         held = [lease for lease in newest if lease is not None and not lease.is_released]
-        runs = read_flow_runs(UUID(lease.flow_run) for lease in held if lease.flow_run)
+        found = read_flow_runs(UUID(lease.flow_run) for lease in held if lease.flow_run)
+        runs = {lease: found.get(UUID(lease.flow_run)) if lease.flow_run else None for lease in held}
+        unfinished = [lease for lease, run in runs.items() if run is not None and not run.state.is_final()]
+        are_alive = dict(zip(unfinished, leases.are_alive(self._store, unfinished), strict=True))
 
         def living(lease: leases.Lease) -> FlowRun | None:
-            run = runs.get(UUID(lease.flow_run)) if lease.flow_run else None
-            is_living = run is not None and not run.state.is_final() and leases.is_alive(self._store, lease)
+            run, is_living = runs[lease], are_alive.get(lease, False)
             if is_living and (lease.searcher != evaluator or run.parameters.get("evaluates")):
                 return run
             leases.revoke(self._store, lease)
@@ -205,13 +206,9 @@ def read_ended(ids: Iterable[UUID]) -> dict[UUID, State]:
     if not chosen.any_:
         return {}
     final = FlowRunFilter(id=chosen, state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(TERMINAL_STATES))))
-    ended: dict[UUID, State] = {}
     with get_client(sync_client=True) as client:
         num_stored = client.count_flow_runs(flow_run_filter=FlowRunFilter(id=chosen))
-        while page := client.read_flow_runs(flow_run_filter=final, limit=PAGE, offset=len(ended)):
-            ended |= {run.id: run.state for run in page}
-            if len(page) < PAGE:
-                break
+        ended = {run.id: run.state for run in read_all(client, flow_run_filter=final)}
     if num_stored < len(chosen.any_):
         deleted = set(chosen.any_) - read_flow_runs(chosen.any_).keys()
         ended |= dict.fromkeys(deleted, Crashed(message="The flow run was deleted."))

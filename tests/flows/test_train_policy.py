@@ -3,21 +3,28 @@
 - while the Trainer owns the run, `began` is set; once another flow's Trainer has taken the run over, `lost` is set, so
   that the flow leaves the Searchers, which the other flow has adopted
 - the Trainer and the flow runs of its further machines get one key, a new one for each attempt
+- a Trainer that fails is started again, unless it fails three times without a checkpoint between; one that another
+  flow's Trainer keeps out is not
+- the flow goes on while Prefect's server or the store gives no answer or a wrong one
 
 Run: pytest tests/flows/test_train_policy.py
 """
 
+import logging
 import os
 import threading
+from types import SimpleNamespace
 
+import httpx
 import pytest
+from prefect.exceptions import ObjectNotFound
 
 from flows import train
 from flows.config import RunConfig
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
 from storage import attempts
-from storage.errors import AlreadyTraining
+from storage.errors import AlreadyTraining, StoreUnreachable
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -73,12 +80,76 @@ def test_a_flow_that_was_superseded_knows_it(local_store, monkeypatch, is_taken_
     monkeypatch.setattr(train, "start_machines", lambda config, attempt, key: started.append((attempt, key)))
     keys = []
     monkeypatch.setattr(train.subprocess, "Popen", lambda command: Trainer(local_store, began, end))
-    error = AlreadyTraining if is_taken_over else RuntimeError  # Prefect does not retry after the first
+    error = AlreadyTraining if is_taken_over else RuntimeError
     with pytest.raises(error):
-        train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
+        train.run_trainer(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
     assert (began.is_set(), lost.is_set()) == (not is_taken_over, is_taken_over)
-    with pytest.raises(AlreadyTraining):  # a retry that another Trainer keeps out
+    with pytest.raises(AlreadyTraining):  # it is not started again: another Trainer keeps it out
         monkeypatch.setattr(train.subprocess, "Popen", lambda command: Refused())
         train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
     assert lost.is_set()
     assert started == [(1, keys[0])], "both sides of the Trainer's machines have the same key"
+
+
+class Failed(Refused):
+    """The process of a Trainer that ended with status 1."""
+
+    def poll(self) -> int:
+        return 1
+
+    def wait(self, timeout: float) -> int:
+        return 1
+
+
+def test_a_trainer_that_fails_is_started_again_while_it_makes_progress(local_store, monkeypatch, caplog):
+    """Failures after 0, 20 and 20 steps, then none after 40: the third one without a checkpoint between is the last."""
+    steps, started = [0, 0, 20, 20, 40, 40, 40, 60], []
+
+    def start(command: list[str]) -> Failed:
+        started.append(steps[len(started)])
+        return Failed()
+
+    monkeypatch.setattr(train, "RESTART_S", 0)
+    monkeypatch.setattr(train.subprocess, "Popen", start)
+    monkeypatch.setattr(train, "get_run_logger", lambda: logging.getLogger("test"))
+    newest = lambda store: [SimpleNamespace(step=step) for step in started if step]  # noqa: E731
+    monkeypatch.setattr(train.checkpoints, "list_checkpoints", newest)
+    events = [threading.Event() for _ in range(3)]
+    with pytest.raises(RuntimeError, match=r"the Trainer of run .* ended with status 1"):
+        train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), *events)
+    assert started == steps[:7]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.ConnectError("the server is away"),
+        ValueError("another program's page in place of an answer"),
+        StoreUnreachable("the store is away"),
+    ],
+)
+def test_training_goes_on_while_server_or_store_is_away(monkeypatch, error, caplog):
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(train, "end_if_suspended", lambda: None)
+    monkeypatch.setattr(train, "get_run_logger", lambda: logging.getLogger("test"))
+    searchers, began = SimpleNamespace(keep_up=fail, is_away=False), threading.Event()
+    began.set()
+    for _ in range(3):
+        train.look_after(searchers, began)
+    assert searchers.is_away and len(caplog.records) == 1, "one warning"
+    searchers.keep_up = lambda: None
+    train.look_after(searchers, began)
+    assert not searchers.is_away
+
+
+def test_a_flow_run_that_was_deleted_goes_on_training(monkeypatch):
+    def deleted() -> None:
+        raise ObjectNotFound(RuntimeError("404"))
+
+    monkeypatch.setattr(train, "end_if_suspended", deleted)
+    looked, began = [], threading.Event()
+    began.set()
+    train.look_after(SimpleNamespace(keep_up=lambda: looked.append(1), is_away=False), began)
+    assert looked == [1]

@@ -1,14 +1,18 @@
-"""Claims about a full temporary folder while a run trains. Run: pytest tests/storage/test_full_disk.py
+"""Claims about temporary files without room or number. Run: pytest tests/storage/test_full_disk.py
 
 - a policy whose policy.json does not fit is published once there is room
 - a sync whose trajectories do not fit in the word file ends once there is room, and nothing of them is lost
 - the wait for the word file ends with an error that says what could not be written, where, and the remedy
+- a word file may have more segments than the process could open files at first
 """
 
+import resource
 import threading
 
+import numpy as np
 import pytest
 
+from storage import word_file
 from storage.buffer import ReplayBuffer
 from storage.errors import StoreFull
 from storage.mop import Sampling
@@ -65,3 +69,17 @@ def test_the_wait_ends_with_cause_and_remedy(small_disk, monkeypatch):
     monkeypatch.setenv("TBA_STORE_PATIENCE_MINUTES", "0.01")
     with pytest.raises(StoreFull, match=f"cannot write the replay buffer's word file to {folder}: no room .* TMPDIR"):
         words.append(make_shard())
+
+
+def test_a_word_file_raises_the_limit_of_open_files(monkeypatch):
+    monkeypatch.setattr(word_file, "SEGMENT_BYTES", 1)  # each shard fills one
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    words, shards = WordFile(), [make_shard("s0", number) for number in range(300)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        records = np.concatenate([words.append(shard)["record"] for shard in shards])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert words.num_filled == 299
+    expected = [tokens for shard in shards for tokens in shard["response_tokens"].to_pylist()]
+    assert words.read(records)["response_tokens"].to_pylist() == expected

@@ -81,6 +81,21 @@ def test_an_owner_elsewhere_has_its_name_while_it_renews(local_store, monkeypatc
     assert take_name(local_store, "s0", None).number == 2, "it is silent now"
 
 
+def test_many_owners_are_watched_in_the_time_of_one(local_store, monkeypatch):
+    all_at_once, pauses = threading.Barrier(41), set()
+
+    def is_alive(store: RunStore, lease: Lease, pause_s: float) -> bool:
+        pauses.add(pause_s)
+        all_at_once.wait(60)  # raises if some wait for others
+        return lease.number == 7
+
+    monkeypatch.setattr(leases, "is_alive", is_alive)
+    held = [Lease(f"s{number}", number, None, None, "") for number in range(41)]
+    assert [number for number, lives in enumerate(leases.are_alive(local_store, held)) if lives] == [7]
+    assert 41 / max(pauses) <= 64, "looks at the store in a second"
+    assert leases.are_alive(local_store, []) == []
+
+
 def test_one_of_several_gets_a_free_name(local_store):
     start = threading.Barrier(8)
 

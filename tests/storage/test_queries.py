@@ -250,3 +250,35 @@ def test_a_query_finds_the_rows_of_a_table_however_it_is_named(stored):
         "WITH x AS (FROM training_steps) SELECT count(*) > 0 FROM x",
     ):
         assert rows(stored, statement) == [(True,)], statement
+
+
+def test_the_batch_of_a_step_needs_two_tables(stored, monkeypatch):
+    listed, listing = set(), stored.list
+    monkeypatch.setattr(stored, "list", lambda folder, **named: listed.add(folder) or listing(folder, **named))
+    assert queries.show_batch(stored, 3).num_rows > 0
+    assert {"trajectories", "batches"} <= listed and not {"metrics/training", "metrics/search", "syncs"} & listed
+
+
+def test_an_error_in_the_sql_reads_no_file(stored, monkeypatch):
+    read, get = [], stored.get
+    monkeypatch.setattr(stored, "get", lambda path: read.append(path) or get(path))
+    with pytest.raises(duckdb.InvalidInputException, match="Could not parse string"):
+        rows(stored, "SELECT strptime('abc', '%Y')")
+    assert not [path for path in read if path.endswith(".parquet")]
+
+
+@pytest.mark.parametrize("most", [0, 1, 20_000])
+def test_the_files_of_a_table_need_not_fit_in_memory(moto_store, monkeypatch, most):
+    """Files that are beyond the limit are read in place, with the same answer."""
+    attempts.start_attempt(moto_store, 0, OWNER)
+    for step in range(1, 9):
+        ledger.record_training_step(moto_store, make_training_step(1, step))
+    monkeypatch.setattr(queries, "_MOST_BYTES", most)
+    assert rows(moto_store, "SELECT count(*), sum(step) FROM training_steps") == [(8, 36)]
+    (some,) = [queries._fetch(moto_store, [p for p in moto_store.list("metrics/training")])]
+    assert len(some) == (0 if most < 2 else min(8, 20_000 // moto_store_size(moto_store)))
+
+
+def moto_store_size(store) -> int:
+    """Of one entry of training_steps, in bytes; all have equal sizes but for some bytes."""
+    return len(store.get(store.list("metrics/training")[0]))

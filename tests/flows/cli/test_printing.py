@@ -17,6 +17,7 @@ import contextlib
 import csv
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -224,3 +225,19 @@ def test_a_damaged_record_ends_watch_without_a_traceback(root, path):
     store.put(path, b"[")
     done = CliRunner().invoke(app, ["watch", "arithmetic"])
     assert done.exit_code == 1 and path in done.output, done.output
+
+
+@pytest.mark.parametrize("name", ["prefect.flow_runs", "prefect.task_runs"])
+def test_what_flows_log_is_printable(name, monkeypatch):
+    """A worker in a terminal shows it, and so does Prefect's page."""
+    lines, logger = [], logging.getLogger(name)
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(logging.Formatter().format(record))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    logger.warning("alarm of %s: %s", "a \x1b[2J run", "s3://key:secret@host/bucket")
+    try:
+        raise ValueError("\x1b]0;title\x07")
+    except ValueError:
+        logger.exception("failed")
+    assert lines[0] == r"alarm of a \x1b[2J run: s3://…@host/bucket"
+    assert "Traceback" in lines[1] and "\x1b" not in "".join(lines)

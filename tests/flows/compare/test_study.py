@@ -45,6 +45,7 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
         ({"arms": {"a": {}, "b": {"train": {"lora_rank": 8}}}}, "arm b: train.lora_rank is no setting of the testbed"),
         ({"arms": {"a": {}, "b": {"sampling": {"max_age": 8}}}}, "arm b: sampling.max_age is no setting"),
         ({"arms": {"a": {}, "b": {"trian": {}}}}, "arm b: .*trian"),
+        ({"arms": {"a": {}, "b": {"train": 3}}}, "arm b: train: got 3; it is a table of settings"),
         ({"arms": {"a": {}, "b": {"train": {"beta": 0.0}}}}, "arm b: .*train.beta is 0, and tb divides by it"),
         ({"arms": {"a": {}, "B": {}}}, "arm 'B': a label has small letters"),
         ({"arms": {"b": {}, "c": {}}}, "compared_with is 'a', but the arms are b, c"),

@@ -321,6 +321,28 @@ def test_an_interrupted_copy_goes_on_and_counts_nothing_twice(tmp_path, model, m
     assert rows_of(store, ids) == [(24, 24, 24)]
 
 
+def test_a_source_that_loses_shards_in_mid_copy_is_copied_without_them(tmp_path, model, monkeypatch):
+    """Its upkeep deletes one shard that was copied already and one that was not."""
+    old = new_run(tmp_path, model, "old", num_shards=4)
+    config = run_config(tmp_path, model, "new", warm_start=[url(old)])
+    real, commits = shards.commit_shard, []
+
+    def dies_in_the_third(store, table):
+        if len(commits) == 2:
+            raise KeyboardInterrupt
+        commits.append(real(store, table))
+
+    monkeypatch.setattr(shards, "commit_shard", dies_in_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        begin(config)
+    monkeypatch.setattr(shards, "commit_shard", real)
+    for number in (0, 2):
+        old.delete(shards.shard_path("s0", number))
+    store = begin(config)
+    assert rows_of(store, "SELECT count(*), count(DISTINCT (prompt_id, response)) FROM trajectories") == [(24, 24)]
+    assert rows_of(store, "SELECT DISTINCT round FROM trajectories ORDER BY 1") == [(0,), (1,), (2,)]
+
+
 def test_a_file_that_changed_in_mid_copy_is_refused(tmp_path, model):
     file = tmp_path / "told.parquet"
     pq.write_table(pa.table({"prompt": [TASK.train[0].prompt] * 9, "response": [f" {i}\n" for i in range(9)]}), file)

@@ -37,9 +37,10 @@ class RemoteServer:
     def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
         return next(flow_run for flow_run in self._flow_runs if flow_run.id == flow_run_id)
 
-    def read_flow_runs(self, flow_run_filter, flow_filter=None) -> list[SimpleNamespace]:
+    def read_flow_runs(self, flow_run_filter, flow_filter, limit: int, offset: int) -> list[SimpleNamespace]:
         flows = flow_filter.name.any_ if flow_filter else ["search"]  # without: one's children
-        return [flow_run for flow_run in self._flow_runs if flow_run.flow in flows]
+        found = [flow_run for flow_run in self._flow_runs if flow_run.flow in flows]
+        return [flow_run for flow_run in found if not flow_run.state.is_final()][offset : offset + limit]
 
     def set_flow_run_state(self, flow_run_id: UUID, state, force: bool) -> None:
         self.read_flow_run(flow_run_id).state = state
@@ -64,6 +65,20 @@ def test_what_runs_elsewhere_is_ended_by_the_worker_there(config, monkeypatch):
     monkeypatch.setattr(prefect_server, "api", lambda *_: contextlib.nullcontext(client))
     flow_runs.cancel(client.api_url, {}, SimpleNamespace(id=flow.id, state=Scheduled()))  # as it was submitted
     assert [run.state.name for run in (flow, searcher, waiting)] == ["Cancelling", "Cancelling", "Cancelled"]
+
+
+def test_more_flow_runs_than_an_answer_has_are_all_ended(config, monkeypatch):
+    monkeypatch.setattr(prefect_server, "PAGE", 3)
+    flow = flow_run("tba", config, Running())
+    searchers = [flow_run("search", config, Scheduled(), parent=uuid4()) for _ in range(10)]
+    client = RemoteServer(flow, *searchers)
+    assert flow_runs.mark_crashed(client, config) == 11
+    assert {run.state.name for run in searchers} == {"Crashed"}
+    others = [flow_run("search", config, Scheduled(), parent=uuid4()) for _ in range(6)]
+    client = RemoteServer(flow, *others)
+    monkeypatch.setattr(prefect_server, "api", lambda *_: contextlib.nullcontext(client))
+    flow_runs.cancel(client.api_url, {}, SimpleNamespace(id=flow.id, state=Scheduled()))
+    assert {run.state.name for run in others} == {"Cancelled"}
 
 
 def took_elsewhere(store: RunStore, name: str, flow_run: SimpleNamespace) -> leases.Lease:

@@ -27,12 +27,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from flows.config import RunConfig
-from flows.train import is_trainer, may_succeed_later
+from flows.train import is_trainer
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer import __main__ as trainer_main
 from flows.trainer.__main__ import learn
 from storage import attempts, checkpoints, policies
-from storage.errors import AlreadyTraining
 from storage.store import RunStore
 from tests.storage.helpers import OWNER, start_python
 
@@ -219,11 +218,3 @@ def test_a_flow_does_not_take_a_namesakes_trainer_for_its_own(store):
     assert not is_trainer(store, os.getpid())
     attempts.start_attempt(store, 0, attempts.this_process())
     assert is_trainer(store, os.getpid()) and not is_trainer(store, os.getppid())
-
-
-def test_a_run_of_another_trainer_is_not_tried_again():
-    def ended_with(error: Exception):
-        return SimpleNamespace(result=lambda raise_on_failure: error)
-
-    assert may_succeed_later(None, None, ended_with(RuntimeError("killed")))
-    assert not may_succeed_later(None, None, ended_with(AlreadyTraining("run has another Trainer")))
