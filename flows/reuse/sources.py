@@ -82,12 +82,11 @@ class RunSource:
         """
         searcher, number = part
         try:
-            shard = read_shards(self._store, searcher, [number])
+            shard = self._shard(searcher, number)
+            if shard is None:
+                return None
             if self._version is not None:
                 shard = reward_versions.with_rewards(self._store, self._version, shard)
-        except NotFound as error:
-            log.warning("warm start: a shard was deleted meanwhile and is left out: %s", error)
-            return None
         except (TornShard, DamagedRecord) as error:
             log.warning("warm start: a torn shard is left out: %s", error)
             return TRAJECTORY.empty_table()
@@ -96,6 +95,13 @@ class RunSource:
             log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[searcher, number]))
             return TRAJECTORY.empty_table()
         return shard
+
+    def _shard(self, searcher: str, number: int) -> pa.Table | None:
+        try:
+            return read_shards(self._store, searcher, [number])
+        except NotFound as error:
+            log.warning("warm start: a shard was deleted meanwhile and is left out: %s", error)
+            return None
 
     def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
         if self._is_for_other_temperature:
