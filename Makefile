@@ -63,7 +63,7 @@ bench-buffer: $(STAMP)  ## Measure the replay buffer by size
 bench-ledger: $(STAMP)  ## Measure a question over the ledger of 100,000 steps on a remote S3
 	$(BIN)/python -m tests.benchmarks.bench_ledger
 
-bench-plan: $(STAMP)  ## Measure the error of tba plan on six real runs of a small model
+bench-plan: $(STAMP)  ## Measure the error of tba plan on six real runs of a small model (PUBLISHED=1: simulate the paper's set-ups only)
 	$(BIN)/python -m tests.benchmarks.bench_plan
 
 bench-policies: $(STAMP)  ## Measure how fast a policy travels over 100 Mbit/s, as a delta and whole

@@ -18,7 +18,15 @@ from flows.compare.results import confidence_interval
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 PAGE = (RESULTS / "README.md").read_text()
-MEASURES = ("accuracy_after", "num_distinct", "wall_s", "seconds_to_common", "searcher_idle_share", "staleness_mean")
+MEASURES = (
+    "accuracy_after",
+    "num_distinct",
+    "num_distinct_right",
+    "wall_s",
+    "seconds_to_common",
+    "searcher_idle_share",
+    "staleness_mean",
+)
 
 
 def values_by_arm(runs: list[dict], measure: str) -> list[list[float]]:
@@ -51,7 +59,7 @@ def known() -> set[str]:
             arms = values_by_arm(runs, measure)
             for values in arms:
                 found |= printed_forms(values)
-            for one, other in permutations(arms, 2) if measure == "accuracy_after" else ():
+            for one, other in permutations(arms, 2) if measure in ("accuracy_after", "num_distinct_right") else ():
                 found |= printed_forms([a - b for a, b in zip(one, other, strict=True)], num_differences(runs))
     return found
 

@@ -41,11 +41,13 @@ def by_arm(outcomes: list[Outcome], measure: str = "accuracy_after") -> dict[str
     return values
 
 
-def paired_differences(outcomes: list[Outcome], pairs: list[tuple[str, str]]) -> list[Interval]:
-    """For each pair of arms, the accuracy of the first minus that of the second, seed by seed; joint intervals."""
-    accuracies = by_arm(outcomes)
+def paired_differences(
+    outcomes: list[Outcome], pairs: list[tuple[str, str]], measure: str = "accuracy_after"
+) -> list[Interval]:
+    """For each pair of arms, the measure of the first minus that of the second, seed by seed; joint intervals."""
+    values = by_arm(outcomes, measure)
     return [
-        confidence_interval([accuracies[one][seed] - accuracies[other][seed] for seed in accuracies[one]], len(pairs))
+        confidence_interval([values[one][seed] - values[other][seed] for seed in values[one]], len(pairs))
         for one, other in pairs
     ]
 

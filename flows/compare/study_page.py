@@ -79,12 +79,17 @@ def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], abo
 
 def _differences(study: Study, outcomes: list[Outcome]) -> tuple[dict[str, Interval], dict[str, Interval]]:
     """Differences paired by seed: `compared_with` minus each other arm; each arm's loss from first to last lag."""
-    others = [label for label in study.arms if label != study.compared_with]
-    pairs = [(f"{study.compared_with}-lag{lag}", f"{other}-lag{lag}") for lag in study.lags for other in others]
-    ahead = dict(zip([other for _, other in pairs], paired_differences(outcomes, pairs), strict=True))
+    ahead = _ahead(study, outcomes, "accuracy_after")
     first, last = study.lags[0], study.lags[-1]
     falls = [(f"{label}-lag{first}", f"{label}-lag{last}") for label in study.arms if first != last]
     return ahead, dict(zip(study.arms, paired_differences(outcomes, falls), strict=False))
+
+
+def _ahead(study: Study, outcomes: list[Outcome], measure: str) -> dict[str, Interval]:
+    """A measure of `compared_with` minus that of each other arm, by the other's name."""
+    others = [label for label in study.arms if label != study.compared_with]
+    pairs = [(f"{study.compared_with}-lag{lag}", f"{other}-lag{lag}") for lag in study.lags for other in others]
+    return dict(zip([other for _, other in pairs], paired_differences(outcomes, pairs, measure), strict=True))
 
 
 def _tables(
@@ -119,6 +124,11 @@ def _tables(
         *(by_lag("Standard deviation of the accuracy over seeds:", labels, spread) if spread else []),
         *by_lag(f"Distinct responses among 8 to a held-out sum, {each}:", labels, mean_of_seeds(distinct)),
         *by_lag(f"Distinct responses with the whole reward among these 8, {each}:", labels, mean_of_seeds(right)),
+        *by_lag(
+            f"These of {study.compared_with} minus those of each other arm, by seed. {JOINT.format(len(ahead))}",
+            others,
+            _ahead(study, outcomes, "num_distinct_right"),
+        ),
         *by_lag(
             "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:",
             labels,

@@ -4,6 +4,9 @@ The real Trainer and Searchers, a model so small that it takes milliseconds, Sea
 each round (tests/faults/searcher.py), a local folder. The first run gives the times; the others are simulated from
 these, with other numbers of Searchers, intervals of syncs and limits of draws. An error is simulated over measured,
 less 1.
+
+Before, the set-ups that the paper published hours of (arXiv 2503.18929, table 6), simulated from these hours; this part
+takes seconds: `make bench-plan PUBLISHED=1`.
 """
 
 import json
@@ -41,6 +44,12 @@ RUNS = {
 }
 LOAD_S = 15.0  # Searchers load before the Trainer starts, so that their first rounds begin together
 SEEDS = 5
+# Red-teaming, 5,000 steps of 128 attacks: hours of the synchronous predecessor, of TBA, and the numbers of Searchers
+# (GPUs less two) with the published hours of each.
+PUBLISHED = {
+    "GPT-2": (11.9, 1.7, {2: 1.7, 14: 2.5, 62: 2.9, 1000: None}),
+    "Llama-3.2-1B": (37.4, 5.7, {6: 5.7, 1000: None}),
+}
 SHOWN = ("seconds", "trainer_wait_share", "num_trajectories", "fresh_staleness")
 
 
@@ -89,7 +98,32 @@ def compare(times: Times, store: RunStore, measured: Outcome) -> dict:
     }
 
 
+def published() -> list[dict]:
+    """Simulated hours of the published set-ups, with replay as published, and with each attack trained on once.
+
+    A synchronous turn is a round and a step. A step is taken to last as long as one of TBA with the fewest GPUs.
+    """
+    found = []
+    for model, (synchronous_h, shortest_h, hours) in PUBLISHED.items():
+        step_s, turn_s = shortest_h * 3600 / 5000, synchronous_h * 3600 / 5000
+        times = Times(steps=[step_s], rounds=[turn_s - step_s], pauses=[0.0], loads=[0.0], publish=0.0)
+        for searchers, published_h in hours.items():
+            loops = [Loop(searchers, 5000, 10, 128, 128, 1, draws) for draws in (None, 1.0)]
+            replayed_h, once_h = (simulate(times, loop).seconds / 3600 for loop in loops)
+            row = {"model": model, "searchers": searchers, "synchronous_h": synchronous_h, "published_h": published_h}
+            found.append(row | {"simulated_h": replayed_h, "simulated_once_h": once_h})
+    return found
+
+
 def main() -> None:
+    setups = published()
+    for row in setups:
+        print(
+            *(f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
+        )
+    if os.environ.get("PUBLISHED"):
+        print(json.dumps({"published": setups}))
+        return
     runs, times = {}, None
     print(f"{'run':8}{'':20}{'measured':>10}{'simulated':>11}{'error':>8}", flush=True)
     for name in RUNS:
@@ -101,7 +135,7 @@ def main() -> None:
             cells = f"{of_key['measured']:10.2f}{of_key['simulated']:11.2f}{of_key['error']:8.1%}"
             print(f"{name:8}{key:20}{cells}", flush=True)
     held_out = [of_run["seconds"]["error"] for name, of_run in runs.items() if name != next(iter(RUNS))]
-    print(json.dumps({"runs": runs, "largest_error_of_seconds": max(map(abs, held_out))}))
+    print(json.dumps({"published": setups, "runs": runs, "largest_error_of_seconds": max(map(abs, held_out))}))
 
 
 if __name__ == "__main__":

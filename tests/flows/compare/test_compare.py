@@ -125,6 +125,7 @@ def test_what_is_written_says_what_came_out(tmp_path):
     assert "| 128 | 0.650 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 |" in text
     assert "| loss from lag 1 to 128, paired by seed | 0.200 ± " in text
     assert "The 15 intervals hold at once" in text
+    assert text.count("| 128 | 0.000 ± 0.000 | 0.000 ± 0.000 | 0.000 ± 0.000 |") == 1  # distinct right responses
     assert "| 128 | 0.071 | 0.071 | 0.071 | 0.071 |" in text  # 0.7 and 0.6, 0.8 and 0.9: standard deviations
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(page.with_suffix(".json").read_text())["runs"]) == 40

@@ -113,9 +113,11 @@ def test_searchers_bring_a_round_each_and_rewards_may_be_dense(policy):
 
 
 def test_the_share_of_recent_prompts_is_m(policy):
+    fresh_steps = steps_of(policy, 60)
+
     def share_of_recent(m: float) -> float:
         sampling = {"prompts_per_batch": 4, "responses_per_prompt": 2, "recent_probability": m}
-        fresh = [set(samples.numbers.tolist()) for samples in steps_of(policy, 60)]
+        fresh = [set(samples.numbers.tolist()) for samples in fresh_steps]
         drawn = [samples.numbers.tolist() for samples in steps_of(policy, 60, sampling=sampling)]
         late = [
             number in of_step for of_step, numbers in zip(fresh[20:], drawn[20:], strict=True) for number in numbers

@@ -215,6 +215,7 @@ def flow_run(monkeypatch) -> SimpleNamespace:
     """The flow run that this process believes to execute."""
     run = SimpleNamespace(id=str(uuid4()))
     monkeypatch.setattr(held_name, "flow_run", run)
+    monkeypatch.setattr(leases, "WATCH_S", 0.3)
     for module in (search, held_name):
         monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
     return run
