@@ -38,7 +38,7 @@ test-unit: $(STAMP)  ## Run the tests without servers, engines, training, fuzzin
 test-apart: $(STAMP)  ## Run the tests that take minutes each: printed commands, Prefect's page, kills, outages
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations 25 -m apart
 
-test-crash: $(STAMP)  ## Kill Searcher, Trainer and S3 of a run, each once: the part of crash-matrix that CI runs
+test-crash: $(STAMP)  ## Kill Trainer and S3 of a run, each once: the part of crash-matrix that CI runs
 	$(BIN)/python -m pytest -m apart tests/faults/test_crash.py -k killed --timeout 900
 
 test-hosts: $(STAMP)  ## Train on hosts that are namespaces, kill them, cut them off (ONLY=survives: the part that CI runs)
@@ -63,7 +63,7 @@ bench-buffer: $(STAMP)  ## Measure the replay buffer by size
 bench-ledger: $(STAMP)  ## Measure a question over the ledger of 100,000 steps on a remote S3
 	$(BIN)/python -m tests.benchmarks.bench_ledger
 
-bench-plan: $(STAMP)  ## Measure the error of tba plan on six real runs of a small model (PUBLISHED=1: simulate the paper's set-ups only)
+bench-plan: $(STAMP)  ## Measure the error of tba plan on six real runs of a small model (PUBLISHED=1: only simulate the paper's)
 	$(BIN)/python -m tests.benchmarks.bench_plan
 
 bench-policies: $(STAMP)  ## Measure how fast a policy travels over 100 Mbit/s, as a delta and whole

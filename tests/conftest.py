@@ -18,6 +18,14 @@ from storage.store import RunStore
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take minutes each, on a worker of their own: they begin first, so that no worker is idle at the end.
+LONGEST = ("test_end_to_end.py", "test_engine.py", "test_stack.py", "test_gpu_check.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def local_s3(tmp_path_factory) -> Iterator[tuple[LocalS3, dict[str, str]]]:
     """Ceph's radosgw, and the environment variables that reach it."""

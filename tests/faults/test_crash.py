@@ -1,6 +1,6 @@
 """Claims about crashes, by the harness of `make crash-matrix` (tests/faults/matrix.py), whose subset this is.
 
-- Searcher, Trainer and S3 gateway of a real run on radosgw are killed, each at another point of the checkpoint cycle;
+- Trainer and S3 gateway of a real run on radosgw are killed, each at another point of the checkpoint cycle;
   the same command resumes, every acknowledged trajectory is there once, and `tba verify` finds no fault (-m apart)
 - a gateway that answers 503 for 30 s, a disk that is full for 30 s: the run waits and goes on, with the same outcome
   (-m apart)
@@ -25,7 +25,6 @@ from tests.storage.helpers import make_shard
 SUBSET = [
     ("trainer", "policy published"),
     ("gateway", "checkpoint saved"),
-    ("searcher", "checkpoint uploaded"),
 ]
 OUTAGE_S = 30.0
 

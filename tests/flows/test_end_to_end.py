@@ -3,7 +3,7 @@
 - SIGKILL to the whole process group in mid-training leaves no process. Then the same command: it finds the stale state
   and the flow run left Running, marks that Crashed, and the run resumes from its checkpoint; every committed shard is
   still there and counted once, and the steps that count are each there once.
-- `tba sql` answers during and after the run; plain DuckDB reads the shards by a glob.
+- `tba sql` answers during the run; after it SQL has all that was stored; plain DuckDB reads the shards by a glob.
 - The summary has what it promises; the final policy loads with from_pretrained and is the one that was fingerprinted.
 - The same command on a finished run says so and changes nothing. Nothing is left running.
 - Where a run was killed after its final policy and before that was evaluated, it evaluates and trains nothing again.
@@ -26,6 +26,8 @@ import duckdb
 import psutil
 import pytest
 
+from storage.queries import query
+from storage.store import RunStore
 from tests.infra.project import states
 
 pytestmark = pytest.mark.slow
@@ -88,8 +90,9 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-def sql(project: Path, run: str, query: str) -> list[dict]:
-    return json.loads(finish(tba(project, "sql", run, query, "--format", "json")))
+def sql(project: Path, run: str, statement: str) -> list[dict]:
+    """As `tba sql`, of which each call starts a process."""
+    return query(RunStore((project / ".tba").as_uri(), run), statement).to_pylist()
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
@@ -126,7 +129,8 @@ def test_a_run_killed_in_mid_training_resumes_and_ends_as_if_nothing_had_happene
     process = train(project, "killed", "--steps", str(STEPS))
     checkpoint = run_folder / "trainer" / "step=00000003-a0001" / "state.json"  # is written while training goes on
     wait_for(lambda: trained(run_folder, 5) and checkpoint.exists(), process)
-    (during,) = sql(project, "killed", "SELECT count(*) AS n, count(DISTINCT trajectory_id) AS ids FROM trajectories")
+    counts = "SELECT count(*) AS n, count(DISTINCT trajectory_id) AS ids FROM trajectories"
+    (during,) = json.loads(finish(tba(project, "sql", "killed", counts, "--format", "json")))
     assert during["n"] == during["ids"] >= 32
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

@@ -23,6 +23,7 @@ from flows.compare.study import Arm, Study, read_study
 from storage.attempts import first_attempt_at, start_attempt
 from storage.errors import RunConfigMismatch
 from storage.store import RunStore
+from tba import testbed
 from tests.storage.buffer_runs import commit
 from tests.storage.helpers import NOON, OWNER, start_python
 
@@ -31,13 +32,15 @@ STALENESS = read_study("staleness", seeds=2, steps=3)
 
 @pytest.mark.slow
 def test_an_arm_is_run_once(tmp_path):
-    arm = with_rate(Arm("tb", 2, STALENESS.configuration("tb").model_dump(mode="json")), 1e-3)
+    settings = STALENESS.configuration("tb").model_dump(mode="json") | {"reward": "dense"}
+    arm = with_rate(Arm("tb", 2, settings), 1e-3)
+    testbed.save_file(testbed.Policy().state_dict(), tmp_path / "first.safetensors")  # pretraining takes long
     with Bench(tmp_path.as_uri(), "mine", tmp_path / "first.safetensors", print) as bench:
         one, other = bench.run([(arm, 0), (arm, 1)])
         assert (one.arm, one.seed, other.seed, one.learning_rate) == ("tb-lag2", 0, 1, 1e-3)
         assert len(one.curve) == 3 and one.curve != other.curve and one.accuracy_before == other.accuracy_before
         assert bench.run([(arm, 0)]) == [one]  # from the store, its seconds too
-        changed = Arm("tb", 2, arm.settings | {"reward": "dense"})
+        changed = Arm("tb", 2, arm.settings | {"reward": "exact"})
         with pytest.raises(RunConfigMismatch, match="reward"):
             bench.run([(changed, 0)])
 
