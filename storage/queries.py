@@ -189,7 +189,8 @@ def dataset(store: RunStore, folder: str, columns: pa.Schema, torn: Collection[s
     if store.local_path("") or not 0 < len(small) <= _MOST_FETCHED:
         return _of_files(store, columns, paths)
     fetched = _fetch(store, small)
-    in_place = [path for path in paths if path not in set(small[: len(fetched)])]
+    fetched_paths = set(small[: len(fetched)])
+    in_place = [path for path in paths if path not in fetched_paths]
     in_memory = ds.FileSystemDataset(fetched, columns, ds.ParquetFileFormat())
     return ds.UnionDataset(columns, [in_memory, _of_files(store, columns, in_place)])
 
