@@ -46,6 +46,8 @@ PRODUCTS = [
 
 # down_proj(act_fn(gate_proj(x)) * up_proj(x)), and nothing else.
 GATED_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
+# A function of one tensor, cheap to compute again.
+RMS_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
 
 
 def load_policy(
@@ -70,6 +72,10 @@ def load_policy(
         for module in model.modules():
             if type(module).__name__ in GATED_MLPS:
                 module.forward = functools.partial(_gated_mlp, module)
+            if type(module).__name__ in RMS_NORMS:
+                module.forward = functools.partial(
+                    checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+                )
     else:
         options = {"use_reentrant": False}
         if checkpointing == "cheap":
@@ -204,8 +210,7 @@ class _TargetLogprobs(torch.autograd.Function):
             of_logits = of_logits.div_(ctx.temperature).to(ctx.dtype)
             of_hidden[start : start + LOGIT_ROWS] = of_logits @ cast
             if needs_weight:
-                product = (of_logits.T @ rows.to(ctx.dtype)).to(weight.dtype)
-                of_weight = product if of_weight is None else of_weight.add_(product)
+                of_weight = _add_product(of_weight, of_logits.T, rows.to(ctx.dtype), weight.dtype)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
         return of_hidden, of_weight, of_bias, None, None, None
@@ -213,6 +218,13 @@ class _TargetLogprobs(torch.autograd.Function):
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return to_bfloat16(weight) if (weight.dtype, dtype) == (torch.float32, torch.bfloat16) else weight.to(dtype)
+
+
+def _add_product(total: Tensor | None, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + one @ other in `dtype`, in place: both are as large as the output layer."""
+    if total is None:
+        return (one @ other).to(dtype)
+    return total.addmm_(one, other) if one.dtype == dtype else total.add_((one @ other).to(dtype))
 
 
 def _chunks(num_rows: int, target_index: Tensor) -> Iterator[tuple[int, Tensor]]:

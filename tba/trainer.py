@@ -61,6 +61,26 @@ class Trainer:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        if device:
+            self._allocate_moments()
+
+    def _allocate_moments(self) -> None:
+        """AdamW's state before the first step, as torch makes it in that step.
+
+        Memory that stays is allocated before activations. Among them it would break up the memory that they free, and
+        the next activations would need new memory.
+        """
+        for parameter in self._trained.values():
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def _allocate_gradient(self) -> None:
+        """For several passes: before the activations, as the moments. A single pass makes its gradient itself."""
+        for parameter in self._trained.values():
+            parameter.grad = torch.zeros_like(parameter)
 
     @property
     def vocabulary(self) -> int:
@@ -115,6 +135,8 @@ class Trainer:
         `at_least`: numbers of passes without and with gradient; empty passes are added up to them.
         """
         whole, split = passes(draws, self.settings.micro_batch_tokens)
+        if len(whole) + sum(len(parts) for _, parts in split) > 1:
+            self._allocate_gradient()
         totals: dict[str, float] = {}
 
         def loss_of(draws: Sequence[Draw], distinct: list[Tensor], parts: Sequence[Group]) -> Tensor:

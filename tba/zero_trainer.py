@@ -102,6 +102,9 @@ class ShardedTrainer(Trainer):
         dist.all_gather_object(of_all, own)
         return {name: sum(of.get(name, 0.0) for of in of_all) for name in {name for of in of_all for name in of}}
 
+    def _allocate_gradient(self) -> None:
+        """DeepSpeed does."""
+
     def _score(self, groups: Sequence[Group]) -> list[Tensor]:
         return list(self._engine(groups).split([len(group.responses) for group in groups]))
 
