@@ -36,6 +36,10 @@ START_OF_TWO = (
     "prefect deployment run tba/train --param "
     """'config={"run": "mine", "store": "s3://bucket/prefix", "searchers": 2}'"""
 )
+START_OF_MACHINES = (
+    "prefect deployment run tba/train --param "
+    """'config={"run": "big", "store": "s3://bucket/prefix", "train": {"machines": 2, "processes": 8}}'"""
+)
 NOT_RUN = {
     "make test": "the tests themselves",
     "make image BASE=debian:bookworm-slim": "a registry; tests/infra/test_container.py builds on a base of its own",
@@ -47,9 +51,7 @@ NOT_RUN = {
     "prefect --no-prompt deploy --all": "the same",
     START_OF_TWO: "the same",
     "tba watch mine --store s3://bucket/prefix": "the same",
-    """prefect deployment run tba/train --param 'config={"run": "big", "train": {"machines": 2, "processes": 8}}'""": (
-        "tests/hosts/test_trainer_machines.py"
-    ),
+    START_OF_MACHINES: "tests/hosts/test_trainer_machines.py",
     """prefect deployment run tba/train --param 'config={"run": "mine"}'""": "in a cluster",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
     "tba train --set train.processes=2 --set train.zero_stage=2": "not proven yet, as it says",
