@@ -18,7 +18,7 @@ from storage.store import RunStore
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take minutes each, on a worker of their own: they begin first, so that no worker is idle at the end.
+# Files that take minutes each. They begin first, so that no worker is idle at the end.
 LONGEST = ("test_end_to_end.py", "test_engine.py", "test_stack.py", "test_gpu_check.py")
 
 

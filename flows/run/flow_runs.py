@@ -70,13 +70,12 @@ def _staying(client, config: RunConfig, searchers: list) -> set:
 
     A person started it: it lives. A flow started it: it lives on another machine, and the next flow adopts it.
     """
-    by_hand = [flow_run for flow_run in searchers if not flow_run.parent_task_run_id]
-    staying = {flow_run.id for flow_run in by_hand if is_alive(client, flow_run)}
+    staying = {r.id for r in searchers if not r.parent_task_run_id and is_alive(client, r)}
     if prefect_server.is_loopback(str(client.api_url)):
         return staying
     store = RunStore(config.store, config.run)
     wanted = {f"s{number}" for number in range(requests.wanted_searchers(store, config.searchers))}
-    names = {flow_run.id: flow_run.parameters.get("name", "s0") for flow_run in searchers if flow_run not in by_hand}
+    names = {r.id: r.parameters.get("name", "s0") for r in searchers if r.parent_task_run_id}
     elsewhere = [r for r in searchers if names.get(r.id) in wanted and not _processes(r)]
     newest = transfer_all(lambda flow_run: leases.newest(store, names[flow_run.id]), elsewhere)
     held = {

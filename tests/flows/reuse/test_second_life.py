@@ -298,20 +298,24 @@ def test_another_temperature_of_the_objective_scores_the_reference_anew(tmp_path
     assert logprobs == pytest.approx(expected.tolist(), abs=2e-2)
 
 
-def test_an_interrupted_copy_goes_on_and_counts_nothing_twice(tmp_path, model, monkeypatch):
-    old = new_run(tmp_path, model, "old", num_shards=3)
-    config = run_config(tmp_path, model, "new", warm_start=[url(old)])
+def die_in_the_copy(config: RunConfig, num_commits: int) -> None:
+    """Begins the run, whose process ends after so many shards are copied."""
     real, commits = shards.commit_shard, []
 
-    def dies_in_the_second(store, table):
-        if commits:
+    def dies(store, table):
+        if len(commits) == num_commits:
             raise KeyboardInterrupt
         commits.append(real(store, table))
 
-    monkeypatch.setattr(shards, "commit_shard", dies_in_the_second)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shards, "commit_shard", dies)
         begin(config)
-    monkeypatch.setattr(shards, "commit_shard", real)
+
+
+def test_an_interrupted_copy_goes_on_and_counts_nothing_twice(tmp_path, model):
+    old = new_run(tmp_path, model, "old", num_shards=3)
+    config = run_config(tmp_path, model, "new", warm_start=[url(old)])
+    die_in_the_copy(config, num_commits=1)
     rows = make_shard("a0", 0, 4, prompt="first of all searchers").to_pylist()
     shards.commit_shard(old, to_table(rows, TRAJECTORY))  # sorts before what was planned
     store = begin(config)
@@ -321,21 +325,11 @@ def test_an_interrupted_copy_goes_on_and_counts_nothing_twice(tmp_path, model, m
     assert rows_of(store, ids) == [(24, 24, 24)]
 
 
-def test_a_source_that_loses_shards_in_mid_copy_is_copied_without_them(tmp_path, model, monkeypatch):
+def test_a_source_that_loses_shards_in_mid_copy_is_copied_without_them(tmp_path, model):
     """Its upkeep deletes one shard that was copied already and one that was not."""
     old = new_run(tmp_path, model, "old", num_shards=4)
     config = run_config(tmp_path, model, "new", warm_start=[url(old)])
-    real, commits = shards.commit_shard, []
-
-    def dies_in_the_third(store, table):
-        if len(commits) == 2:
-            raise KeyboardInterrupt
-        commits.append(real(store, table))
-
-    monkeypatch.setattr(shards, "commit_shard", dies_in_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        begin(config)
-    monkeypatch.setattr(shards, "commit_shard", real)
+    die_in_the_copy(config, num_commits=2)
     for number in (0, 2):
         old.delete(shards.shard_path("s0", number))
     store = begin(config)
