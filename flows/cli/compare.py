@@ -27,9 +27,10 @@ def compare(
 ) -> None:
     """Train configurations with several seeds; write tables and a plot with confidence intervals.
 
-    A study trains a small policy on samples of enforced ages; a run takes seconds. If interrupted, the same command
-    continues. The last line is a JSON object. Studies: beta, capacity, prompts, recency, recency_dense, replay,
-    responses, samples, searchers, searchers_equal, searchers_sparse, staleness.
+    A study trains a small policy, or a model, on samples of enforced ages. A run takes seconds, or minutes. If
+    interrupted, the same command continues. The last line is a JSON object. Studies: beta, capacity, prompts, recency,
+    recency_dense, replay, responses, samples, searchers, searchers_equal, searchers_sparse, staleness,
+    staleness_embedded.
     sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy.
 
     Example: tba compare staleness --seeds 3
@@ -42,7 +43,7 @@ def compare(
     from tba.models import EMBEDDED_MODEL
 
     if model is not None and study != "sync":
-        fail(f"--model: got {model!r}, but a study trains the testbed's policy; only sync takes a model", status=2)
+        fail(f"--model: got {model!r}, but a study's file names its model; only sync takes one", status=2)
     try:
         read = read_study(study, seeds, steps) if study != "sync" else None
     except ValueError as error:

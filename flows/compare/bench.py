@@ -1,12 +1,13 @@
-"""The runs of a study, on tba.testbed, one at a time on each core.
+"""The runs of a study, one at a time on each core.
 
-Each outcome is stored when its run ends, so an interrupted study continues. Each arm trains with its best step size,
-which is found first with a seed that no other run has. The grid of step sizes grows until the best one is not at its
-edge.
+Each outcome is stored when its run ends, so an interrupted study continues. On tba.testbed each arm trains with its
+best step size, which is found first with a seed that no other run has. The grid of step sizes grows until the best one
+is not at its edge.
 """
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -15,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from flows.compare.study import Arm, Configuration
+from flows.config import RunConfig
 from infra.machine import code_version
 from storage.store import RunStore
 
@@ -38,16 +40,23 @@ class Outcome:
     num_distinct_right: float  # with the whole reward
     seconds: float
     code_version: str
-    curve: list[float]  # mean reward of each step's batch
+    curve: list[float]  # mean reward of each step's batch; with a model, of each round
+    # With a model: of the responses' embeddings, and policy steps.
+    cosine_distance: float | None = None
+    staleness: float | None = None
 
 
 class Bench:
     """Runs arms on all cores; outcomes of finished runs are read from the store."""
 
-    def __init__(self, store: str, study: str, first_policy: Path, say: Callable[[str], None]) -> None:
-        """`study`: its name, in the names of its runs."""
+    def __init__(
+        self, store: str, study: str, first_policy: Path, say: Callable[[str], None], *, fresh: bool = False
+    ) -> None:
+        """`study`: its name, in the names of its runs. fresh: each run has a process of its own, as an engine needs."""
         self._store, self._study, self._first_policy, self._say = store, study, first_policy, say
-        self._pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+        self._pool = ProcessPoolExecutor(
+            os.cpu_count(), mp_context=get_context("spawn"), max_tasks_per_child=1 if fresh else None
+        )
 
     def __enter__(self) -> "Bench":
         return self
@@ -108,27 +117,51 @@ def run_arm(arm: Arm, seed: int, store: RunStore, first_policy: Path) -> Outcome
     store.create_run({"arm": asdict(arm), "seed": seed})
     if (stored := store.read_json("outcome.json", Outcome)) is not None:
         return stored
+    started = time.monotonic()
+    found = _run_of_model(arm, seed) if "model" in arm.settings else _run_on_testbed(arm, seed, first_policy)
+    outcome = Outcome(
+        arm=arm.name,
+        seed=seed,
+        learning_rate=arm.settings["train"]["learning_rate"],
+        seconds=time.monotonic() - started,
+        code_version=code_version(),
+        **found,
+    )
+    store.put("outcome.json", json.dumps(asdict(outcome)).encode())
+    return outcome
+
+
+def _run_on_testbed(arm: Arm, seed: int, first_policy: Path) -> dict:
     import torch
 
     from flows.compare.replay import experience
     from tba import testbed
 
     torch.set_num_threads(1)
-    started = time.monotonic()
     first, configuration = testbed.first_policy(first_policy), Configuration(**arm.settings)
     reward = configuration.reward
     trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed), reward)
-    outcome = Outcome(
-        arm=arm.name,
-        seed=seed,
-        learning_rate=configuration.train.learning_rate,
-        accuracy_before=testbed.accuracy(first, reward=reward),
-        accuracy_after=trained.accuracy,
-        num_distinct=trained.num_distinct,
-        num_distinct_right=trained.num_distinct_right,
-        seconds=time.monotonic() - started,
-        code_version=code_version(),
-        curve=trained.curve,
-    )
-    store.put("outcome.json", json.dumps(asdict(outcome)).encode())
-    return outcome
+    return {
+        "accuracy_before": testbed.accuracy(first, reward=reward),
+        "accuracy_after": trained.accuracy,
+        "num_distinct": trained.num_distinct,
+        "num_distinct_right": trained.num_distinct_right,
+        "curve": trained.curve,
+    }
+
+
+def _run_of_model(arm: Arm, seed: int) -> dict:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    from flows.compare.lagged import run_with_lag
+
+    with tempfile.TemporaryDirectory() as folder:
+        here = {"run": arm.name.replace("_", "-"), "store": Path(folder).as_uri(), "seed": seed, "trackers": ()}
+        found = run_with_lag(RunConfig.model_validate(arm.settings | here), arm.lag)
+    after = asdict(found.after)
+    return {
+        "accuracy_before": found.before.accuracy,
+        "accuracy_after": after.pop("accuracy"),
+        "staleness": found.staleness,
+        "curve": found.curve,
+        **after,
+    }

@@ -1,4 +1,7 @@
-"""A study: configurations compared on tba.testbed, at each lag, by seeds. A file in studies/ describes it."""
+"""A study: configurations compared at each lag, by seeds. A file in studies/ describes it.
+
+Its arms train the small policy of tba/testbed.py or, with `model`, a model by the real parts (flows/compare/lagged.py).
+"""
 
 import re
 import tomllib
@@ -9,12 +12,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from flows.config import explanation
+from flows.config import RunConfig, explanation
 from storage.mop import Sampling
 from tba.config import SearchSettings, Settings, TrainSettings
 
 _FOLDER = files("flows.compare") / "studies"
 _LABEL = re.compile("[a-z][a-z0-9_]*")
+OF_RUN = {"task", "searchers", "search", "sampling", "train"}  # sections of a run's settings that an arm has
 # The settings of a run that the testbed has. A study with another one is refused, because it would have no effect.
 _OF_TESTBED = {
     "train": {
@@ -65,6 +69,10 @@ class Study(Settings):
     """The content of a study's file."""
 
     title: str
+    model: str | None = Field(
+        None,
+        description="Model that is trained, as a run's; its arms have a run's settings. None: the testbed's policy.",
+    )
     published: str = Field(description="Published result, with its source.")
     expected: str = Field(description="Expected result.")
     lags: tuple[int, ...] = Field(min_length=1)
@@ -72,7 +80,7 @@ class Study(Settings):
     steps: int = Field(320, ge=2)
     compared_with: str = Field(description="Label of the arm that the others are compared with.")
     common: dict[str, Any] = Field({}, description="Settings of every arm, by section.")
-    arms: dict[str, dict[str, Any]] = Field(min_length=2, description="By label, settings over those in common.")
+    arms: dict[str, dict[str, Any]] = Field(min_length=1, description="By label, settings over those in common.")
 
     @model_validator(mode="after")
     def _arms_are_configurations(self) -> "Study":
@@ -82,17 +90,24 @@ class Study(Settings):
             try:
                 self.configuration(label)
             except ValidationError as error:
-                raise ValueError(f"arm {label}: {explanation(error, Configuration)}") from error
+                of = Configuration if self.model is None else RunConfig
+                raise ValueError(f"arm {label}: {explanation(error, of)}") from error
             except ValueError as error:
                 raise ValueError(f"arm {label}: {error}") from error
+        if len(self.arms) * len(self.lags) < 2:
+            raise ValueError("arms: got one at one lag; a study compares several arms, or several lags")
+        if self.model is not None and min(self.lags) < 1:
+            raise ValueError(f"lags: got {min(self.lags)}; a model's samples are at least 1 step old")
         if self.compared_with not in self.arms:
             raise ValueError(f"compared_with is {self.compared_with!r}, but the arms are {', '.join(self.arms)}")
         return self
 
-    def configuration(self, label: str) -> Configuration:
+    def configuration(self, label: str) -> Configuration | RunConfig:
         merged = dict(self.common)
         for section, changes in self.arms[label].items():
             merged[section] = merged.get(section, {}) | changes if isinstance(changes, dict) else changes
+        if self.model is not None:
+            return self._run(merged)
         for section, known in _OF_TESTBED.items():
             if not isinstance(merged.get(section, {}), dict):
                 raise ValueError(f"{section}: got {merged[section]!r}; it is a table of settings, as in {{ … }}")
@@ -103,8 +118,33 @@ class Study(Settings):
         merged["train"] = {"steps": self.steps} | merged.get("train", {})
         return Configuration(**merged)
 
+    @property
+    def measured(self) -> tuple[str, str, str]:
+        """Names of three measures: accuracy, number of distinct responses, number of distinct right ones."""
+        if self.model is not None and self.configuration(self.compared_with).task.name == "redteam":
+            return "Share of 128 attacks that succeed", "Distinct attacks among them", "Distinct ones that succeed"
+        responses = "Distinct responses among 8 to a held-out problem"
+        return (
+            "Greedy accuracy on held-out problems",
+            responses,
+            "Distinct responses with the whole reward among these 8",
+        )
+
+    def _run(self, settings: dict[str, Any]) -> RunConfig:
+        if unknown := settings.keys() - OF_RUN:
+            raise ValueError(f"{min(unknown)} is no setting of an arm; it has {', '.join(sorted(OF_RUN))}")
+        # A sync behind each step, so that the age of samples is exact.
+        train = {"steps": self.steps, "sync_interval": 1, "checkpoint_interval": self.steps}
+        sections = {name: settings.get(name, {}) for name in ("train", "sampling")}
+        return RunConfig.model_validate(
+            {"model": self.model, "trackers": ()}
+            | settings
+            | {"train": train | sections["train"], "sampling": {"min_size": 1} | sections["sampling"]}
+        )
+
     def arms_at_each_lag(self) -> list[Arm]:
-        settings = {label: self.configuration(label).model_dump(mode="json") for label in self.arms}
+        kept = None if self.model is None else OF_RUN | {"model"}
+        settings = {label: self.configuration(label).model_dump(mode="json", include=kept) for label in self.arms}
         return [Arm(label, lag, settings[label]) for lag in self.lags for label in self.arms]
 
 

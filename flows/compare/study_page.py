@@ -17,6 +17,7 @@ from flows.compare.results import (
 )
 from flows.compare.study import Study
 
+RATES = "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:"
 JOINT = "The {} intervals hold at once with 95 % (Student's t, Bonferroni)."
 
 
@@ -25,24 +26,36 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
 
     If interrupted, the next call continues: finished runs are in the store.
     """
-    from tba import testbed
-
     first_policy = Path.cwd() / ".tba" / ".local" / "testbed.safetensors"
-    testbed.first_policy(first_policy)
-    with Bench(store, name, first_policy, say) as bench:
-        arms = bench.tune(study.arms_at_each_lag())
+    if study.model is None:
+        from tba import testbed
+
+        testbed.first_policy(first_policy)
+    with Bench(store, name, first_policy, say, fresh=study.model is not None) as bench:
+        arms = study.arms_at_each_lag()
+        arms = bench.tune(arms) if study.model is None else arms
         outcomes = bench.run([(arm, seed) for seed in range(study.seeds) for arm in arms])
-    about = {
-        "policy": f"{sum(p.numel() for p in testbed.Policy().parameters()):,} parameters (tba/testbed.py)",
-        "task": "two-digit addition",
+    about = _policy_and_task(study) | {
         "steps": study.steps,
         "seeds": study.seeds,
-        "held-out sums": testbed.NUM_SUMS - testbed.NUM_TRAIN,
         "accuracy before training": f"{outcomes[0].accuracy_before:.3f}",
         "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
         "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
     }
     return write_study(out, name, study, outcomes, about | hardware())
+
+
+def _policy_and_task(study: Study) -> dict:
+    if study.model is None:
+        from tba import testbed
+
+        return {
+            "policy": f"{sum(p.numel() for p in testbed.Policy().parameters()):,} parameters (tba/testbed.py)",
+            "task": "two-digit addition",
+            "held-out problems": testbed.NUM_SUMS - testbed.NUM_TRAIN,
+        }
+    task = study.configuration(study.compared_with).task
+    return {"policy": study.model, "task": task.name, "held-out problems": task.num_heldout}
 
 
 def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
@@ -101,39 +114,33 @@ def _tables(
 ) -> list[str]:
     labels, others = list(study.arms), [label for label in study.arms if label != study.compared_with]
     seeds = by_arm(outcomes)
-    distinct, right = by_arm(outcomes, "num_distinct"), by_arm(outcomes, "num_distinct_right")
     rates = {outcome.arm: f"{outcome.learning_rate:.2g}" for outcome in outcomes}
+    greedy, distinct, right = study.measured
 
     def by_lag(heading: str, labels: list[str], values: dict[str, object], more: list[list] = ()) -> list[str]:
         rows = [[lag, *(values[f"{label}-lag{lag}"] for label in labels)] for lag in study.lags]
-        return [heading, "", *table_lines(["Lag", *labels], [*rows, *more]), ""]
+        return [heading, "", *table_lines(["Lag", *labels], [*rows, *more]), ""] if labels else []
 
-    def mean_of_seeds(values: dict[str, dict[int, float]]) -> dict[str, Interval]:
-        return {arm: confidence_interval(list(of_arm.values())) for arm, of_arm in values.items()}
+    def means(heading: str, measure: str) -> list[str]:
+        values = {arm: confidence_interval(list(of.values())) for arm, of in by_arm(outcomes, measure).items()}
+        return by_lag(f"{heading}, {each}:", labels, values)
+
+    def differences(of: str, values: dict[str, Interval]) -> list[str]:
+        minus = f"{of} of {study.compared_with} minus that of each other arm, by seed."
+        return by_lag(f"{minus} {JOINT.format(len(ahead))}", others, values)
 
     lost_row = [[f"loss from lag {study.lags[0]} to {study.lags[-1]}, paired by seed", *lost.values()]] if lost else []
     spread = {arm: f"{statistics.stdev(of_arm.values()):.3f}" for arm, of_arm in seeds.items() if len(of_arm) > 1}
     each = "mean over seeds with its 95 % confidence interval (Student's t)"
     return [
-        *by_lag(f"Greedy accuracy on held-out sums, {each}:", labels, accuracies, lost_row),
-        *by_lag(
-            f"Accuracy of {study.compared_with} minus that of each other arm, by seed. {JOINT.format(len(ahead))}",
-            others,
-            ahead,
-        ),
+        *by_lag(f"{greedy}, {each}:", labels, accuracies, lost_row),
+        *differences("Accuracy", ahead),
         *(by_lag("Standard deviation of the accuracy over seeds:", labels, spread) if spread else []),
-        *by_lag(f"Distinct responses among 8 to a held-out sum, {each}:", labels, mean_of_seeds(distinct)),
-        *by_lag(f"Distinct responses with the whole reward among these 8, {each}:", labels, mean_of_seeds(right)),
-        *by_lag(
-            f"These of {study.compared_with} minus those of each other arm, by seed. {JOINT.format(len(ahead))}",
-            others,
-            _ahead(study, outcomes, "num_distinct_right"),
-        ),
-        *by_lag(
-            "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:",
-            labels,
-            rates,
-        )[:-1],
+        *means(distinct, "num_distinct"),
+        *means(right, "num_distinct_right"),
+        *differences("Their number", _ahead(study, outcomes, "num_distinct_right")),
+        *(means("Mean cosine distance of these responses", "cosine_distance") if study.model else []),
+        *by_lag(RATES if study.model is None else "Step size:", labels, rates)[:-1],
     ]
 
 
@@ -157,7 +164,7 @@ def plot_study(study: Study, accuracies: dict[str, Interval], file: Path) -> Non
         axes.legend()
     else:
         axes.set_xticks(range(len(study.arms)), list(study.arms))
-    axes.set_ylabel("accuracy on held-out sums")
+    axes.set_ylabel(study.measured[0].lower())
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     pyplot.close(figure)

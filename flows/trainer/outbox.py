@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -145,15 +146,18 @@ class StoreOutbox:
         checkpoints.delete_checkpoints(self._store, KEPT_CHECKPOINTS, self._attempt)
 
     def _write_policy(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
-        def fill(folder: Path) -> None:
-            for file in {file for pattern in BESIDE_WEIGHTS for file in self._template.glob(pattern)}:
-                if file.is_file() and not file.name.endswith(".index.json"):  # which lists other weights' files
-                    shutil.copy(file, folder)
-            write_weights(weights, folder)
-
+        fill = partial(fill_policy, weights, self._template)
         with filled_folder("policy", self._store.run, fill) as folder:
             policy = policies.policy_ref(step, fingerprint(weights.items()), attempt=self._attempt, final=final)
             cache, before = policy_cache(self._store.run), self._served
             self._served = policies.publish_policy(self._store, folder, policy, cache, before)
         attempts.check_not_superseded(self._store, self._attempt)
         policies.prune_policies(self._store, keep=KEPT_POLICIES)
+
+
+def fill_policy(weights: dict[str, Tensor], template: Path, folder: Path) -> None:
+    """Writes a policy that from_pretrained loads. template: the model's folder, with configuration and tokenizer."""
+    for file in {file for pattern in BESIDE_WEIGHTS for file in template.glob(pattern)}:
+        if file.is_file() and not file.name.endswith(".index.json"):  # which lists other weights' files
+            shutil.copy(file, folder)
+    write_weights(weights, folder)

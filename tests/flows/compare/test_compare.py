@@ -12,6 +12,7 @@ python -m pytest tests/flows/compare/test_compare.py
 import json
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,6 +140,16 @@ def test_what_is_written_says_what_came_out(tmp_path):
     }
     assert numbers["lost"]["tb"]["mean"] == pytest.approx(0.2) and set(numbers["lost"]) == set(STALENESS.arms)
     assert numbers["ahead"]["dr_grpo-lag128"]["mean"] == pytest.approx(-0.2)
+
+
+def test_the_page_of_a_model_names_what_was_measured(tmp_path):
+    study = read_study("staleness_embedded", steps=3)
+    found = [replace(one, arm=arm.name, cosine_distance=0.5) for arm in study.arms_at_each_lag() for one in outcomes()]
+    page, numbers = study_page.write_study(tmp_path, "mine", study, found, {"date": "2026-01-02"})
+    text = page.read_text()
+    assert "Greedy accuracy on held-out problems, mean" in text and "| 16 | 0.500 ± 0.000 |" in text
+    assert numbers["lost"]["tb"]["mean"] == 0 and "minus that" not in text  # there is no other arm
+    assert "the best of a grid" not in text
 
 
 def test_a_study_of_one_lag_has_nothing_to_lose(tmp_path):

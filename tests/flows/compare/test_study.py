@@ -34,7 +34,8 @@ def policy():
 @pytest.mark.parametrize("name", study_names())
 def test_a_study_is_a_short_file_and_in_the_help(name):
     study = read_study(name)
-    assert study.seeds >= 10 and len(study.arms_at_each_lag()) == len(study.lags) * len(study.arms)
+    assert study.seeds >= (10 if study.model is None else 3)
+    assert len(study.arms_at_each_lag()) == len(study.lags) * len(study.arms)
     assert len((files("flows.compare") / "studies" / f"{name}.toml").read_text().splitlines()) <= 40
     assert f" {name}," in " ".join(compare.__doc__.split()).replace(".", ",")
 
@@ -50,6 +51,10 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
         ({"arms": {"a": {}, "B": {}}}, "arm 'B': a label has small letters"),
         ({"arms": {"b": {}, "c": {}}}, "compared_with is 'a', but the arms are b, c"),
         ({"common": {"reward": "dens"}, "arms": {"a": {}, "b": {}}}, "arm a: .*reward"),
+        ({"arms": {"a": {}}}, "arms: got one at one lag; a study compares several arms, or several lags"),
+        ({"model": "m", "arms": {"a": {}, "b": {"reward": "dense"}}}, "arm b: reward is no setting of an arm; it has "),
+        ({"model": "m", "arms": {"a": {}, "b": {"train": {"beta": -1}}}}, "arm b: train.beta: got -1"),
+        ({"model": "m", "lags": [0, 1], "arms": {"a": {}}}, "lags: got 0; a model's samples are at least 1 step old"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(changes, message):
@@ -70,6 +75,15 @@ def test_the_study_that_the_docs_show_is_read(tmp_path):
     text = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
     (tmp_path / "two_betas.toml").write_text(text.partition("```toml\n")[2].partition("```")[0])
     assert list(read_study(str(tmp_path / "two_betas.toml")).arms) == ["low", "high"]
+
+
+def test_an_arm_with_a_model_has_a_runs_settings():
+    arms = {"a": {}, "b": {"train": {"beta": 0.1}, "searchers": 4}}
+    study = Study(**ONE_ARM, model="m", steps=7, common={"train": {"learning_rate": 1e-4}}, arms=arms)
+    arm = study.arms_at_each_lag()[1].settings
+    assert (arm["model"], arm["searchers"]) == ("m", 4) and "store" not in arm
+    train = {name: arm["train"][name] for name in ("steps", "beta", "learning_rate", "sync_interval")}
+    assert train == {"steps": 7, "beta": 0.1, "learning_rate": 1e-4, "sync_interval": 1}
 
 
 def test_an_arms_settings_lie_over_the_common_ones():

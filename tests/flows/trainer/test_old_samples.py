@@ -12,7 +12,6 @@ Run: pytest tests/flows/trainer/test_old_samples.py
 
 import contextlib
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,15 +20,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flows.compare.lagged import LaggedOutbox
 from flows.config import RunConfig
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience
 from flows.trainer.heartbeat import Heartbeat
-from flows.trainer.outbox import StoreOutbox
 from storage.buffer import ReplayBuffer
-from storage.policies import PolicyRef, fetch_policy, latest_policy
+from storage.policies import fetch_policy, latest_policy
 from storage.queries import query
-from storage.shards import commit_shard, shard_of
 from tba import testbed
 from tba.alarms import spans
 from tba.engine import TransformersEngine
@@ -125,32 +123,6 @@ def _greedy_accuracy(model, tokenizer, num_sums: int = 512) -> float:
     return ((found == tokens[:, testbed.P :]) | ~counts).all(1).float().mean().item()
 
 
-class SlowDelivery(StoreOutbox):
-    """Behind each policy one search round follows, by the newest policy that is at least `lag` steps old."""
-
-    def __init__(self, *arguments, searcher: Searcher, lag: int, folder: Path) -> None:
-        super().__init__(*arguments)
-        self._searcher, self._lag, self._folder, self._round = searcher, lag, folder, 0
-        self._held: list[PolicyRef] = []
-        self.rewards: list[float] = []
-
-    def publish(self, step: int, weights: dict, final: bool) -> None:
-        super().publish(step, weights, final)
-        self._newest_policy.result()
-        self._held.append(latest_policy(self._store))
-        shutil.copytree(fetch_policy(self._store, self._held[-1], self._folder / "cache"), self._path(step))
-        while len(self._held) > 1 and self._held[1].step <= step - self._lag:
-            self._held.pop(0)
-        self._searcher.load(self._path(self._held[0].step), self._held[0].step)
-        found = self._searcher.score(self._searcher.sample(self._round))
-        self.rewards.append(found.metrics["reward_mean"])
-        commit_shard(self._store, shard_of(found.trajectories))
-        self._round += 1
-
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step={step}"
-
-
 @dataclass(frozen=True)
 class Trained:
     accuracy: float  # greedy, held-out, of the last policy
@@ -186,17 +158,16 @@ def trained(first_policy: Path, folder: Path, lag: int, residual_weight: str) ->
         temperature=1.0,
     )
     heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms()
-    delivery = SlowDelivery(
-        store, config, 1, first_policy, heart, alarms, searcher=searcher, lag=lag, folder=folder / "policies"
-    )
+    of_search = {"searcher": searcher, "num_rounds": 1, "lag": lag, "folder": folder / "policies"}
+    lagged = LaggedOutbox(store, config, 1, first_policy, heart, alarms, **of_search)
     experience = StoredExperience(store, ReplayBuffer(store, config.sampling, 0), 1, alarms)
-    with contextlib.closing(delivery) as outbox:
+    with contextlib.closing(lagged) as outbox:
         train(Trainer(first_policy, config.train), experience, outbox, poll_s=0.01)
     heart.end("finished")
     steps = query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
     return Trained(
         greedy_accuracy(fetch_policy(store, latest_policy(store), folder / "last")),
-        delivery.rewards,
+        lagged.rewards,
         {span.name for span in spans(steps)},
         fmean(step["staleness_mean"] for step in steps[len(steps) // 2 :]),
     )

@@ -1,0 +1,61 @@
+"""A run with samples of an enforced age, by the real parts and a model with random weights.
+
+- Step t trains on responses of the policy of step max(0, t - 1 - lag), and of no other.
+- Each Searcher's round comes in at each step.
+- Its measures are of the first and of the final policy; red-teaming's are of attacks on the victim.
+
+python -m pytest tests/flows/compare/test_lagged.py
+"""
+
+import string
+
+import pytest
+
+from flows.compare.bench import run_arm
+from flows.compare.lagged import run_with_lag
+from flows.compare.study import Study
+from flows.config import RunConfig
+from storage.queries import query
+from storage.store import RunStore
+from tests.character_model import save_character_model
+
+pytestmark = pytest.mark.slow
+COMMON = {
+    "task": {"max_response_tokens": 4, "num_heldout": 8},
+    "searchers": 2,
+    "search": {"prompts_per_round": 4, "samples_per_prompt": 4},
+    "sampling": {"prompts_per_batch": 4, "responses_per_prompt": 4, "recent_probability": 1.0},
+}
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    return str(save_character_model(tmp_path / "model", string.printable, hidden_size=64))  # heads that vLLM takes
+
+
+def study(model: str, **common: dict) -> Study:
+    arms = {"a": {}, "b": {"train": {"residual_weight": "plain"}}}
+    about = {"title": "t", "published": "p", "expected": "e", "lags": [2], "compared_with": "a"}
+    return Study(**about, model=model, steps=5, common=COMMON | common, arms=arms)
+
+
+def test_samples_have_the_age(model, tmp_path):
+    arm, _ = study(model).arms_at_each_lag()
+    config = RunConfig.model_validate(arm.settings | {"store": (tmp_path / "store").as_uri(), "trackers": ()})
+    lagged = run_with_lag(config, arm.lag)
+    store = RunStore(config.store, config.run)
+    drawn = query(store, "SELECT DISTINCT step, policy_step FROM batches ORDER BY ALL").to_pylist()
+    assert [tuple(row.values()) for row in drawn] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2)]
+    assert lagged.staleness == (0 + 1 + 2 + 2 + 2) / 5
+    assert len(lagged.curve) == 2 * 5  # no round behind the final policy
+    rows = query(store, "SELECT count(*), count(DISTINCT round) FROM trajectories").to_pylist()
+    assert [*rows[0].values()] == [10 * 4 * 4, 10]
+    assert 1 <= lagged.after.num_distinct <= 8 and 0 <= lagged.after.cosine_distance <= 2
+
+
+def test_red_teaming_is_measured_by_attacks(model, tmp_path):
+    task = {"task": {"name": "redteam", "victim": model, "max_response_tokens": 4}}
+    _, arm = study(model, **task).arms_at_each_lag()
+    outcome = run_arm(arm, 1, RunStore((tmp_path / "store").as_uri(), "arm"), tmp_path / "none")
+    assert outcome.accuracy_after == 0 and outcome.num_distinct_right == 0  # no word of the list from random letters
+    assert 8 < outcome.num_distinct <= 128 and len(outcome.curve) == 10
