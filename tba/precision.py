@@ -52,8 +52,12 @@ def bfloat16_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
 
     Other modules keep rounding to the nearest: GPT-2's Conv1D, and adapters, whose small numbers have a fine grid.
     """
-    cast = module.weight.dtype == torch.float32 and torch.is_autocast_enabled(hidden.device.type)
-    return F.linear(hidden, to_bfloat16(module.weight) if cast else module.weight, module.bias)
+    weight = module.weight
+    if torch.is_autocast_enabled(hidden.device.type):
+        weight = to_bfloat16(weight) if weight.dtype == torch.float32 else weight
+    elif weight.dtype == torch.bfloat16 and hidden.dtype == torch.float32:  # frozen, under an adapter
+        weight = weight.float()
+    return F.linear(hidden, weight, module.bias)
 
 
 class _ToBfloat16(torch.autograd.Function):

@@ -47,7 +47,9 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
-        self._policy = load_policy(model, checkpointing=settings.gradient_checkpointing)
+        # DeepSpeed shards weights of one type only.
+        dtype = lora.dtype_of_weights(model) if settings.lora_rank and device else torch.float32
+        self._policy = load_policy(model, dtype, settings.gradient_checkpointing)
         if device:
             self._policy.to(device)
         if settings.lora_rank:

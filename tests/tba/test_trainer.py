@@ -124,6 +124,30 @@ def test_adapters_begin_as_the_seed_says_and_disturb_no_other_random_number(mode
     assert different == {name for name in first if ".lora_A." in name}
 
 
+def test_under_adapters_a_bfloat16_model_keeps_its_type_and_learns_the_same(model_folder, tmp_path):
+    pytest.importorskip("peft")
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    for folder, dtype in ((half, torch.bfloat16), (whole, torch.float32)):  # the same numbers
+        load_policy(model_folder).to(torch.bfloat16).to(dtype).save_pretrained(folder)
+    trainers = [Trainer(folder, TrainSettings(lora_rank=2, learning_rate=1e-2), "cpu") for folder in (half, whole)]
+    sizes = [
+        sum(p.nbytes for name, p in trainer._policy.named_parameters() if ".base_layer.weight" in name)
+        for trainer in trainers
+    ]
+    assert sizes[0] * 2 == sizes[1] > 0
+    others = [p.dtype for name, p in trainers[0]._policy.named_parameters() if ".base_layer.weight" not in name]
+    assert set(others) == {torch.float32}
+    trainers[0].save(tmp_path)
+    trainers[1].load(tmp_path)  # the same adapters: peft rounds new ones to the matrix' type
+    for trainer in trainers:
+        for _ in range(3):
+            trainer.train_step(DRAWS)
+    first, other = (trainer.weights() for trainer in trainers)
+    assert first.keys() == other.keys() and trainers[0].step == 3
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=0)
+
+
 def test_adapters_are_published_merged_and_resume_to_the_bit(model_folder, tmp_path):
     pytest.importorskip("peft")
     trainer, resumed = (make_trainer(model_folder, lora_rank=2, warmup_steps=8) for _ in range(2))
