@@ -1,0 +1,139 @@
+"""Memory that a run's processes need, from the model's files and the settings. Nothing is loaded.
+
+A process needs the sum of its parts at its peak: weights and what belongs to them for the whole run, activations in the
+middle of a step. docs/operating.md compares the sums with measured peaks.
+
+Dimensions: N tokens of a pass, D width of the model, I of its MLP, L layers, V vocabulary, KV width of keys and values.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tba.config import TrainSettings
+
+Bytes = int
+GIB = 1024**3
+LOGIT_ROWS = 512  # of logits that exist at once (tba/logprobs.py)
+MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
+# Measured on Linux: what Python, torch and this project's packages take before a model is loaded.
+PROCESS, ENGINE_PROCESS = int(0.6 * GIB), int(1.1 * GIB)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model. Numbers of parameters count tied ones once."""
+
+    num_parameters: int
+    num_in_layers: int  # of these, in the matrices of layers
+    num_sides: int  # rows and columns of these matrices: an adapter of rank 1 has so many parameters
+    D: int
+    I: int  # noqa: E741 - as in the module's docstring
+    L: int
+    V: int
+    KV: int
+    is_bfloat16: bool  # in its files
+
+
+class UnknownShape(ValueError):
+    """A model's files do not tell its shape; the message names what is missing."""
+
+
+def read_shape(folder: Path) -> Shape:
+    """Reads config.json and the headers of the safetensors files. Raises: UnknownShape."""
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config") or config
+
+    def number(*names: str) -> int:
+        found = next((config[name] for name in names if config.get(name)), None)
+        if not isinstance(found, int):
+            raise UnknownShape(f"{folder / 'config.json'} has no {names[0]}, so the memory that it needs is not known")
+        return found
+
+    tensors = _tensors(folder)
+    D, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
+    matrices = [each["shape"] for each in tensors if len(each["shape"]) == 2 and not each["outside"]]
+    return Shape(
+        num_parameters=sum(math.prod(each["shape"]) for each in tensors),
+        num_in_layers=sum(map(math.prod, matrices)),
+        num_sides=sum(map(sum, matrices)),
+        D=D,
+        I=config.get("intermediate_size") or config.get("n_inner") or 4 * D,
+        L=number("num_hidden_layers", "n_layer"),
+        V=number("vocab_size"),
+        KV=(config.get("num_key_value_heads") or heads) * (config.get("head_dim") or D // heads),
+        is_bfloat16=all(each["dtype"] == "BF16" for each in tensors),
+    )
+
+
+def _tensors(folder: Path) -> list[dict[str, Any]]:
+    """Shape and type of each tensor in a folder's files, and whether it belongs to embedding or output layer."""
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                found.append(tensor | {"outside": "layers." not in name and ".h." not in name})
+    return found
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device of a process."""
+
+    is_gpu: bool
+    has_bfloat16: bool  # whether products run in bfloat16
+    num_bytes: Bytes  # of a GPU, or of the machine's memory
+
+
+def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machine: Machine) -> dict[str, Bytes]:
+    """Of each device of the Trainer. num_tokens: of the largest pass."""
+    trained, frozen = shape.num_parameters, 0
+    if settings.lora_rank:
+        trained = settings.lora_rank * shape.num_sides
+        frozen = 4 * shape.num_parameters
+        if shape.is_bfloat16 and settings.num_processes == 1:
+            frozen -= 2 * shape.num_in_layers
+    size, stage = settings.num_processes, settings.zero_stage if settings.num_processes > 1 else 0
+    parts = {
+        "weights": (frozen + 4 * trained) // (size if stage == 3 else 1),
+        "gradient": 4 * trained // (size if stage >= 2 else 1),
+        "moments of AdamW": 8 * trained // size,
+        "activations": _activations(shape, settings.gradient_checkpointing, num_tokens, machine),
+        "logits": 2 * 4 * LOGIT_ROWS * shape.V,
+    }
+    if settings.reference_reset_interval:
+        parts["reference after a reset"] = 4 * shape.num_parameters
+    if not machine.is_gpu:
+        parts["copy for Searchers"] = 2 * shape.num_parameters
+        parts["process"] = PROCESS
+    return parts
+
+
+def _activations(shape: Shape, checkpointing: str, num_tokens: int, machine: Machine) -> Bytes:
+    """Kept for the backward pass by every layer, and what one layer has in it."""
+    wide = 2 if machine.has_bfloat16 else 4  # bytes of an operand of a product
+    inputs = 4 * shape.D  # of a norm, float32
+    operands = wide * (4 * shape.D + 2 * shape.KV + 2 * shape.I)
+    of_layer = {
+        "none": 2 * inputs + operands,
+        "cheap": inputs + operands,
+        "layers": inputs,
+    }[checkpointing]
+    again = 0 if checkpointing == "none" else 2 * inputs + operands
+    return num_tokens * (shape.L * of_layer + again + MLP_GRADIENTS * wide * shape.I)
+
+
+def searcher_parts(shape: Shape, engine: Mapping[str, Any], machine: Machine, cache_bytes: Bytes) -> dict[str, Bytes]:
+    """cache_bytes: of keys and values in the engine."""
+    wide = 2 if machine.has_bfloat16 else 4
+    parts = {
+        "engine's weights": wide * shape.num_parameters,
+        "keys and values": cache_bytes,
+        "reference policy": wide * shape.num_in_layers + 4 * (shape.num_parameters - shape.num_in_layers),
+    }
+    return parts if machine.is_gpu else parts | {"process": ENGINE_PROCESS}

@@ -1,0 +1,87 @@
+"""The memory that `tba plan` names beside the peaks of real runs' processes: `make bench-memory`.
+
+Each configuration trains a few steps with one Searcher. The peak of a process is the kernel's (VmHWM). The last line is
+a JSON object: for each configuration and process the planned and the measured bytes, and their ratio.
+"""
+
+import contextlib
+import json
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from flows.config import load_run
+from flows.plan.memory import plan_memory
+from tests.benchmarks.default_run import default_run
+
+STEPS = 4  # policies are published meanwhile
+LONG = {"train.micro_batch_tokens": 4096, "sampling.prompts_per_batch": 4, "search.prompts_per_round": 4}
+CONFIGURATIONS = {
+    "default": {},
+    "small passes": {"train.micro_batch_tokens": 512},
+    "layers computed again": {"train.gradient_checkpointing": "layers"},
+    "adapters": {"train.lora_rank": 16},
+}
+WATCH_S = 0.5
+
+
+def peak_bytes(process: psutil.Process) -> int:
+    """The kernel's record of a process's largest resident memory."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+class Peaks:
+    """Watches the processes of a run, found by its Trainer's command line."""
+
+    def __init__(self, store: str) -> None:
+        self._store, self._end = store, threading.Event()
+        self.of_trainer = self.of_searcher = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Peaks":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(WATCH_S):
+            with contextlib.suppress(psutil.Error, OSError, StopIteration):
+                for trainer in self._trainers():
+                    self.of_trainer = max(self.of_trainer, peak_bytes(trainer))
+                    flow = trainer.parent()
+                    others = [each for each in flow.parent().children(recursive=True) if each not in (trainer, flow)]
+                    self.of_searcher = max([self.of_searcher, *map(peak_bytes, others)])
+
+    def _trainers(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if "flows.trainer" in command and any(self._store in word for word in command):
+                yield process
+
+
+def main() -> None:
+    results = {}
+    for name, settings in CONFIGURATIONS.items():
+        arguments = [f"--set={key}={value}" for key, value in settings.items()]
+        with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder, Peaks(folder) as peaks:
+            store = Path(folder).as_uri()
+            with default_run(0, [f"--steps={STEPS}", *arguments], store=store) as run:
+                planned = {part.process: part.num_bytes for part in plan_memory(load_run(run)).processes}
+        measured = {"Trainer": peaks.of_trainer, "Searcher": peaks.of_searcher}
+        results[name] = {
+            process: {"planned": planned[process], "measured": peak, "ratio": round(planned[process] / peak, 3)}
+            for process, peak in measured.items()
+        }
+        print(name, results[name], flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
