@@ -54,6 +54,30 @@ def _core_limit(control_group: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
+def memory_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory of this machine, or of this container if it has a limit."""
+    total = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # "max", or a system without control groups
+        return min(total, int((control_group / "memory.max").read_text()))
+    return total
+
+
+def gpu_bytes() -> int | None:
+    """Memory of this machine's smallest NVIDIA GPU; None without one. By nvidia-smi: importing torch takes seconds."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return min((int(mebibytes) * 2**20 for mebibytes in found if mebibytes.isdigit()), default=None)
+
+
+def has_bfloat16(cpu: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware, as tba.precision.compute_dtype finds out with torch."""
+    with suppress(OSError):
+        return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(cpu.read_text().split())
+    return False
+
+
 _places: dict[str, tuple[int, IO]] = {}  # by group: this process's place, and the open file that holds it
 
 

@@ -8,7 +8,6 @@ Dimensions: N tokens of a pass, D width of the model, I of its MLP, L layers, V 
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,10 @@ class UnknownShape(ValueError):
 
 def read_shape(folder: Path) -> Shape:
     """Reads config.json and the headers of the safetensors files. Raises: UnknownShape."""
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config, tensors = json.loads((folder / "config.json").read_text()), _tensors(folder)
+    except (OSError, ValueError) as error:
+        raise UnknownShape(f"{folder} cannot be read, so the memory that it needs is not known: {error}") from error
     config = config.get("text_config") or config
 
     def number(*names: str) -> int:
@@ -53,7 +55,6 @@ def read_shape(folder: Path) -> Shape:
             raise UnknownShape(f"{folder / 'config.json'} has no {names[0]}, so the memory that it needs is not known")
         return found
 
-    tensors = _tensors(folder)
     D, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     matrices = [each["shape"] for each in tensors if len(each["shape"]) == 2 and not each["outside"]]
     return Shape(
@@ -124,11 +125,12 @@ def _activations(shape: Shape, checkpointing: str, num_tokens: int, machine: Mac
         "cheap": inputs + operands,
         "layers": inputs,
     }[checkpointing]
+    behind = 3 * inputs  # the last norm, and the rows that predict
     again = 0 if checkpointing == "none" else 2 * inputs + operands
-    return num_tokens * (shape.L * of_layer + again + MLP_GRADIENTS * wide * shape.I)
+    return num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
 
 
-def searcher_parts(shape: Shape, engine: Mapping[str, Any], machine: Machine, cache_bytes: Bytes) -> dict[str, Bytes]:
+def searcher_parts(shape: Shape, machine: Machine, cache_bytes: Bytes) -> dict[str, Bytes]:
     """cache_bytes: of keys and values in the engine."""
     wide = 2 if machine.has_bfloat16 else 4
     parts = {

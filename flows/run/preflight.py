@@ -1,12 +1,15 @@
 """Checks before a run starts: the task and its data, the model, the store, the run's configuration."""
 
+import contextlib
 from importlib.util import find_spec
 from pathlib import Path
 
 from flows.config import RunConfig, read_recorded
 from flows.reuse.warm_start import check_sources
+from flows.run.memory import longest, plan_of
 from flows.trainer.trackers import check_trackers
 from storage.store import RunStore
+from tba.memory import UnknownShape, read_shape
 from tba.models import model_folder
 from tba.tasks import load_task
 from tba.tasks.base import stop_tokens
@@ -31,7 +34,8 @@ def check_inputs(config: RunConfig) -> list[str]:
             f"train.lora_rank is {config.train.lora_rank}, but peft is not installed: "
             "pip install peft, or leave the setting out"
         )
-    tokenizer = _tokenizer(model_folder(config.model))
+    folder = model_folder(config.model)
+    tokenizer = _tokenizer(folder)
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     task.check(tokenizer)
     if task.num_left_out:
@@ -43,6 +47,11 @@ def check_inputs(config: RunConfig) -> list[str]:
             f"{config.sampling.prompts_per_batch}, and a batch draws B distinct prompts: lower it, or give more data"
         )
     stop_tokens(task, tokenizer)
+    with contextlib.suppress(UnknownShape):
+        plan = plan_of(config, read_shape(folder), *longest(config, task, tokenizer))
+        if plan.faults:
+            raise ValueError("\n".join(plan.faults))
+        warnings += plan.warnings
     return warnings
 
 

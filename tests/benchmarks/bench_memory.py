@@ -6,7 +6,6 @@ a JSON object: for each configuration and process the planned and the measured b
 
 import contextlib
 import json
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,10 @@ from pathlib import Path
 import psutil
 
 from flows.config import load_run
-from flows.plan.memory import plan_memory
+from flows.run.memory import plan_memory
 from tests.benchmarks.default_run import default_run
 
 STEPS = 4  # policies are published meanwhile
-LONG = {"train.micro_batch_tokens": 4096, "sampling.prompts_per_batch": 4, "search.prompts_per_round": 4}
 CONFIGURATIONS = {
     "default": {},
     "small passes": {"train.micro_batch_tokens": 512},
@@ -35,10 +33,10 @@ def peak_bytes(process: psutil.Process) -> int:
 
 
 class Peaks:
-    """Watches the processes of a run, found by its Trainer's command line."""
+    """Watches the processes of a `default_run`."""
 
-    def __init__(self, store: str) -> None:
-        self._store, self._end = store, threading.Event()
+    def __init__(self) -> None:
+        self._end = threading.Event()
         self.of_trainer = self.of_searcher = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -62,7 +60,7 @@ class Peaks:
     def _trainers(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if "flows.trainer" in command and any(self._store in word for word in command):
+            if "flows.trainer" in command and any("bench-run-" in word for word in command):
                 yield process
 
 
@@ -70,10 +68,8 @@ def main() -> None:
     results = {}
     for name, settings in CONFIGURATIONS.items():
         arguments = [f"--set={key}={value}" for key, value in settings.items()]
-        with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder, Peaks(folder) as peaks:
-            store = Path(folder).as_uri()
-            with default_run(0, [f"--steps={STEPS}", *arguments], store=store) as run:
-                planned = {part.process: part.num_bytes for part in plan_memory(load_run(run)).processes}
+        with Peaks() as peaks, default_run(0, [f"--steps={STEPS}", *arguments]) as run:
+            planned = {part.process: part.num_bytes for part in plan_memory(load_run(run)).processes}
         measured = {"Trainer": peaks.of_trainer, "Searcher": peaks.of_searcher}
         results[name] = {
             process: {"planned": planned[process], "measured": peak, "ratio": round(planned[process] / peak, 3)}

@@ -1,0 +1,124 @@
+"""The memory that a run's processes need on this machine: `tba plan`, and a check before a run (tba/memory.py)."""
+
+import os
+from dataclasses import dataclass
+
+from flows.config import RunConfig
+from infra.machine import gpu_bytes, has_bfloat16, memory_bytes
+from tba.memory import GIB, Machine, Shape, read_shape, searcher_parts, trainer_parts
+from tba.models import model_folder
+from tba.rewards import RewardedTask
+from tba.tasks import load_task
+
+# The planned sums were within this share of measured peaks (docs/operating.md). A run is refused beyond it only.
+ERROR = 0.15
+NUM_PROMPTS = 1000  # of which the longest counts
+ENGINE_SHARE = 0.6  # vLLM's share of a Searcher's GPU memory (flows/searcher/start.py)
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """What one process needs at its peak."""
+
+    process: str  # Trainer or Searcher
+    number: int  # of such processes
+    parts: dict[str, int]  # bytes, by name
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run needs, and what this machine has."""
+
+    processes: list[ProcessPlan]
+    machine: Machine
+    num_tokens: int  # of the Trainer's largest pass
+    files: dict[str, int]  # bytes in the store: of a whole policy, of a checkpoint
+
+    @property
+    def faults(self) -> list[str]:
+        """A sentence for each process that cannot fit, whatever else runs there."""
+        device = "a GPU here" if self.machine.is_gpu else "this machine"
+        return [
+            f"memory: the {plan.process} needs {gib(plan.num_bytes)} ({_in_words(plan.parts)}), and {device} has "
+            f"{gib(self.machine.num_bytes)}. {self._remedy(plan)}"
+            for plan in self.processes
+            if (1 - ERROR) * plan.num_bytes > self.machine.num_bytes
+        ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence if each process fits by itself, and all of them together do not."""
+        together = sum(plan.number * plan.num_bytes for plan in self.processes)
+        if self.machine.is_gpu or self.faults or (1 - ERROR) * together <= self.machine.num_bytes:
+            return []
+        each = " and ".join(f"{plan.number} x {plan.process} {gib(plan.num_bytes)}" for plan in self.processes)
+        return [f"memory: {each} need {gib(together)} together, and this machine has {gib(self.machine.num_bytes)}"]
+
+    def _remedy(self, plan: ProcessPlan) -> str:
+        if plan.process == "Searcher":
+            return "Take a smaller model, or a lower search.engine.gpu_memory_utilization."
+        return (
+            f"Lower train.micro_batch_tokens (its largest pass has {self.num_tokens} tokens), set "
+            "train.gradient_checkpointing=layers, train adapters (train.lora_rank), or shard the state over devices "
+            "(train.processes, train.zero_stage=3)."
+        )
+
+
+def plan_memory(config: RunConfig) -> MemoryPlan:
+    """Raises: UnknownShape: the model's files do not tell its shape."""
+    from transformers import AutoTokenizer
+
+    folder = model_folder(config.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
+    return plan_of(config, read_shape(folder), *longest(config, task, tokenizer))
+
+
+def longest(config: RunConfig, task: RewardedTask, tokenizer) -> tuple[int, int]:
+    """Tokens of the longest prompt, among the first `NUM_PROMPTS`, and of the longest response."""
+    prompts = [problem.encode(tokenizer) for problem in task.train[:NUM_PROMPTS]]
+    return max(map(len, prompts)), config.task.max_response_tokens or task.max_response_tokens
+
+
+def plan_of(config: RunConfig, shape: Shape, prompt_tokens: int, response_tokens: int) -> MemoryPlan:
+    """prompt_tokens, response_tokens: of the longest."""
+    machine, num_tokens = this_machine(), largest_pass(config, prompt_tokens, response_tokens)
+    trainer = ProcessPlan(
+        "Trainer", config.train.num_processes, trainer_parts(shape, config.train, num_tokens, machine)
+    )
+    searcher = ProcessPlan("Searcher", config.searchers, searcher_parts(shape, machine, _cache(config, shape, machine)))
+    trained = config.train.lora_rank * shape.num_sides if config.train.lora_rank else shape.num_parameters
+    files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": 12 * trained}
+    return MemoryPlan([trainer, searcher], machine, num_tokens, files)
+
+
+def largest_pass(config: RunConfig, prompt_tokens: int, response_tokens: int) -> int:
+    """Tokens, if all prompts and responses are of the greatest length and different."""
+    B, K = config.sampling.prompts_per_batch, config.sampling.responses_per_prompt
+    batch = B * (prompt_tokens + K * response_tokens)
+    return max(min(batch, config.train.micro_batch_tokens), prompt_tokens + response_tokens)
+
+
+def this_machine() -> Machine:
+    on_gpu = gpu_bytes()
+    return Machine(on_gpu is not None, on_gpu is not None or has_bfloat16(), on_gpu or memory_bytes())
+
+
+def _cache(config: RunConfig, shape: Shape, machine: Machine) -> int:
+    """Bytes of the engine's keys and values: on a GPU what its share leaves beside the weights."""
+    if not machine.is_gpu:
+        return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB
+    share = config.search.engine.get("gpu_memory_utilization", ENGINE_SHARE)
+    return max(0, int(share * machine.num_bytes) - 2 * shape.num_parameters)
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _in_words(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
