@@ -19,7 +19,7 @@ GIB = 1024**3
 LOGIT_ROWS = 512  # of logits that exist at once (tba/logprobs.py)
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
 # Measured on Linux: what Python, torch and this project's packages take before a model is loaded.
-PROCESS, ENGINE_PROCESS = int(0.6 * GIB), int(1.1 * GIB)
+PROCESS, ENGINE_PROCESS = int(0.55 * GIB), int(1.4 * GIB)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,10 @@ def searcher_parts(shape: Shape, machine: Machine, cache_bytes: Bytes) -> dict[s
     wide = 2 if machine.has_bfloat16 else 4
     parts = {
         "engine's weights": wide * shape.num_parameters,
+        "weights that are loaded": (wide + 2) * shape.num_parameters,  # a policy's file, and what is made of it
         "keys and values": cache_bytes,
         "reference policy": wide * shape.num_in_layers + 4 * (shape.num_parameters - shape.num_in_layers),
     }
-    return parts if machine.is_gpu else parts | {"process": ENGINE_PROCESS}
+    if machine.is_gpu:  # policies are loaded by way of the machine's memory, a tensor at a time
+        return parts | {"weights that are loaded": 0}
+    return parts | {"process": ENGINE_PROCESS}

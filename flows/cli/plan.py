@@ -67,6 +67,7 @@ def plan(
 def _memory(run: str | None, given: dict, settings: list[str], is_planned: bool) -> "MemoryPlan":
     from flows.cli.settings import config_of
     from flows.config import load_run
+    from flows.plan.times import most_response_tokens
     from flows.run.memory import plan_memory
     from storage.errors import StoreError
     from tba.memory import UnknownShape
@@ -75,7 +76,8 @@ def _memory(run: str | None, given: dict, settings: list[str], is_planned: bool)
         if is_planned:
             config = config_of(given | ({"run": run} if run else {}), settings)
         else:
-            config = load_run(existing_run(run, given.get("store")))
+            run_store = existing_run(run, given.get("store"))
+            return plan_memory(load_run(run_store), most_response_tokens(run_store))
         return plan_memory(config)
     except (StoreError, UnknownShape, ValueError, OSError, ImportError) as error:
         fail(str(error), status=2)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from itertools import takewhile
 
 from flows.config import RunConfig
 from infra.machine import gpu_bytes, has_bfloat16, memory_bytes
@@ -68,25 +69,38 @@ class MemoryPlan:
         )
 
 
-def plan_memory(config: RunConfig) -> MemoryPlan:
-    """Raises: UnknownShape: the model's files do not tell its shape."""
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a task's longest prompt and response, and those with which all prompts begin."""
+
+    prompt: int
+    common: int
+    response: int
+
+
+def plan_memory(config: RunConfig, response_tokens: int | None = None) -> MemoryPlan:
+    """response_tokens: of a batch's different responses, as the run has had them; None: the most that can be.
+
+    Raises: UnknownShape: the model's files do not tell its shape.
+    """
     from transformers import AutoTokenizer
 
     folder = model_folder(config.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
-    return plan_of(config, read_shape(folder), *longest(config, task, tokenizer))
+    return plan_of(config, read_shape(folder), lengths(config, task, tokenizer), response_tokens)
 
 
-def longest(config: RunConfig, task: RewardedTask, tokenizer) -> tuple[int, int]:
-    """Tokens of the longest prompt, among the first `NUM_PROMPTS`, and of the longest response."""
+def lengths(config: RunConfig, task: RewardedTask, tokenizer) -> Lengths:
+    """Of the first `NUM_PROMPTS` prompts."""
     prompts = [problem.encode(tokenizer) for problem in task.train[:NUM_PROMPTS]]
-    return max(map(len, prompts)), config.task.max_response_tokens or task.max_response_tokens
+    common = sum(1 for _ in takewhile(lambda at: at[0] == at[1], zip(min(prompts), max(prompts), strict=False)))
+    limit = config.task.max_response_tokens or task.max_response_tokens
+    return Lengths(max(map(len, prompts)), common, limit)
 
 
-def plan_of(config: RunConfig, shape: Shape, prompt_tokens: int, response_tokens: int) -> MemoryPlan:
-    """prompt_tokens, response_tokens: of the longest."""
-    machine, num_tokens = this_machine(), largest_pass(config, prompt_tokens, response_tokens)
+def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: int | None = None) -> MemoryPlan:
+    machine, num_tokens = this_machine(), largest_pass(config, of_task, response_tokens)
     trainer = ProcessPlan(
         "Trainer", config.train.num_processes, trainer_parts(shape, config.train, num_tokens, machine)
     )
@@ -96,11 +110,12 @@ def plan_of(config: RunConfig, shape: Shape, prompt_tokens: int, response_tokens
     return MemoryPlan([trainer, searcher], machine, num_tokens, files)
 
 
-def largest_pass(config: RunConfig, prompt_tokens: int, response_tokens: int) -> int:
-    """Tokens, if all prompts and responses are of the greatest length and different."""
+def largest_pass(config: RunConfig, of_task: Lengths, response_tokens: int | None = None) -> int:
+    """Tokens of the Trainer's largest pass. Without `response_tokens` all responses are different and the longest."""
     B, K = config.sampling.prompts_per_batch, config.sampling.responses_per_prompt
-    batch = B * (prompt_tokens + K * response_tokens)
-    return max(min(batch, config.train.micro_batch_tokens), prompt_tokens + response_tokens)
+    of_responses = B * K * of_task.response if response_tokens is None else response_tokens
+    batch = of_task.common + B * (of_task.prompt - of_task.common) + of_responses
+    return max(min(batch, config.train.micro_batch_tokens), of_task.prompt + of_task.response)
 
 
 def this_machine() -> Machine:

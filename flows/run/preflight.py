@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flows.config import RunConfig, read_recorded
 from flows.reuse.warm_start import check_sources
-from flows.run.memory import longest, plan_of
+from flows.run.memory import lengths, plan_of
 from flows.trainer.trackers import check_trackers
 from storage.store import RunStore
 from tba.memory import UnknownShape, read_shape
@@ -48,7 +48,7 @@ def check_inputs(config: RunConfig) -> list[str]:
         )
     stop_tokens(task, tokenizer)
     with contextlib.suppress(UnknownShape):
-        plan = plan_of(config, read_shape(folder), *longest(config, task, tokenizer))
+        plan = plan_of(config, read_shape(folder), lengths(config, task, tokenizer))
         if plan.faults:
             raise ValueError("\n".join(plan.faults))
         warnings += plan.warnings

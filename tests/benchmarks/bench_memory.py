@@ -13,14 +13,16 @@ from pathlib import Path
 import psutil
 
 from flows.config import load_run
+from flows.plan.times import most_response_tokens
 from flows.run.memory import plan_memory
 from tests.benchmarks.default_run import default_run
 
 STEPS = 4  # policies are published meanwhile
+LONG = {"task.name": "gsm8k", "task.max_response_tokens": 64, "train.micro_batch_tokens": 4096}
+FEW = {"search.prompts_per_round": 4, "sampling.prompts_per_batch": 4}
 CONFIGURATIONS = {
     "default": {},
-    "small passes": {"train.micro_batch_tokens": 512},
-    "layers computed again": {"train.gradient_checkpointing": "layers"},
+    "long responses": {**LONG, **FEW, "task.data": Path(__file__).parents[1] / "smoke" / "gsm8k.jsonl"},
     "adapters": {"train.lora_rank": 16},
 }
 WATCH_S = 0.5
@@ -69,7 +71,8 @@ def main() -> None:
     for name, settings in CONFIGURATIONS.items():
         arguments = [f"--set={key}={value}" for key, value in settings.items()]
         with Peaks() as peaks, default_run(0, [f"--steps={STEPS}", *arguments]) as run:
-            planned = {part.process: part.num_bytes for part in plan_memory(load_run(run)).processes}
+            plan = plan_memory(load_run(run), most_response_tokens(run))
+        planned = {process.process: process.num_bytes for process in plan.processes}
         measured = {"Trainer": peaks.of_trainer, "Searcher": peaks.of_searcher}
         results[name] = {
             process: {"planned": planned[process], "measured": peak, "ratio": round(planned[process] / peak, 3)}

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.config import RunConfig
 from flows.run import memory
-from flows.run.memory import largest_pass, plan_of
+from flows.run.memory import Lengths, largest_pass, plan_of
 from flows.run.preflight import check_inputs
 from tba import lora
 from tba.config import TrainSettings
@@ -101,26 +101,27 @@ def test_activations_are_what_autograd_keeps(tmp_path, checkpointing):
 
 def test_the_largest_pass_is_a_batch_or_the_limit_or_one_long_response():
     config = RunConfig()  # 16 prompts x 8 responses
-    assert largest_pass(config, 20, 8) == 16 * (20 + 8 * 8)
-    assert largest_pass(config, 100, 512) == config.train.micro_batch_tokens
-    assert largest_pass(config, 1000, 8000) == 9000
+    assert largest_pass(config, Lengths(20, 15, 8)) == 15 + 16 * (5 + 8 * 8)
+    assert largest_pass(config, Lengths(20, 15, 8), response_tokens=300) == 15 + 16 * 5 + 300
+    assert largest_pass(config, Lengths(100, 0, 512)) == config.train.micro_batch_tokens
+    assert largest_pass(config, Lengths(1000, 0, 8000)) == 9000
 
 
 def test_what_cannot_fit_is_said_with_the_settings_to_change(monkeypatch):
     monkeypatch.setattr(memory, "this_machine", lambda: CPU)
-    plan = plan_of(RunConfig(), SEVEN_B, 200, 512)
+    plan = plan_of(RunConfig(), SEVEN_B, Lengths(200, 0, 512))
     fault, other = plan.faults
     assert "the Trainer needs 1" in fault and "this machine has 16.0 GiB" in fault
     assert "train.micro_batch_tokens (its largest pass has 4096 tokens)" in fault and "train.lora_rank" in fault
     assert "the Searcher needs" in other and "Take a smaller model" in other
     adapters = RunConfig.model_validate({"train": {"lora_rank": 16}})
-    assert plan_of(adapters, SEVEN_B, 200, 512).processes[0].num_bytes < 0.4 * plan.processes[0].num_bytes
+    assert plan_of(adapters, SEVEN_B, Lengths(200, 0, 512)).processes[0].num_bytes < 0.4 * plan.processes[0].num_bytes
 
 
 def test_sharding_divides_the_state(monkeypatch):
     monkeypatch.setattr(memory, "this_machine", lambda: Machine(is_gpu=True, has_bfloat16=True, num_bytes=80 * GIB))
     one, eight = (
-        plan_of(RunConfig.model_validate({"train": {"processes": n, "zero_stage": 3}}), SEVEN_B, 200, 512)
+        plan_of(RunConfig.model_validate({"train": {"processes": n, "zero_stage": 3}}), SEVEN_B, Lengths(200, 0, 512))
         for n in (1, 8)
     )
     (trainer, searcher), (sharded, _) = one.processes, eight.processes
