@@ -58,7 +58,7 @@ def plan(
         typer.echo(json.dumps(found | {"durations": rows}, indent=2))
         return
     console().print(_memory_table(memory))
-    for line in memory.faults + memory.warnings:
+    for line in [*memory.faults.values(), *memory.warnings]:
         say(f"WARNING: {line}", err=True)
     if rows:
         console().print(_table(rows))

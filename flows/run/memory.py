@@ -40,15 +40,10 @@ class MemoryPlan:
     files: dict[str, int]  # bytes in the store: of a whole policy, of a checkpoint
 
     @property
-    def faults(self) -> list[str]:
-        """A sentence for each process that cannot fit, whatever else runs there."""
-        device = "a GPU here" if self.machine.is_gpu else "this machine"
-        return [
-            f"memory: the {plan.process} needs {gib(plan.num_bytes)} ({_in_words(plan.parts)}), and {device} has "
-            f"{gib(self.machine.num_bytes)}. {self._remedy(plan)}"
-            for plan in self.processes
-            if (1 - ERROR) * plan.num_bytes > self.machine.num_bytes
-        ]
+    def faults(self) -> dict[str, str]:
+        """By process, a sentence for each that cannot fit here, whatever else runs here."""
+        too_large = [plan for plan in self.processes if (1 - ERROR) * plan.num_bytes > self.machine.num_bytes]
+        return {plan.process: self._fault(plan) for plan in too_large}
 
     @property
     def warnings(self) -> list[str]:
@@ -58,6 +53,13 @@ class MemoryPlan:
             return []
         each = " and ".join(f"{plan.number} x {plan.process} {gib(plan.num_bytes)}" for plan in self.processes)
         return [f"memory: {each} need {gib(together)} together, and this machine has {gib(self.machine.num_bytes)}"]
+
+    def _fault(self, plan: ProcessPlan) -> str:
+        device = "a GPU here" if self.machine.is_gpu else "this machine"
+        return (
+            f"memory: the {plan.process} needs {gib(plan.num_bytes)} ({_in_words(plan.parts)}), and {device} has "
+            f"{gib(self.machine.num_bytes)}. {self._remedy(plan)}"
+        )
 
     def _remedy(self, plan: ProcessPlan) -> str:
         if plan.process == "Searcher":

@@ -49,9 +49,9 @@ def check_inputs(config: RunConfig) -> list[str]:
     stop_tokens(task, tokenizer)
     with contextlib.suppress(UnknownShape):
         plan = plan_of(config, read_shape(folder), lengths(config, task, tokenizer))
-        if plan.faults:
-            raise ValueError("\n".join(plan.faults))
-        warnings += plan.warnings
+        if "Trainer" in plan.faults:  # it runs on this machine; Searchers may run on others
+            raise ValueError(plan.faults["Trainer"])
+        warnings += [*plan.faults.values(), *plan.warnings]
     return warnings
 
 

@@ -112,6 +112,7 @@ def database():
 
 
 @pytest.mark.slow
+@pytest.mark.apart  # tests/hosts, which CI runs, has a server on PostgreSQL
 def test_up_uses_a_postgresql_that_the_environment_names(database, project, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", unused_url())
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", database)

@@ -53,6 +53,7 @@ def test_samples_have_the_age(model, tmp_path):
     assert 1 <= lagged.after.num_distinct <= 8 and 0 <= lagged.after.cosine_distance <= 2
 
 
+@pytest.mark.apart
 def test_red_teaming_is_measured_by_attacks(model, tmp_path):
     task = {"task": {"name": "redteam", "victim": model, "max_response_tokens": 4}}
     _, arm = study(model, **task).arms_at_each_lag()

@@ -110,7 +110,7 @@ def test_the_largest_pass_is_a_batch_or_the_limit_or_one_long_response():
 def test_what_cannot_fit_is_said_with_the_settings_to_change(monkeypatch):
     monkeypatch.setattr(memory, "this_machine", lambda: CPU)
     plan = plan_of(RunConfig(), SEVEN_B, Lengths(200, 0, 512))
-    fault, other = plan.faults
+    fault, other = plan.faults["Trainer"], plan.faults["Searcher"]
     assert "the Trainer needs 1" in fault and "this machine has 16.0 GiB" in fault
     assert "train.micro_batch_tokens (its largest pass has 4096 tokens)" in fault and "train.lora_rank" in fault
     assert "the Searcher needs" in other and "Take a smaller model" in other
@@ -125,7 +125,7 @@ def test_sharding_divides_the_state(monkeypatch):
         for n in (1, 8)
     )
     (trainer, searcher), (sharded, _) = one.processes, eight.processes
-    assert "the Trainer needs" in one.faults[0] and eight.faults == []
+    assert "the Trainer needs" in one.faults["Trainer"] and eight.faults == {}
     state = ("weights", "gradient", "moments of AdamW")
     assert sum(trainer.parts[name] for name in state) == 8 * sum(sharded.parts[name] for name in state)
     assert searcher.parts["engine's weights"] + searcher.parts["keys and values"] == int(0.6 * 80 * GIB)
