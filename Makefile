@@ -19,7 +19,7 @@ test test-unit test-apart test-crash test-hosts soak fuzz: export OMP_NUM_THREAD
 # Bytecode is kept, whatever the shell sets: without it, every process compiles torch and vLLM again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-ledger bench-plan bench-policies bench-report bench-requests bench-scale \
+.PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-ledger bench-memory bench-plan bench-policies bench-report bench-requests bench-scale \
 	bench-trainer bench-accuracy bench-search gpu-check bench-stability smoke compare-staleness studies compare-sync crash-matrix \
 	soak fuzz image-base image image-check clean
 
@@ -62,6 +62,9 @@ bench-buffer: $(STAMP)  ## Measure the replay buffer by size
 
 bench-ledger: $(STAMP)  ## Measure a question over the ledger of 100,000 steps on a remote S3
 	$(BIN)/python -m tests.benchmarks.bench_ledger
+
+bench-memory: $(STAMP)  ## Compare the memory that tba plan tells with the peaks of real runs' processes
+	$(BIN)/python -m tests.benchmarks.bench_memory
 
 bench-plan: $(STAMP)  ## Measure the error of tba plan on six real runs of a small model (PUBLISHED=1: only simulate the paper's)
 	$(BIN)/python -m tests.benchmarks.bench_plan

@@ -125,10 +125,11 @@ def prepare(config: RunConfig, is_takeover: bool = False) -> RunStore:
     store = RunStore(config.store, config.run)
     if is_takeover:
         return store
-    from flows.run.preflight import check_inputs
+    from flows.run.preflight import check_inputs, check_memory
 
     for warning in check_inputs(config):
         get_run_logger().warning(warning)
+    check_memory(config)  # the Trainer runs on this machine
     store.create_run(config.recorded(), read_recorded)
     requests.take_back_stop(store)  # the request was for an earlier attempt
     return store

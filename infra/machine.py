@@ -63,12 +63,13 @@ def memory_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of this machine's smallest NVIDIA GPU; None without one. By nvidia-smi: importing torch takes seconds."""
-    if shutil.which("nvidia-smi") is None:
+    """Memory of the smallest GPU that this process may use; None without one. Imports torch if one may be there."""
+    if not (shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))):
         return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return min((int(mebibytes) * 2**20 for mebibytes in found if mebibytes.isdigit()), default=None)
+    import torch
+
+    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+    return min(sizes, default=None)
 
 
 def has_bfloat16(cpu: Path = Path("/proc/cpuinfo")) -> bool:

@@ -6,7 +6,6 @@ weights that sampled it. Such a mixture of policies is a behavior policy like an
 """
 
 import importlib.util
-import json
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypedDict, Unpack
 
+from tba.models import is_mixture_of_experts
 from tba.precision import compute_dtype, default_device
 from tba.weights import fingerprint, read_weights
-
-NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in config.json, by kind of model
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,7 @@ def make_engine(
 
 def _is_mixture_on_a_cpu(folder: Path) -> bool:
     """vLLM 0.32's CPU backend samples from other experts than it was given: log-probabilities are 2 to 10 nats off."""
-    config = json.loads((folder / "config.json").read_text())
-    return default_device() == "cpu" and any(config.get(name) for name in NUMBERS_OF_EXPERTS)
+    return default_device() == "cpu" and is_mixture_of_experts(folder)
 
 
 class VllmEngine:

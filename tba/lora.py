@@ -4,29 +4,34 @@ The matrices under them do not change. Those of a bfloat16 model stay in bfloat1
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tba.memory import UnknownShape, read_shape
+from tba.models import NO_EXPERTS
 
 
-def dtype_of_weights(model: str | Path) -> torch.dtype:
-    """The type in which a model that gets adapters is loaded: bfloat16 if its checkpoint has it, else float32."""
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    return torch.bfloat16 if config.get_text_config().dtype == torch.bfloat16 else torch.float32
+def dtype_of_weights(folder: str | Path) -> torch.dtype:
+    """The type in which a model that gets adapters is loaded: bfloat16 if its files have it, else float32."""
+    with suppress(UnknownShape):
+        if read_shape(Path(folder)).is_bfloat16:
+            return torch.bfloat16
+    return torch.float32
 
 
 def add(model: PreTrainedModel, rank: int, seed: int) -> None:
     """Adds adapters to all linear layers except the head, in place, and freezes all other weights.
 
-    Of a bfloat16 model everything but the matrices under adapters becomes float32.
+    Of a bfloat16 model everything but the matrices of linear layers under adapters becomes float32.
 
     The first matrix of each adapter is random, from `seed` alone; the second is 0, so that adapters have no effect at
     first. The global random state does not change.
 
-    Raises: RuntimeError: peft is not installed.
+    Raises: RuntimeError: peft is not installed. ValueError: the model is a mixture of experts.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -37,9 +42,13 @@ def add(model: PreTrainedModel, rank: int, seed: int) -> None:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
-    adapted = {id(layer.base_layer.weight) for layer in model.modules() if hasattr(layer, "base_layer")}
+    adapted = [layer.base_layer for layer in model.modules() if hasattr(layer, "base_layer")]
+    if not all(hasattr(layer, "weight") for layer in adapted):
+        raise ValueError(NO_EXPERTS)
+    # Of another kind of layer, as GPT-2's, products are of one type.
+    kept = {id(layer.weight) for layer in adapted if type(layer) is nn.Linear}
     for parameter in model.parameters():
-        if id(parameter) not in adapted:
+        if id(parameter) not in kept:
             parameter.data = parameter.data.float()
 
 

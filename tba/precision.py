@@ -56,8 +56,23 @@ def bfloat16_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     if torch.is_autocast_enabled(hidden.device.type):
         weight = to_bfloat16(weight) if weight.dtype == torch.float32 else weight
     elif weight.dtype == torch.bfloat16 and hidden.dtype == torch.float32:  # frozen, under an adapter
-        weight = weight.float()
+        product = _WideProduct.apply(hidden, weight)
+        return product if module.bias is None else product + module.bias
     return F.linear(hidden, weight, module.bias)
+
+
+class _WideProduct(torch.autograd.Function):
+    """hidden @ weight.T in float32 of a frozen bfloat16 weight. Autograd keeps the weight as it is, without a copy."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(hidden, weight.float())
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight.float(), None
 
 
 class _ToBfloat16(torch.autograd.Function):

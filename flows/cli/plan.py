@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.common import AsJson, StoreOption, complete_run, existing_run, fail, say, store_url
+from flows.cli.common import AsJson, StoreOption, complete_run, existing_run, fail, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +21,8 @@ SEEDS = 5  # simulated runs in a row's means
 @app.command()
 def plan(
     run: Annotated[
-        str | None, typer.Argument(help="Name of a run; default: one that is not begun.", autocompletion=complete_run)
+        str | None,
+        typer.Argument(help="Name of a run that has trained; none: a new run.", autocompletion=complete_run),
     ] = None,
     store: StoreOption = None,
     searchers: Annotated[
@@ -34,57 +35,52 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell the memory that a run needs and, of a run that has trained, its duration with other numbers of Searchers.
+    """Tell the memory that a new run would need, or the duration of a RUN with other numbers of Searchers.
 
-    Memory: of each process at its peak, from the model's shape and the settings. Nothing is loaded.
+    Memory: of each process at its peak, from the model's shape and the settings. No weights are loaded; a model of the
+    Hugging Face Hub is downloaded.
 
-    Duration: a simulation, from the times that the run's ledger has. It gives every Searcher hardware of its own. The
+    Duration: a simulation, from the times that the ledger of RUN has. It gives every Searcher hardware of its own. The
     first row is the run so far, the others are whole runs. seconds: from the first round to the last step. waits: the
     share in which the Trainer waits for a batch. staleness: the age of the newest trajectories, in policy steps.
     turns / seconds: the estimated duration where Searchers and Trainer take turns, divided by seconds.
 
-    Example: tba plan --model path/to/model --task gsm8k --set train.micro_batch_tokens=8192
+    Example: tba plan --model path/to/model --set train.micro_batch_tokens=8192
     """
     from flows.cli.console import console
 
-    given = {"model": model, "task.name": task, "store": store and store_url(store)}
-    given = {key: value for key, value in given.items() if value is not None}
-    is_planned = run is None or model is not None or task is not None or bool(settings)
-    rows = [] if is_planned else _durations(run, store, searchers)
-    memory = _memory(run, given, settings or [], is_planned)
+    given = {key: value for key, value in {"model": model, "task.name": task}.items() if value is not None}
+    if run is not None and (given or settings):
+        fail(f"Run {run!r} has its settings. To plan another run, leave its name out.", status=2)
+    if run is not None:
+        rows = _durations(run, store, searchers)
+        typer.echo(json.dumps(rows, indent=2)) if as_json else console().print(_table(rows))
+        return
+    memory = _memory(given, settings or [])
     if as_json:
         processes = [asdict(process) | {"bytes": process.num_bytes} for process in memory.processes]
-        found = {"memory": processes, "bytes_here": memory.machine.num_bytes, "files": memory.files}
-        typer.echo(json.dumps(found | {"durations": rows}, indent=2))
+        found = {"processes": processes, "bytes_here": memory.machine.num_bytes, "files": memory.files}
+        typer.echo(json.dumps(found | {"fault": memory.fault, "warnings": memory.warnings}, indent=2))
         return
     console().print(_memory_table(memory))
-    for line in [*memory.faults.values(), *memory.warnings]:
+    for line in [*([memory.fault] if memory.fault else []), *memory.warnings]:
         say(f"WARNING: {line}", err=True)
-    if rows:
-        console().print(_table(rows))
 
 
-def _memory(run: str | None, given: dict, settings: list[str], is_planned: bool) -> "MemoryPlan":
+def _memory(given: dict, settings: list[str]) -> "MemoryPlan":
     from flows.cli.settings import config_of
-    from flows.config import load_run
-    from flows.plan.times import most_response_tokens
     from flows.run.memory import plan_memory
     from storage.errors import StoreError
     from tba.memory import UnknownShape
 
     try:
-        if is_planned:
-            config = config_of(given | ({"run": run} if run else {}), settings)
-        else:
-            run_store = existing_run(run, given.get("store"))
-            return plan_memory(load_run(run_store), most_response_tokens(run_store))
-        return plan_memory(config)
+        return plan_memory(config_of(given, settings, is_new=True))
     except (StoreError, UnknownShape, ValueError, OSError, ImportError) as error:
         fail(str(error), status=2)
 
 
 def _durations(run: str, store: str | None, searchers: list[int]) -> list[dict]:
-    """The rows of the second table; none, and the reason on stderr, if the run is too young."""
+    """A row for each number of Searchers. Exits if the run is too young."""
     from dataclasses import replace
     from statistics import fmean
 
@@ -97,10 +93,7 @@ def _durations(run: str, store: str | None, searchers: list[int]) -> list[dict]:
     try:
         times, measured, resumed = measured_times(run_store), measured_outcome(run_store), resumes(run_store)
         loop = Loop.of(load_run(run_store))
-    except TooFewTimes as error:
-        say(f"No durations: {error}", err=True)
-        return []
-    except StoreError as error:
+    except (StoreError, TooFewTimes) as error:
         fail(str(error), status=2)
     if resumed:
         say(f"Run {run!r} was resumed {len(resumed)} times; the first row has the time in between, too.", err=True)

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from flows.config import RunConfig
 
 
-def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
+def config_of(given: dict[str, object], settings: list[str], *, is_new: bool = False) -> "RunConfig":
     """The run's configuration: settings as given, the others as a stored run recorded them, else their defaults.
+
+    is_new: no stored run is looked for.
 
     Exits with status 2, and a line for each mistake, if it is not valid.
     """
@@ -46,6 +48,6 @@ def config_of(given: dict[str, object], settings: list[str]) -> "RunConfig":
     if "run" not in given and "task.name" in given:
         values["run"] = given["task.name"]
     try:
-        return RunConfig.model_validate(with_recorded(values))
+        return RunConfig.model_validate(values if is_new else with_recorded(values))
     except ValidationError as error:
         fail(explanation(error, RunConfig), status=2)

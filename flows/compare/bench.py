@@ -17,13 +17,14 @@ from pathlib import Path
 
 from flows.compare.study import Arm, Configuration
 from flows.config import RunConfig
-from infra.machine import code_version
+from infra.machine import code_version, gpu_bytes, memory_bytes
 from storage.store import RunStore
 
 RATE_FACTOR = 10**0.5  # from one step size of the grid to the next
 FIRST_RATES = (1e-3, 10**-2.5, 1e-2)
 SMALLEST_RATE, LARGEST_RATE = 1e-5, 1.0  # limits of the grid; an objective with a best step size outside does not learn
 TUNING_SEED = 1000
+BYTES_OF_RUN = 8 * 1024**3  # of a model: the embedded one takes 6 GB
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,11 @@ class Bench:
     ) -> None:
         """`study`: its name, in the names of its runs. fresh: each run has a process of its own, as an engine needs."""
         self._store, self._study, self._first_policy, self._say = store, study, first_policy, say
+        workers = os.cpu_count()
+        if fresh:  # an engine takes a part of a GPU's memory
+            workers = 1 if gpu_bytes() else max(1, min(workers, memory_bytes() // BYTES_OF_RUN))
         self._pool = ProcessPoolExecutor(
-            os.cpu_count(), mp_context=get_context("spawn"), max_tasks_per_child=1 if fresh else None
+            workers, mp_context=get_context("spawn"), max_tasks_per_child=1 if fresh else None
         )
 
     def __enter__(self) -> "Bench":

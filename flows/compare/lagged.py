@@ -93,6 +93,14 @@ class LaggedOutbox(StoreOutbox):
         return self._folder / f"step={step}"
 
 
+class PunctualExperience(StoredExperience):
+    """A StoredExperience whose every sync ends before the next step."""
+
+    def sync(self, step: int) -> None:
+        self._is_training = False
+        super().sync(step)
+
+
 def run_with_lag(config: RunConfig, lag: int) -> Lagged:
     """Trains `config.train.steps` steps; step t by rounds of the policy of step max(0, t - 1 - lag), lag >= 1.
 
@@ -109,7 +117,7 @@ def run_with_lag(config: RunConfig, lag: int) -> Lagged:
         # A sync precedes each publication, so what is sampled behind a policy is drawn a step later.
         of_search = {"searcher": searcher, "num_rounds": config.searchers, "lag": lag - 1, "folder": Path(folder)}
         outbox = LaggedOutbox(store, config, 1, template, heart, alarms, **of_search)
-        with contextlib.closing(outbox), contextlib.closing(StoredExperience(store, buffer, 1, alarms)) as experience:
+        with contextlib.closing(outbox), contextlib.closing(PunctualExperience(store, buffer, 1, alarms)) as experience:
             train(trainer, experience, outbox)
     heart.end("finished")
     return Lagged(before, measured(searcher, config), outbox.rewards, mean_staleness(store))

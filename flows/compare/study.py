@@ -19,6 +19,11 @@ from tba.config import SearchSettings, Settings, TrainSettings
 _FOLDER = files("flows.compare") / "studies"
 _LABEL = re.compile("[a-z][a-z0-9_]*")
 OF_RUN = {"task", "searchers", "search", "sampling", "train"}  # sections of a run's settings that an arm has
+# Settings of a run that would change the age of samples, or have the Trainer wait for samples that do not come.
+KEPT = (
+    ("train", "steps"), ("train", "sync_interval"), ("sampling", "max_age"), ("sampling", "samples_per_insert"),
+    ("sampling", "min_size"),
+)  # fmt: skip
 # The settings of a run that the testbed has. A study with another one is refused, because it would have no effect.
 _OF_TESTBED = {
     "train": {
@@ -133,6 +138,11 @@ class Study(Settings):
     def _run(self, settings: dict[str, Any]) -> RunConfig:
         if unknown := settings.keys() - OF_RUN:
             raise ValueError(f"{min(unknown)} is no setting of an arm; it has {', '.join(sorted(OF_RUN))}")
+        for section, name in KEPT:
+            if name in settings.get(section, {}):
+                raise ValueError(f"{section}.{name} cannot be an arm's: the study sets steps and age of samples")
+        if settings.get("searchers", 1) < 1:
+            raise ValueError("searchers is 0, so no samples would come")
         # A sync behind each step, so that the age of samples is exact.
         train = {"steps": self.steps, "sync_interval": 1, "checkpoint_interval": self.steps}
         sections = {name: settings.get(name, {}) for name in ("train", "sampling")}

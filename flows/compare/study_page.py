@@ -38,7 +38,7 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
     about = _policy_and_task(study) | {
         "steps": study.steps,
         "seeds": study.seeds,
-        "accuracy before training": f"{outcomes[0].accuracy_before:.3f}",
+        "accuracy before training": f"{statistics.fmean(outcome.accuracy_before for outcome in outcomes):.3f}",
         "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
         "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
     }
@@ -55,7 +55,8 @@ def _policy_and_task(study: Study) -> dict:
             "held-out problems": testbed.NUM_SUMS - testbed.NUM_TRAIN,
         }
     task = study.configuration(study.compared_with).task
-    return {"policy": study.model, "task": task.name, "held-out problems": task.num_heldout}
+    heldout = {} if task.name == "redteam" else {"held-out problems": task.num_heldout}
+    return {"policy": study.model, "task": task.name} | heldout
 
 
 def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
@@ -138,8 +139,9 @@ def _tables(
         *(by_lag("Standard deviation of the accuracy over seeds:", labels, spread) if spread else []),
         *means(distinct, "num_distinct"),
         *means(right, "num_distinct_right"),
-        *differences("Their number", _ahead(study, outcomes, "num_distinct_right")),
+        *differences(f"{right}: that", _ahead(study, outcomes, "num_distinct_right")),
         *(means("Mean cosine distance of these responses", "cosine_distance") if study.model else []),
+        *(means("Age of samples, in policy steps", "staleness") if study.model else []),
         *by_lag(RATES if study.model is None else "Step size:", labels, rates)[:-1],
     ]
 

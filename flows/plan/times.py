@@ -98,11 +98,6 @@ def measured_times(store: RunStore) -> Times:
     )
 
 
-def most_response_tokens(store: RunStore) -> int | None:
-    """Tokens of the different responses of the largest batch; None: no batch was trained on."""
-    return query(store, "SELECT max(num_response_tokens) FROM training_steps").column(0)[0].as_py()
-
-
 def resumes(store: RunStore) -> list[datetime]:
     """When each attempt after the first one began."""
     found = query(store, "SELECT created_at FROM attempts WHERE attempt > 1 ORDER BY attempt")

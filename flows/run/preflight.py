@@ -2,15 +2,14 @@
 
 import contextlib
 from importlib.util import find_spec
-from pathlib import Path
 
 from flows.config import RunConfig, read_recorded
 from flows.reuse.warm_start import check_sources
-from flows.run.memory import lengths, plan_of
+from flows.run.memory import Lengths, lengths, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
 from storage.store import RunStore
 from tba.memory import UnknownShape, read_shape
-from tba.models import model_folder
+from tba.models import NO_EXPERTS, is_mixture_of_experts, model_folder
 from tba.tasks import load_task
 from tba.tasks.base import stop_tokens
 
@@ -35,7 +34,9 @@ def check_inputs(config: RunConfig) -> list[str]:
             "pip install peft, or leave the setting out"
         )
     folder = model_folder(config.model)
-    tokenizer = _tokenizer(folder)
+    if config.train.lora_rank and is_mixture_of_experts(folder):
+        raise ValueError(NO_EXPERTS)
+    tokenizer = tokenizer_of(folder)
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     task.check(tokenizer)
     if task.num_left_out:
@@ -48,17 +49,13 @@ def check_inputs(config: RunConfig) -> list[str]:
         )
     stop_tokens(task, tokenizer)
     with contextlib.suppress(UnknownShape):
-        plan = plan_of(config, read_shape(folder), lengths(config, task, tokenizer))
-        if "Trainer" in plan.faults:  # it runs on this machine; Searchers may run on others
-            raise ValueError(plan.faults["Trainer"])
-        warnings += [*plan.faults.values(), *plan.warnings]
+        warnings += plan_of(config, read_shape(folder), lengths(config, task, tokenizer)).warnings
     return warnings
 
 
-def _tokenizer(folder: Path):
-    """The policy's tokenizer, from tokenizer.json if it exists: AutoTokenizer imports torch (ten seconds)."""
-    if (folder / "tokenizer.json").exists():
-        from transformers import PreTrainedTokenizerFast as Tokenizer
-    else:
-        from transformers import AutoTokenizer as Tokenizer
-    return Tokenizer.from_pretrained(folder)
+def check_memory(config: RunConfig) -> None:
+    """Raises: ValueError: the Trainer's weights, gradient and moments alone do not fit on this machine."""
+    with contextlib.suppress(UnknownShape):
+        shape = read_shape(model_folder(config.model))
+        if fault := plan_of(config, shape, Lengths(prompt=1, common=0, response=1)).fault:
+            raise ValueError(fault)

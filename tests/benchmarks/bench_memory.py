@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from flows.config import load_run
-from flows.plan.times import most_response_tokens
 from flows.run.memory import plan_memory
+from storage.queries import query
 from tests.benchmarks.default_run import default_run
 
 STEPS = 4  # policies are published meanwhile
@@ -71,7 +71,8 @@ def main() -> None:
     for name, settings in CONFIGURATIONS.items():
         arguments = [f"--set={key}={value}" for key, value in settings.items()]
         with Peaks() as peaks, default_run(0, [f"--steps={STEPS}", *arguments]) as run:
-            plan = plan_memory(load_run(run), most_response_tokens(run))
+            most = query(run, "SELECT max(num_response_tokens) AS n FROM training_steps").to_pylist()[0]["n"]
+            plan = plan_memory(load_run(run), most)  # of a batch's different responses
         planned = {process.process: process.num_bytes for process in plan.processes}
         measured = {"Trainer": peaks.of_trainer, "Searcher": peaks.of_searcher}
         results[name] = {

@@ -48,7 +48,8 @@ def {function}(store: str, run: str) -> None:
 # The command without the input check, which needs a model.
 COMMAND = """
 import sys, types
-sys.modules["flows.run.preflight"] = types.SimpleNamespace(check_inputs=lambda config: [])
+passes = lambda config: []
+sys.modules["flows.run.preflight"] = types.SimpleNamespace(check_inputs=passes, check_memory=passes)
 from flows.cli.app import main
 main()
 """

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
@@ -137,6 +137,11 @@ def test_under_adapters_a_bfloat16_model_keeps_its_type_and_learns_the_same(mode
     assert sizes[0] * 2 == sizes[1] > 0
     others = [p.dtype for name, p in trainers[0]._policy.named_parameters() if ".base_layer.weight" not in name]
     assert set(others) == {torch.float32}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        sequence_logprobs(trainers[0]._policy, [draw.group for draw in DRAWS], 1.0)
+    matrices = {p.shape for name, p in trainers[0]._policy.named_parameters() if ".base_layer.weight" in name}
+    assert not [tensor for tensor in kept if tensor.dtype == torch.float32 and tensor.shape in matrices]
     trainers[0].save(tmp_path)
     trainers[1].load(tmp_path)  # the same adapters: peft rounds new ones to the matrix' type
     for trainer in trainers:
@@ -146,6 +151,25 @@ def test_under_adapters_a_bfloat16_model_keeps_its_type_and_learns_the_same(mode
     assert first.keys() == other.keys() and trainers[0].step == 3
     for name, tensor in first.items():
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=0)
+
+
+def test_adapters_under_gpt2_train_and_under_experts_are_refused(tmp_path):
+    pytest.importorskip("peft")
+    gpt2 = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=90, bos_token_id=0, eos_token_id=0)
+    AutoModelForCausalLM.from_config(gpt2, dtype=torch.bfloat16).save_pretrained(tmp_path / "gpt2")
+    trainer = Trainer(tmp_path / "gpt2", TrainSettings(lora_rank=2, learning_rate=1e-2), "cpu")
+    before = trainer.weights()
+    for _ in range(2):
+        trainer.train_step(DRAWS)
+    assert any(not torch.equal(before[name], after) for name, after in trainer.weights().items())
+
+    experts = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_experts=2, num_experts_per_tok=1, vocab_size=90,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(experts).save_pretrained(tmp_path / "experts")
+    with pytest.raises(ValueError, match=r"train\.lora_rank: a mixture of experts"):
+        Trainer(tmp_path / "experts", TrainSettings(lora_rank=2), "cpu")
 
 
 def test_adapters_are_published_merged_and_resume_to_the_bit(model_folder, tmp_path):

@@ -144,7 +144,11 @@ def test_what_is_written_says_what_came_out(tmp_path):
 
 def test_the_page_of_a_model_names_what_was_measured(tmp_path):
     study = read_study("staleness_embedded", steps=3)
-    found = [replace(one, arm=arm.name, cosine_distance=0.5) for arm in study.arms_at_each_lag() for one in outcomes()]
+    found = [
+        replace(one, arm=arm.name, cosine_distance=0.5, staleness=1.0)
+        for arm in study.arms_at_each_lag()
+        for one in outcomes()
+    ]
     page, numbers = study_page.write_study(tmp_path, "mine", study, found, {"date": "2026-01-02"})
     text = page.read_text()
     assert "Greedy accuracy on held-out problems, mean" in text and "| 16 | 0.500 ± 0.000 |" in text

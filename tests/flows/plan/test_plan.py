@@ -135,14 +135,13 @@ def test_a_run_without_times_is_refused(tmp_path):
     with pytest.raises(TooFewTimes, match="0 training steps and 0 search rounds"):
         measured_times(store)
     result = CliRunner().invoke(app, ["plan", "new", "--store", store.url])
-    assert result.exit_code == 0 and "moments of AdamW" in result.stdout and "simulated" not in result.stdout
-    assert "No durations: run new has 0 training steps" in result.stderr
+    assert result.exit_code == 2
 
 
 def test_the_command_prints_the_measured_run_beside_simulated_ones(store):
     command = ["plan", "planned", "--store", store.url, "--searchers", "2", "--searchers", "4"]
     result = CliRunner().invoke(app, [*command, "--json"])
-    rows = json.loads(result.stdout)["durations"]
+    rows = json.loads(result.stdout)
     assert [(row["searchers"], row["kind"]) for row in rows] == [
         (1, "measured"), (1, "simulated"), (2, "simulated"), (4, "simulated"),
     ]  # fmt: skip
