@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from flows.config import RunConfig
+from flows.searcher.start import ENGINE_SHARE
 from infra.machine import gpu_bytes, has_bfloat16, memory_bytes
 from tba.memory import GIB, Machine, Shape, certain, read_shape, searcher_parts, trainer_parts
 from tba.models import model_folder
@@ -15,7 +16,6 @@ from tba.rewards import RewardedTask
 from tba.tasks import load_task
 
 NUM_PROMPTS = 50  # that are encoded to find the longest
-ENGINE_SHARE = 0.6  # vLLM's share of a Searcher's GPU memory (flows/searcher/start.py)
 
 
 @dataclass(frozen=True)
