@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from flows.config import RunConfig, explanation
 from storage.mop import Sampling
 from tba.config import SearchSettings, Settings, TrainSettings
+from tba.evaluation import SUCCESS_REWARD
 
 _FOLDER = files("flows.compare") / "studies"
 _LABEL = re.compile("[a-z][a-z0-9_]*")
@@ -129,15 +130,15 @@ class Study(Settings):
         if self.model is not None and self.configuration(self.compared_with).task.name == "redteam":
             return "Share of 128 attacks that succeed", "Distinct attacks among them", "Distinct ones that succeed"
         responses = "Distinct responses among 8 to a held-out problem"
-        return (
-            "Greedy accuracy on held-out problems",
-            responses,
-            "Distinct responses with the whole reward among these 8",
-        )
+        right = "with the whole reward" if self.model is None else f"with a reward of at least {SUCCESS_REWARD}"
+        return "Greedy accuracy on held-out problems", responses, f"Distinct responses {right} among these 8"
 
     def _run(self, settings: dict[str, Any]) -> RunConfig:
         if unknown := settings.keys() - OF_RUN:
             raise ValueError(f"{min(unknown)} is no setting of an arm; it has {', '.join(sorted(OF_RUN))}")
+        for section in OF_RUN - {"searchers"}:
+            if not isinstance(settings.get(section, {}), dict):
+                raise ValueError(f"{section}: got {settings[section]!r}; it is a table of settings, as in {{ … }}")
         for section, name in KEPT:
             if name in settings.get(section, {}):
                 raise ValueError(f"{section}.{name} cannot be an arm's: the study sets steps and age of samples")

@@ -54,6 +54,12 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
         ({"arms": {"a": {}}}, "arms: got one at one lag; a study compares several arms, or several lags"),
         ({"model": "m", "arms": {"a": {}, "b": {"reward": "dense"}}}, "arm b: reward is no setting of an arm; it has "),
         ({"model": "m", "arms": {"a": {}, "b": {"train": {"beta": -1}}}}, "arm b: train.beta: got -1"),
+        ({"model": "m", "arms": {"a": {}, "b": {"train": 3}}}, "arm b: train: got 3; it is a table of settings"),
+        ({"model": "m", "arms": {"a": {}, "b": {"searchers": 0}}}, "arm b: searchers is 0"),
+        (
+            {"model": "m", "arms": {"a": {}, "b": {"sampling": {"max_age": 4}}}},
+            "arm b: sampling.max_age cannot be an arm's: the study sets steps and age",
+        ),
         ({"model": "m", "lags": [0, 1], "arms": {"a": {}}}, "lags: got 0; a model's samples are at least 1 step old"),
     ],
 )
