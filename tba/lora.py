@@ -16,7 +16,7 @@ from tba.models import NO_EXPERTS
 
 
 def dtype_of_weights(folder: str | Path) -> torch.dtype:
-    """The type in which a model that gets adapters is loaded: bfloat16 if its files have it, else float32."""
+    """The type in which a model that gets adapters is loaded: bfloat16 if all parameters in its files are."""
     with suppress(UnknownShape):
         if read_shape(Path(folder)).is_bfloat16:
             return torch.bfloat16
@@ -45,7 +45,7 @@ def add(model: PreTrainedModel, rank: int, seed: int) -> None:
     adapted = [layer.base_layer for layer in model.modules() if hasattr(layer, "base_layer")]
     if not all(hasattr(layer, "weight") for layer in adapted):
         raise ValueError(NO_EXPERTS)
-    # Of another kind of layer, as GPT-2's, products are of one type.
+    # Only linear layers multiply float32 by bfloat16 (tba/precision.py); GPT-2's Conv1D does not.
     kept = {id(layer.weight) for layer in adapted if type(layer) is nn.Linear}
     for parameter in model.parameters():
         if id(parameter) not in kept:

@@ -35,7 +35,7 @@ class Shape:
     L: int
     V: int
     KV: int
-    is_bfloat16: bool  # in its files
+    is_bfloat16: bool  # every parameter in its files
 
 
 _OF_A_LAYER = re.compile(r"(^|\.)(layers|h)\.\d+\.")
@@ -51,7 +51,7 @@ def read_shape(folder: Path) -> Shape:
     try:
         config = json.loads((folder / "config.json").read_text())
         tensors = _tensors(folder, config)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise UnknownShape(f"{folder} cannot be read, so the memory that it needs is not known: {error}") from error
     if "text_config" in config or not tensors:
         raise UnknownShape(f"{folder} is no plain language model with weights, so its memory is not known")
@@ -75,7 +75,7 @@ def read_shape(folder: Path) -> Shape:
         L=number("num_hidden_layers", "n_layer"),
         V=number("vocab_size"),
         KV=number("num_key_value_heads", instead=heads) * number("head_dim", instead=D // heads),
-        is_bfloat16=bool(matrices) and all(matrix["dtype"] == "BF16" for matrix in matrices.values()),
+        is_bfloat16=all(tensor["dtype"] == "BF16" for tensor in tensors.values()),
     )
 
 
@@ -135,7 +135,7 @@ def certain(parts: dict[str, Bytes]) -> Bytes:
 
 
 def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine: Machine) -> Bytes:
-    """Kept for the backward pass by every layer, and what one layer has in it."""
+    """Of a pass: the tensors that each layer keeps for the backward pass, and those of one layer's backward pass."""
     checkpointing = settings.gradient_checkpointing
     wide = 2 if machine.has_bfloat16 else 4  # bytes of an operand of a product
     inputs = 4 * shape.D  # of a norm, float32

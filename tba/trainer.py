@@ -47,7 +47,7 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
-        # DeepSpeed shards weights of one type only.
+        # DeepSpeed was not tried with weights of two types.
         dtype = lora.dtype_of_weights(model) if settings.lora_rank and device else torch.float32
         self._policy = load_policy(model, dtype, settings.gradient_checkpointing)
         if device:
