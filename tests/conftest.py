@@ -1,7 +1,6 @@
 """Fixtures that several folders of tests share: a run in a local store, and the same on an S3 server."""
 
 import functools
-import logging
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 
 from infra.local_s3 import LocalS3, LocalS3Error
 from storage.store import RunStore
+from tests.moto_server import moto_server
 
 # A shell that starts the tests in the background has them ignore it, and the processes that they start inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,19 +44,15 @@ def local_s3(tmp_path_factory) -> Iterator[tuple[LocalS3, dict[str, str]]]:
 @pytest.fixture(scope="session")
 def moto() -> Iterator[dict[str, str]]:
     """The environment variables that reach a moto_server on a free loopback port."""
-    from moto.server import ThreadedMotoServer
+    with moto_server() as environment:
+        yield environment
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test-secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    server.stop()
+
+@pytest.fixture(scope="session")
+def moto_with_short_pages() -> Iterator[dict[str, str]]:
+    """The same for a server whose listings have pages of two entries."""
+    with moto_server(MOTO_S3_DEFAULT_MAX_KEYS="2") as environment:
+        yield environment
 
 
 @functools.cache
@@ -109,10 +105,9 @@ def s3_store(s3_url) -> RunStore:
 
 
 @pytest.fixture
-def moto_store(moto_url, monkeypatch) -> RunStore:
+def moto_store(moto_with_short_pages, monkeypatch) -> RunStore:
     """For what only this server's tests can set: here a page of a listing holds two entries."""
-    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")  # of the server, which runs in this process
-    return RunStore(moto_url, "run")
+    return RunStore(new_bucket(moto_with_short_pages, monkeypatch), "run")
 
 
 def pytest_xdist_make_scheduler(config, log):

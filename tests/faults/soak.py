@@ -21,7 +21,6 @@ import contextlib
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,9 +28,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.local_s3 import LocalS3, free_ports
+from infra.local_s3 import LocalS3
 from tests.faults.faulted_run import FaultedRun
 from tests.faults.schedule import KINDS, Event, schedule
+from tests.moto_server import moto_server
 
 
 @contextlib.contextmanager
@@ -44,19 +44,8 @@ def store_of(kind: str, folder: Path) -> Iterator[dict[str, str]]:
         finally:
             gateway.stop()
         return
-    port = free_ports(1)[0]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test-secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-    finally:
-        server.kill()
-        server.wait()
+    with moto_server() as environment:
+        yield environment
 
 
 def report(run: FaultedRun, events: list[Event]) -> None:
