@@ -1,15 +1,16 @@
 """Two-digit addition: the task that a model of 135 M parameters learns in minutes. Generated, no source.
 
-    prompt      24 + 17 = 41
+    prompt      Addition:
+                24 + 17 = 41
                 63 + 21 = 84
-                58 + 36 = 94
                 46 + 39 =
     response     85
     reward      1 if the response is the sum and ends with its line, else 0
 
-The three worked lines are the same in every prompt: with them the untrained model answers 36 % correctly, with randomly
-drawn lines 20 %. A SmolLM2 response is a space, two or three digits and the newline: one token each. The newline stops
-it.
+The worked lines are the same in every prompt: with such lines the untrained model answers more than a third correctly,
+with randomly drawn ones 20 %. A prompt is 33 tokens of SmolLM2. vLLM shares blocks of 32 tokens on a CPU, so it
+computes all of a prompt but the last token once for all samples. A SmolLM2 response is a space, two or three digits and
+the newline: one token each. The newline stops it.
 
 Two numbers are asked in both orders, both in training or both held out: 39 + 46 gives away 46 + 39.
 """
@@ -18,7 +19,8 @@ import random
 
 from tba.tasks.base import Problem
 
-WORKED = ((24, 17), (63, 21), (58, 36))
+WORKED = ((24, 17), (63, 21))
+NOT_ASKED = (*WORKED, (58, 36))  # the last was a worked line once; with it the split of held-out sums would change
 NUM_HELDOUT_SUMS = 512  # of 4,092, so about 1,000 problems held out and 7,000 to train on
 
 
@@ -33,7 +35,7 @@ class Arithmetic:
         if data is not None:
             raise ValueError(f"task.data: got {data!r}; arithmetic is generated and reads no data: leave it out")
         rng = random.Random(f"arithmetic/{seed}")  # noqa: S311 - repeatable
-        sums = [(a, b) for a in range(10, 100) for b in range(10, a + 1) if (a, b) not in WORKED]
+        sums = [(a, b) for a in range(10, 100) for b in range(10, a + 1) if (a, b) not in NOT_ASKED]
         rng.shuffle(sums)
         self.heldout = _both_orders(sums[:NUM_HELDOUT_SUMS])
         self.train = _both_orders(sums[NUM_HELDOUT_SUMS:])
@@ -56,4 +58,4 @@ def _both_orders(sums: list[tuple[int, int]]) -> list[Problem]:
 
 def _problem(a: int, b: int) -> Problem:
     worked = "".join(f"{x} + {y} = {x + y}\n" for x, y in WORKED)
-    return Problem(f"{a}+{b}", f"{worked}{a} + {b} =", str(a + b))
+    return Problem(f"{a} + {b}", f"Addition:\n{worked}{a} + {b} =", str(a + b))

@@ -23,7 +23,7 @@ import pytest
 
 from tba.config import TaskSettings
 from tba.tasks import load_task
-from tba.tasks.arithmetic import WORKED, Arithmetic
+from tba.tasks.arithmetic import NOT_ASKED, Arithmetic
 from tba.tasks.gsm8k import GSM8K, last_number
 
 GSM8K_TRAIN = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -71,20 +71,20 @@ def test_an_unknown_task_is_refused_by_name():
 
 def test_arithmetic_asks_every_sum_and_trains_on_a_heldout_one_in_neither_order():
     task = Arithmetic(data=None, seed=0)
-    # 90 * 90 ordered pairs, less the three worked ones in both orders.
-    assert len(task.train) + len(task.heldout) == 90 * 90 - 2 * len(WORKED)
+    # 90 * 90 ordered pairs, less three that are not asked in both orders.
+    assert len(task.train) + len(task.heldout) == 90 * 90 - 2 * len(NOT_ASKED)
     assert len(task.heldout) >= 1000
-    terms = [{frozenset(problem.prompt_id.split("+")) for problem in part} for part in (task.train, task.heldout)]
+    terms = [{frozenset(problem.prompt_id.split(" + ")) for problem in part} for part in (task.train, task.heldout)]
     assert not terms[0] & terms[1]
     # Of 200 that an evaluation asks, few are one sum in two orders: 506 sums * (200 / 1012)^2 to have both in are 20.
-    assert len({frozenset(problem.prompt_id.split("+")) for problem in task.heldout[:200]}) > 160
+    assert len({frozenset(problem.prompt_id.split(" + ")) for problem in task.heldout[:200]}) > 160
 
 
 def test_the_split_of_seed_0_stays_as_it_is():
     # Written down once: had Python's shuffle or ours changed, a resumed run would train on what it had held out.
     task = Arithmetic(data=None, seed=0)
-    assert [problem.prompt_id for problem in task.heldout[:3]] == ["94+73", "84+77", "12+40"]
-    assert task.heldout[0].prompt == "24 + 17 = 41\n63 + 21 = 84\n58 + 36 = 94\n94 + 73 ="
+    assert [problem.prompt_id for problem in task.heldout[:3]] == ["94 + 73", "84 + 77", "12 + 40"]
+    assert task.heldout[0].prompt == "Addition:\n24 + 17 = 41\n63 + 21 = 84\n94 + 73 ="
 
 
 def test_another_seed_holds_out_other_sums():
@@ -93,9 +93,11 @@ def test_another_seed_holds_out_other_sums():
 
 def test_every_sum_is_right():
     for problem in Arithmetic(data=None, seed=0).train:
-        for line in (problem.prompt + problem.answer).replace("=", "= ").splitlines():
+        heading, *lines = (problem.prompt + problem.answer).splitlines()
+        assert heading == "Addition:"
+        for line in lines:
             left, _, right = line.partition("=")
-            assert sum(map(int, left.split("+"))) == int(right)
+            assert sum(map(int, left.split(" + "))) == int(right)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_every_sum_is_right():
 )  # fmt: skip
 def test_only_the_sum_alone_on_an_ended_line_is_rewarded(response, reward):
     task = Arithmetic(data=None, seed=0)
-    problem = next(problem for problem in task.train + task.heldout if problem.prompt_id == "46+39")
+    problem = next(problem for problem in task.train + task.heldout if problem.prompt_id == "46 + 39")
     assert task.rewards([problem], [response]) == [reward]
 
 
