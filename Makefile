@@ -75,16 +75,13 @@ bench-policies: $(STAMP)  ## Measure how fast a policy travels over 100 Mbit/s, 
 bench-report: $(STAMP)  ## Measure report and diversity of large runs
 	$(BIN)/python -m tests.benchmarks.bench_report
 
-bench-trainer: $(STAMP)  ## Measure a training step beside TRL's; installs TRL
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
+bench-trainer: $(STAMP)  ## Measure a training step beside TRL's
 	$(BIN)/python -m tests.benchmarks.bench_trainer
 
-bench-accuracy: $(STAMP)  ## Measure time to accuracy by seed (SEEDS=0,1,…) beside TRL; installs TRL
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
+bench-accuracy: $(STAMP)  ## Measure time to accuracy by seed (SEEDS=0,1,…) beside TRL
 	$(BIN)/python -m tests.benchmarks.bench_accuracy
 
-gpu-check: $(STAMP)  ## Run and measure every part on an NVIDIA GPU; installs TRL
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev,bench]"
+gpu-check: $(STAMP)  ## Run and measure every part on an NVIDIA GPU
 	$(BIN)/python -m tests.benchmarks.gpu_check
 
 bench-requests: $(STAMP)  ## Count the requests of real runs to a remote S3 (SEARCHERS=1,3 chooses)

@@ -30,6 +30,9 @@ differences.
 | `TBA_STORE` | root URL of the store, if neither `--store` nor `store` is given |
 | `TBA_STORE_PATIENCE_MINUTES` | time to wait for a store that is away or full, in minutes; default: 2 |
 | `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of your own Prefect server |
+| `TBA_NO_WORKER` | set: `tba up` starts no worker ([operating.md](operating.md)) |
+| `VLLM_CPU_KVCACHE_SPACE` | the engine's cache of keys and values on a CPU, in GiB; default: 1 |
+| `TMPDIR` | folder of temporary files: policies and checkpoints on their way |
 | `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
 
 Rules between settings; `tba train` refuses a run that breaks one, and names it:
@@ -40,9 +43,14 @@ Rules between settings; `tba train` refuses a run that breaks one, and names it:
 | `sampling.prompts_per_batch` (B) | at most the number of training prompts |
 | `train.objective` `tba_prime` | needs `train.reference_reset_interval`, and `sampling.recent_probability` 1 |
 | `train.objective` `dr_grpo`, `rloo`, `prox_rloo` | `search.temperature` is `train.temperature`, `search.top_p` is 1 |
-| the same | `search.exploration_probability` is 0; `train.processes` and `train.machines` are 1 |
+| the same | `search.exploration_probability` is 0 |
+| the same, and `online_dpo` | `train.processes` and `train.machines` are 1 |
 | `train.learning_rate_schedule` `warmup-stable-decay` | needs `train.decay_steps` |
 | `synchronous` | `searchers` 1, and no `sampling.max_age` or `sampling.samples_per_insert` |
+| the same | one round fills `sampling.min_size` and `sampling.prompts_per_batch` |
+| `sampling.uniform_fraction` | needs `sampling.reward_temperature` |
+| `train.reward_tempering_steps`, `train.fluency_steps` | need `train.reward_tempering`, `train.fluency_temperature` |
+| `task.data`, `generator`, `reward_model`, `gold_reward_model`, `victim`, `classifier` | a task that uses them |
 """
 OF_THIS_PLACE = {"store": "`.tba/` here"}  # defaults that depend on the working folder
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

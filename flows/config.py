@@ -10,7 +10,7 @@ from infra.machine import default_store
 from storage.errors import DamagedRecord, StoreError
 from storage.mop import Sampling
 from storage.store import RESTORE, RunStore, check_run_name
-from storage.store_url import CREDENTIALS, parse_store_url
+from storage.store_url import CREDENTIALS, one_spelling, parse_store_url
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
 
 # Prefect stores a flow run's parameters, and its answer quotes a bad value. By this schema it refuses a URL with
@@ -20,7 +20,7 @@ _WITHOUT_CREDENTIALS = {
     "then": {"const": "a URL without credentials, which belong in AWS's environment variables or files"},
 }
 SourceUrl = Annotated[str, Field(json_schema_extra=_WITHOUT_CREDENTIALS)]
-StoreUrl = Annotated[SourceUrl, AfterValidator(lambda url: parse_store_url(url) and url)]
+StoreUrl = Annotated[SourceUrl, AfterValidator(one_spelling)]
 
 
 class RunConfig(Settings):

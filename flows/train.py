@@ -39,8 +39,7 @@ MAX_FAILURES = 3
 RESTART_S = 5.0
 # Time for a step and its checkpoint. Prefect kills a flow's process 30 s after it was told to end.
 TRAINER_PATIENCE_S = 20.0
-# From the final policy to its evaluation: a Searcher finishes its round, loads it and answers the held-out problems.
-EVALUATION_TIMEOUT_S = 600
+REMIND_S = 600  # between two messages that the final policy's evaluation goes on
 
 
 def name_after_run() -> str:
@@ -52,11 +51,11 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes.
 
     Returns the run's summary, or the state Stopped if the run was asked to stop. Raises: AlreadyTraining: another
-    Trainer works on the run. RuntimeError: Trainer or Searchers failed too often. TimeoutError: the final policy was
-    not evaluated. prefect.exceptions.Pause: the flow run was suspended.
+    Trainer works on the run. RuntimeError: Trainer or Searchers failed too often. prefect.exceptions.Pause: the flow
+    run was suspended.
     """
     config = continued(config)
-    if takeover.is_out_of_date(RunStore(config.store, config.run), flow_run.tags):
+    if takeover.is_out_of_date(RunStore(config.store, config.run), flow_run.tags, flow_run.run_count):
         return Completed(name="NotNeeded", message="The Trainer is alive: its heartbeat goes on.")
     store = prepare_task(config, takeover.is_takeover(flow_run.tags))
     if summary := read_summary(store):
@@ -82,7 +81,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
             training.wait()
         finally:  # in a suspended flow run wait() raises, because its tasks end with Prefect's signal
             if not lost.is_set():  # otherwise another flow has adopted the Searchers
-                searchers.stop()
+                end_searchers(searchers)
     summary = summarise(store)
     page.finish(summary)
     return summary
@@ -103,6 +102,14 @@ def look_after(searchers: Searchers, began: threading.Event) -> None:
         if not searchers.is_away:
             get_run_logger().warning("Searchers are not being restarted, without Prefect's server or store: %r", error)
         searchers.is_away = True
+
+
+def end_searchers(searchers: Searchers) -> None:
+    """Ends them. Without Prefect's server they go on: to the final policy, or until the run's next flow adopts them."""
+    try:
+        searchers.stop()
+    except AWAY as error:
+        get_run_logger().warning("Searchers were not told to end, without Prefect's server: %r", error)
 
 
 def end_if_suspended() -> None:
@@ -204,7 +211,7 @@ def tell_prefect(tell: Callable, *given: object) -> None:
     """Calls a function that asks Prefect's server. Training goes on without it."""
     try:
         tell(*given)
-    except (httpx.HTTPError, PrefectException) as error:
+    except (httpx.HTTPError, PrefectException, ValueError) as error:
         get_run_logger().warning("Prefect's server was not told: %r", error)
 
 
@@ -231,15 +238,16 @@ def end(process: subprocess.Popen) -> int:
 
 
 def await_evaluation(store: RunStore, searchers: Searchers) -> None:
-    """Waits until a Searcher has evaluated the final policy.
+    """Waits until a Searcher has finished its round, loaded the final policy and answered the held-out problems.
 
-    Raises: TimeoutError: the evaluation was not recorded within `EVALUATION_TIMEOUT_S`.
+    There is no limit: long answers to many problems take hours on a slow machine. A Searcher that dies or falls silent
+    is replaced. Raises: RuntimeError: Searchers failed too often.
     """
-    final = policies.latest_policy(store).step
-    deadline = time.monotonic() + EVALUATION_TIMEOUT_S
+    final, reminded_at = policies.latest_policy(store).step, time.monotonic()
     while final not in ledger.evaluations(store):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"policy step {final} was not evaluated within {EVALUATION_TIMEOUT_S} s")
+        if time.monotonic() - reminded_at > REMIND_S:
+            reminded_at = time.monotonic()
+            get_run_logger().info("policy step %s is still being evaluated", final)
         with contextlib.suppress(*AWAY):  # evaluation goes on without them
             searchers.keep_up()
         time.sleep(POLL_S)
@@ -254,4 +262,4 @@ def last_words(store: RunStore) -> str:
     message = None
     with contextlib.suppress(DamagedRecord):
         message = (attempts.read_heartbeat(store) or {}).get("message")
-    return message or "it was killed, or ended without a message; the flow run's log has its output"
+    return message or "it was killed, or ended without a message; the worker's log has its output"

@@ -376,7 +376,7 @@ class ReplayBuffer:
             first_steps = np.repeat([steps[number] for number in syncs], lengths)
             ages = ages_from(shards["policy_step"].to_numpy(), first_steps)
             self._index.insert(shards, np.repeat(syncs, lengths), ages)
-            found += Fresh.of(shards)
+            found += Fresh.of(shards, ages)
             prompt_ids += shards["prompt_id"].chunks
         self._index.settle(pa.chunked_array(prompt_ids, pa.string()).unique())
         return found, refused

@@ -88,7 +88,8 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
             "condition": "true",
         }
         if name == "trajectories":
-            values |= {"table": "files", "columns": f"{values['columns']}, filename", "condition": _named(run, store)}
+            trajectories_named = _named(run, store)
+            values |= {"table": "files", "columns": f"{values['columns']}, filename", "condition": trajectories_named}
         else:
             torn = [path for path in store.list(folder) if path.endswith(".parquet") and not _has_footer(run / path)]
             values["condition"] = _is_none_of(run, ["", *torn, *_links(run, folder)])
@@ -99,7 +100,7 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
         connection.execute(sql("view_of_files").format(**values))
     columns = ", ".join(STORED["trajectories"][1].names)
     values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns, "block": shards.ROUNDS_PER_BLOCK}
-    connection.execute(sql("view_of_committed").format(**values))
+    connection.execute(sql("view_of_committed").format(**values, condition=trajectories_named))
     connection.execute(sql("view_of_attempts").format(folder=_pattern(run / "trainer"), digits="[0-9]" * 8))
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -18,20 +19,20 @@ class Fresh:
     num_response_tokens: int = 0
     num_cut: int = 0  # responses that ended at the length limit
     reward: float = 0.0
-    policy_step: float = 0.0
+    ages_from: float = 0.0  # the policy steps that staleness counts from (storage/buffer.py)
     behavior_logprob: float = 0.0  # over all tokens
     reference_logprob: float = 0.0
 
     @classmethod
-    def of(cls, trajectories: pa.Table) -> "Fresh":
-        """The sums over rows of shards, at least one."""
+    def of(cls, trajectories: pa.Table, ages_from: np.ndarray) -> "Fresh":
+        """The sums over rows of shards, at least one. ages_from: of each."""
         behavior, reference = (pc.list_flatten(trajectories[f"{name}_logprobs"]) for name in ("behavior", "reference"))
         return cls(
             num_trajectories=trajectories.num_rows,
             num_response_tokens=len(behavior),
             num_cut=pc.sum(pc.equal(trajectories["finish_reason"], "length"), min_count=0).as_py(),
             reward=pc.sum(trajectories["reward"]).as_py(),
-            policy_step=pc.sum(trajectories["policy_step"]).as_py(),
+            ages_from=float(ages_from.sum()),
             behavior_logprob=pc.sum(behavior).as_py(),
             reference_logprob=pc.sum(reference).as_py(),
         )
@@ -46,7 +47,7 @@ class Fresh:
             "fresh_kl": (self.behavior_logprob - self.reference_logprob) / self.num_trajectories,
             "fresh_entropy": -self.behavior_logprob / self.num_response_tokens,
             "fresh_cut_share": self.num_cut / self.num_trajectories,
-            "fresh_staleness": step - 1 - self.policy_step / self.num_trajectories,
+            "fresh_staleness": step - 1 - self.ages_from / self.num_trajectories,
         }
 
 

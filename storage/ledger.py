@@ -107,7 +107,11 @@ def evaluations(store: RunStore) -> dict[int, str]:
 def accuracy(store: RunStore, path: str, policy_step: int) -> float:
     """The accuracy of a policy's evaluation. path: of its file. Raises: DamagedRecord: it cannot be read."""
     rows = read_entry(store, path, EVALUATION, ["policy_step", "accuracy"])
-    return rows.filter(pc.equal(rows["policy_step"], policy_step))["accuracy"][0].as_py()
+    found = rows.filter(pc.equal(rows["policy_step"], policy_step))["accuracy"]
+    if not found:
+        where = f"{path} (run {store.run} in {store.url})"
+        raise DamagedRecord(f"{where} has no row of policy step {policy_step}. Restore it, or remove it.")
+    return found[0].as_py()
 
 
 def record_sync(store: RunStore, sync: Sync) -> None:
@@ -144,6 +148,7 @@ def effective_syncs(store: RunStore, step: int) -> list[dict]:
 
     paths = [part.path for part in counting_parts(store, "syncs")]
     rows = [row for rows in transfer_all(read, paths) for row in rows]
+    rows.sort(key=lambda row: (row["attempt"], row["sync"]))  # an entry may be newer than the file of those around it
     return [row for row in rows if row["step"] <= step and counts(row["attempt"], row["step"], resumes)]
 
 

@@ -26,7 +26,7 @@ class Sampling(BaseModel):
     )
     differing_rewards_first: bool = Field(
         True,
-        description="Whether prompts whose rewards differ are drawn first; of recent places, in the newest sync.",
+        description="Whether prompts whose rewards differ are drawn first; in recent places those of the newest sync.",
     )
     reward_temperature: float | None = Field(
         None,

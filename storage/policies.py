@@ -198,8 +198,9 @@ def newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
 
 def _read_pointer(store: RunStore, path: str, kind: type[PolicyRef]) -> Any:
     """The policy that a pointer names; None: there is no pointer. Raises: DamagedRecord: it cannot be read."""
-    remedy = "The next policy that is published (best.json: evaluated) replaces it; `tba train` resumes the run."
-    found = store.read_json(path, kind, remedy=remedy)
+    of_best = "Delete it: the next better policy is named there, and until then none is."
+    of_latest = "The next policy that is published replaces it; `tba train` resumes the run."
+    found = store.read_json(path, kind, remedy=of_best if path == BEST else of_latest)
     return found and _checked(found, f"{path} (run {store.run} in {store.url})")
 
 

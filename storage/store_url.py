@@ -1,6 +1,8 @@
 """The URL of a store: file:///absolute/folder or s3://bucket/prefix. A message never repeats credentials in it."""
 
+import os
 import re
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -37,6 +39,12 @@ def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:
     if parts.scheme != "s3" or not parts.netloc:
         raise ValueError(f"{setting}: got {_shown(url)!r}; {_RULE}")
     return "s3", _bucket_and_prefix(parts.netloc, path, setting)
+
+
+def one_spelling(url: str) -> str:
+    """The URL as it is compared with others: no slash at its end, no '..' in a folder. Raises: ValueError: no store."""
+    scheme, root = parse_store_url(url)
+    return f"s3://{root}" if scheme == "s3" else Path(os.path.normpath(root or "/")).as_uri()
 
 
 def _bucket_and_prefix(bucket: str, prefix: str, setting: str) -> str:

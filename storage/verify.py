@@ -270,7 +270,7 @@ def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], s
         if path == policies.LATEST and message is None and _is_of_superseded(pointer, published):
             message = f"it names a policy of attempt {pointer['attempt']}, but a later attempt has published"
             time.sleep(_BETWEEN_WRITES_S)
-        if path == policies.LATEST and pointer is None and shards.ids:
+        if path == policies.LATEST and pointer is None and shards.policies:
             message = "it does not exist, but policies have sampled trajectories"
         if message and pointer == _read_pointer(store, path):  # otherwise it was replaced while policies were read
             yield Fault("broken pointer", path, message)

@@ -171,7 +171,7 @@ class SearchSettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="Edit distance over both lengths below which the response with less reward is dropped; None: off.",
+        description="Of two responses nearer than this share of their summed length, the worse is dropped; None: off.",
     )
     exploration_probability: float = Field(
         0.0,

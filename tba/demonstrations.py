@@ -4,11 +4,10 @@ Trajectory Balance learns from responses of any policy, also from those of a per
 one prompt, so a single response to a prompt, without others from Searchers, teaches nothing.
 """
 
-import hashlib
-
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.tasks.base import stop_tokens
+from tba.tasks.rows import digest
 
 
 class Demonstrations:
@@ -59,7 +58,7 @@ class Demonstrations:
                 "response_tokens": tokens if ends else [*tokens, self._tokenizer.eos_token_id],
             }
         defaults = {
-            "prompt_id": known.prompt_id if known else hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest(),
+            "prompt_id": known.prompt_id if known else digest(prompt),
             "finish_reason": "stop" if row["response_tokens"][-1] in self._stop_tokens else "length",
         }
         return defaults | row

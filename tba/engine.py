@@ -9,7 +9,7 @@ import importlib.util
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -305,10 +305,19 @@ class TransformersEngine(WholeBatches):
         asked = zip(prompts, sampling, strict=True)
         for common, alike in groupby(asked, key=lambda pair: pair[1]):  # generate has one sampling for all
             of_sampling = [prompt for prompt, _ in alike]
-            at_once = max(1, self._max_rows(common.max_tokens) // common.num_samples)
+            rows = max(1, self._max_rows(common.max_tokens))
+            at_once = max(1, rows // common.num_samples)
             for start in range(0, len(of_sampling), at_once):
-                responses += self._generate(of_sampling[start : start + at_once], common)
+                responses += self._in_parts(of_sampling[start : start + at_once], common, rows)
         return responses
+
+    def _in_parts(self, prompts: list[list[int]], sampling: Sampling, max_samples: int) -> list[list[Response]]:
+        """The responses to each prompt, at most `max_samples` of them at once."""
+        parts = []
+        for first in range(0, sampling.num_samples, max_samples):
+            num_samples = min(max_samples, sampling.num_samples - first)
+            parts.append(self._generate(prompts, replace(sampling, num_samples=num_samples)))
+        return [[response for part in of_prompt for response in part] for of_prompt in zip(*parts, strict=True)]
 
     def _max_rows(self, max_tokens: int) -> int:
         """Responses sampled at once: generate keeps the scores of all tokens, and they are copied twice."""

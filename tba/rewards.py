@@ -71,7 +71,7 @@ class FunctionReward:
                 ],
                 "completion_ids": [list(of_response) for of_response in tokens],
                 "prompt_id": [problem.prompt_id for problem in problems],
-                "answer": [problem.answer for problem in problems],
+                "answer": [problem.columns.get("answer", problem.answer) for problem in problems],
             }
         )
 

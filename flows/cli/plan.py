@@ -26,8 +26,9 @@ def plan(
     ] = None,
     store: StoreOption = None,
     searchers: Annotated[
-        list[int], typer.Option("--searchers", min=1, max=10_000, help="Number of Searchers; may be repeated.")
-    ] = (1, 2, 4, 8, 16),
+        list[int] | None,
+        typer.Option(min=1, max=10_000, help="Of RUN: a number of Searchers; repeatable; default: 1, 2, 4, 8, 16."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model, as for tba train.")] = None,
     task: Annotated[str | None, typer.Option(help="Task, as for tba train.")] = None,
     settings: Annotated[
@@ -52,8 +53,10 @@ def plan(
     given = {key: value for key, value in {"model": model, "task.name": task}.items() if value is not None}
     if run is not None and (given or settings):
         fail(f"Run {run!r} has its settings. To plan another run, leave its name out.", status=2)
+    if run is None and (searchers or store):
+        fail("--searchers and --store are of a RUN. A new run with four Searchers: --set searchers=4", status=2)
     if run is not None:
-        rows = _durations(run, store, searchers)
+        rows = _durations(run, store, searchers or [1, 2, 4, 8, 16])
         typer.echo(json.dumps(rows, indent=2)) if as_json else console().print(_table(rows))
         return
     memory = _memory(given, settings or [])

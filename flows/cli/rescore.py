@@ -13,7 +13,7 @@ app = typer.Typer()
 def rescore(
     run: RunName,
     reward: Annotated[
-        str, typer.Option(help="Reward function in TRL's signature, as module:function; task: the task's own.")
+        str, typer.Option(help="Reward function in TRL's signature, as module:function; task: the run's own.")
     ],
     version: Annotated[
         str | None, typer.Option(help="Name of the new reward version; default: the function's name.")

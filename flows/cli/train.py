@@ -250,7 +250,7 @@ def _source_url(source: str, store: str | None) -> str:
     """The URL of a source: given as URL, as a path, or as a run of the same store."""
     if "://" in source or Path(source).exists() or source.endswith(".parquet"):
         return store_url(source)
-    return f"{store_url(store)}/{source}"
+    return f"{store_url(store).rstrip('/')}/{source}"
 
 
 def _print_summary(summary: dict) -> None:

@@ -19,7 +19,7 @@ PROGRESS_S = 5
 def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[str], None]) -> tuple[str, int]:
     """Scores every trajectory that has no reward of this version. Returns the version and the number scored.
 
-    reward: module:function, or task for the task's own. version: None: the function's name; for the task's own reward,
+    reward: module:function, or task for the run's own. version: None: the function's name; for the run's own reward,
     the task's version. A repeated call scores only the missing trajectories. Torn shards are left out.
     Raises: ValueError: no such reward, or it fails on a trajectory. StoreError.
     """
@@ -32,11 +32,12 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     reward_versions.begin_version(store, version, f"{task.name} {task.version}" if reward == TASK else reward)
     for searcher, rounds in reward_versions.unscored_shards(store, version).items():
         for number, shard in each_shard(store, searcher, rounds):
-            asked = zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True)
+            asked = list(zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True))
             of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
-            if reward == TASK and (unknown := [problem for problem in of_rows if problem.answer is None]):
+            unknown = [prompt_id for prompt_id, _ in asked if prompt_id not in problems]
+            if reward == TASK and unknown:
                 raise ValueError(
-                    f"reward: task {task.name} has no prompt {unknown[0].prompt_id!r} (round {number} of searcher "
+                    f"reward: task {task.name} has no prompt {unknown[0]!r} (round {number} of searcher "
                     f"{searcher}), so it cannot score its responses; give a module:function"
                 )
             told = (shard[name].to_pylist() for name in ("response", "response_tokens", "finish_reason"))

@@ -53,12 +53,8 @@ def take_over(store: RunStore, config: RunConfig) -> None:
         for index, (source, parts) in enumerate(zip(sources, plan, strict=True))
     ]
     num_trajectories = sum(source["num_trajectories"] for source in taken)
-    if not config.searchers and num_trajectories < config.sampling.min_size:
-        raise ValueError(
-            f"warm_start: the sources have {num_trajectories} trajectories, but sampling.min_size is "
-            f"{config.sampling.min_size} and searchers is 0: training could never begin. Start another run with a "
-            "lower sampling.min_size, more sources, or Searchers."
-        )
+    if not config.searchers:
+        check_enough(config, num_trajectories)
     store.put(DONE, json.dumps(taken, indent=1).encode())
     get_run_logger().info("the buffer begins with %d trajectories: %s", num_trajectories, taken)
 
@@ -66,6 +62,26 @@ def take_over(store: RunStore, config: RunConfig) -> None:
 take_over_task = task(
     name="warm-start", task_run_name="warm start", cache_policy=NO_CACHE, persist_result=False
 )(take_over)  # fmt: skip
+
+
+def check_enough(config: RunConfig, num_trajectories: int) -> None:
+    """Raises: ValueError: without Searchers, training would wait for ever for more, or newer, trajectories."""
+    sampling, steps = config.sampling, config.train.steps
+    draws = steps * sampling.prompts_per_batch * sampling.responses_per_prompt
+    if num_trajectories < sampling.min_size:
+        fault, remedy = f"sampling.min_size is {sampling.min_size}", "a lower sampling.min_size"
+    elif sampling.samples_per_insert is not None and draws > sampling.samples_per_insert * num_trajectories:
+        fault = f"{steps} steps draw {draws}, and sampling.samples_per_insert is {sampling.samples_per_insert:g}"
+        remedy = "a higher sampling.samples_per_insert, fewer train.steps"
+    elif sampling.max_age is not None and steps > sampling.max_age + 1:
+        fault = f"they count as sampled by policy 0, train.steps is {steps}, and sampling.max_age {sampling.max_age}"
+        remedy = "a higher sampling.max_age, fewer train.steps"
+    else:
+        return
+    raise ValueError(
+        f"warm_start: the sources have {num_trajectories} trajectories, {fault}, and searchers is 0: training would "
+        f"wait for ever. Start another run with {remedy}, more sources, or Searchers."
+    )
 
 
 def make_plan(store: RunStore, sources: list) -> list[list]:

@@ -8,9 +8,10 @@ from flows.reuse.warm_start import check_sources
 from flows.run.memory import Lengths, lengths, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
 from storage.store import RunStore
+from tba.config import TaskSettings
 from tba.memory import UnknownShape, read_shape
 from tba.models import NO_EXPERTS, is_mixture_of_experts, model_folder
-from tba.tasks import load_task
+from tba.tasks import TASKS, load_task
 from tba.tasks.base import stop_tokens
 
 
@@ -21,6 +22,8 @@ def check_inputs(config: RunConfig) -> list[str]:
     store = RunStore(config.store, config.run)
     warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded(), read_recorded)
+    if not store.exists("run.json"):  # an older run goes on as it is
+        check_effects(config)
     check_sources(store, config)
     check_trackers(config.trackers)
     if config.train.num_processes > 1 and find_spec("deepspeed") is None:
@@ -48,9 +51,66 @@ def check_inputs(config: RunConfig) -> list[str]:
             f"{config.sampling.prompts_per_batch}, and a batch draws B distinct prompts: lower it, or give more data"
         )
     stop_tokens(task, tokenizer)
+    check_rounds(config, len(task.train))
     with contextlib.suppress(UnknownShape):
         warnings += plan_of(config, read_shape(folder), lengths(config, task, tokenizer)).warnings
     return warnings
+
+
+# Settings of one kind of task.
+OF_TASKS = {
+    "data": ("arithmetic", "dataset", "gsm8k", "math", "tldr"),  # arithmetic refuses it with a better reason
+    "generator": ("reasoning_gym",),
+    "reward_model": ("tldr",),
+    "gold_reward_model": ("tldr",),
+    "victim": ("redteam",),
+    "classifier": ("redteam",),
+}
+
+
+def check_effects(config: RunConfig) -> None:
+    """Raises: ValueError: a setting would have no effect."""
+    name, usual = config.task.name, TaskSettings()
+    for setting, tasks in OF_TASKS.items():
+        value = getattr(config.task, setting)
+        if name in TASKS and name not in tasks and value != getattr(usual, setting):
+            raise ValueError(
+                f"task.{setting} is {value!r}, and task {name} does not use it: leave it out. It is a setting of "
+                f"{', '.join(tasks)}"
+            )
+    train, sampling = config.train, config.sampling
+    idle = {
+        "sampling.uniform_fraction": sampling.reward_temperature is None and sampling.uniform_fraction,
+        "train.reward_tempering_steps": train.reward_tempering == 1 and train.reward_tempering_steps,
+        "train.fluency_steps": train.fluency_temperature == 1 and train.fluency_steps,
+    }
+    needs = ("sampling.reward_temperature", "train.reward_tempering", "train.fluency_temperature")
+    for (setting, value), needed in zip(idle.items(), needs, strict=True):
+        if value:
+            raise ValueError(
+                f"{setting} is {value}, and has no effect without {needed}: set that, too, or leave it out"
+            )
+
+
+def check_rounds(config: RunConfig, num_problems: int) -> None:
+    """Raises: ValueError: a Searcher cannot sample a round, or a synchronous Trainer cannot begin with one."""
+    distance = config.search.near_duplicate_distance
+    if distance and find_spec("rapidfuzz") is None:
+        raise ValueError(
+            f"search.near_duplicate_distance is {distance}, but rapidfuzz is not installed: pip install rapidfuzz, or "
+            "leave the setting out"
+        )
+    if not config.synchronous:
+        return
+    prompts = min(config.search.prompts_per_round, num_problems)
+    # of a prompt's responses at least one is no near-duplicate
+    fresh = prompts * (1 if distance else config.search.samples_per_prompt)
+    if fresh < config.sampling.min_size:
+        kept = ", of which near-duplicates are dropped," if distance else ""
+        raise ValueError(
+            f"synchronous: a round has {prompts} prompts, and {fresh} trajectories{kept} are certain, but "
+            f"sampling.min_size is {config.sampling.min_size}: training might never start; lower it to {fresh}"
+        )
 
 
 def check_memory(config: RunConfig) -> None:

@@ -49,10 +49,13 @@ def is_takeover(tags: list[str]) -> bool:
     return any(tag.startswith(TAG) for tag in tags)
 
 
-def is_out_of_date(store: RunStore, tags: list[str]) -> bool:
-    """Whether a Searcher submitted the flow run with these tags, and the Trainer has shown life since."""
+def is_out_of_date(store: RunStore, tags: list[str], num_starts: int) -> bool:
+    """Whether a Searcher submitted the flow run with these tags, and the Trainer has shown life since.
+
+    Not if it was started before: then the heartbeat may be of its own Trainer, and it was suspended or evicted.
+    """
     beat = attempts.raw_heartbeat(store) or b""
-    return is_takeover(tags) and TAG + sha256(beat).hexdigest() not in tags
+    return num_starts <= 1 and is_takeover(tags) and TAG + sha256(beat).hexdigest() not in tags
 
 
 def end_others(client, config: RunConfig, ours: UUID, attempt: int) -> None:

@@ -8,9 +8,10 @@ blocks AS (
     SELECT parts.searcher, parts.first_round::BIGINT AS first_round, parts.last_round::BIGINT AS last_round
     FROM (
         SELECT regexp_extract(
-            parse_filename(file), '^(.+)-(\d{{8}})-(\d{{8}})\.parquet$', ['searcher', 'first_round', 'last_round']
+            parse_filename(filename), '^(.+)-(\d{{8}})-(\d{{8}})\.parquet$', ['searcher', 'first_round', 'last_round']
         ) AS parts
-        FROM glob('{pattern}/trajectories/compacted/*.parquet')
+        FROM glob('{pattern}/trajectories/compacted/*.parquet') AS files (filename)
+        WHERE {condition} -- of a torn one the shards count
     )
     -- files with other names are not read
     WHERE parts.first_round != '' AND parts.first_round::BIGINT % {block} = 0

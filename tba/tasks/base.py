@@ -59,8 +59,9 @@ class Task(Protocol):
 
 
 def stop_tokens(task: Task, tokenizer) -> list[int]:
-    """Ids of the tokens that end a response: the tokenizer's end of sequence, and the task's stop strings.
+    """Ids of the tokens that end a response: the tokenizer's end of sequence, and each that ends with a stop string.
 
+    Llama 3's and Qwen2's tokenizers have one token for a full stop with the newline after it.
     Raises: ValueError: a stop string is not a single token of this tokenizer.
     """
     ids = [tokenizer.eos_token_id]
@@ -71,4 +72,6 @@ def stop_tokens(task: Task, tokenizer) -> list[int]:
                 f"task {task.name}: stop {text!r} is {len(tokens)} tokens of this tokenizer, and must be one"
             )
         ids += tokens
-    return ids
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))]) if task.stop else []
+    ends = [token for token, text in enumerate(texts) if text.endswith(tuple(task.stop))]
+    return list(dict.fromkeys(ids + ends))

@@ -13,6 +13,7 @@ The dataset's `answer` is the content of the last \boxed{} of its `solution`; wi
 from `solution`.
 """
 
+import re
 import unicodedata
 from collections.abc import Mapping
 
@@ -30,7 +31,7 @@ _verifier = Verifier()
 
 class Math:
     name = "math"
-    version = "math-verify-1"
+    version = "math-verify-2"
     stop = ()
     max_response_tokens = 2048
 
@@ -53,12 +54,19 @@ def is_same(answer: str, response: str) -> bool:
 
     The conclusion is the last boxed text; without a box, the answer that math-verify finds. False after the time limit.
     """
-    response = unicodedata.normalize("NFKC", response).replace("−", "-").replace("⁄", "/")  # ½ and full-width digits
+    response = plain(response)
     if (boxed := last_boxed(response)) is not None:
         if len(boxed) > MAX_ANSWER_CHARS:
             return False
         response = f"{BOX}{boxed}}}"
     return _verifier.is_same(f"{BOX}{answer}}}", response)
+
+
+def plain(text: str) -> str:
+    """The text without characters that math-verify misreads: full-width digits, 10², 2½, −."""
+    text = re.sub("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match[0]}}}", text)
+    text = re.sub(r"(\d+)([¼½¾⅐-⅞])", r"(\1+\2)", text)
+    return unicodedata.normalize("NFKC", text).replace("−", "-").replace("⁄", "/")
 
 
 def last_boxed(text: str) -> str | None:

@@ -140,6 +140,14 @@ def test_a_damaged_pointer_is_replaced_by_the_next_policy(run, tmp_path, damage)
     assert policies.best_policy(run).path == newest.path
 
 
+def test_a_run_without_its_damaged_best_json_is_summarised(run, tmp_path):
+    run.put(policies.BEST, b"")
+    with pytest.raises(DamagedRecord, match=r"best\.json.*Delete it: the next better policy is named there"):
+        policies.best_policy(run)
+    run.delete(policies.BEST)
+    assert policies.best_policy(run) is None
+
+
 def test_a_pointer_of_an_attempt_that_never_began_stops_no_trainer(run, tmp_path):
     attempts.start_attempt(run, 0, OWNER)
     publish(run, tmp_path, 1)

@@ -41,4 +41,5 @@ def test_a_sync_says_what_sql_computes_from_its_shards(tmp_path):
 
 def test_sums_of_parts_are_those_of_the_whole():
     parts = [make_shard("s0", 0, 2), make_shard("s0", 3, 3, finish_reason="length")]
-    assert Fresh.of(parts[0]) + Fresh.of(parts[1]) == Fresh(5, 10, 3, 2.0, 9, -0.75 * 5, -1.0 * 5)
+    sums = [Fresh.of(part, part["policy_step"].to_numpy()) for part in parts]
+    assert sums[0] + sums[1] == Fresh(5, 10, 3, 2.0, 9, -0.75 * 5, -1.0 * 5)

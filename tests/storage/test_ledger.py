@@ -23,7 +23,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from storage import attempts, checkpoints, ledger
-from storage.errors import AlreadyExists, AlreadyTraining, NotFound, StoreError, Superseded
+from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, StoreError, Superseded
+from storage.fresh import Fresh
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from tests.storage.helpers import NOON, OWNER, Sync, make_batch, make_search_round, make_training_step, start_python
 
@@ -106,6 +107,23 @@ def test_evaluations_of_policies_that_a_resumed_trainer_undid_do_not_count(store
     store.put("metrics/evaluations/notes.txt", b"nothing reads this")
     found = ledger.evaluations(store)
     assert {step: ledger.accuracy(store, path, step) for step, path in found.items()} == {20: 1.2, 40: 2.4}
+
+
+def test_an_evaluation_of_another_policy_is_a_damaged_record(store):
+    row = {"attempt": 1, "policy_step": 20, "split": "heldout", "num_problems": 1, "accuracy": 0.5}
+    ledger.record_evaluation(store, row | {"mean_response_tokens": 1.0, "seconds": 2.0, "created_at": NOON})
+    store.put("metrics/evaluations/step=00000012.parquet", store.get("metrics/evaluations/step=00000020.parquet"))
+    with pytest.raises(DamagedRecord, match=r"step=00000012\.parquet \(run .*has no row of policy step 12"):
+        ledger.accuracy(store, "metrics/evaluations/step=00000012.parquet", 12)
+
+
+def test_syncs_come_in_order_though_one_was_compacted_later(store, monkeypatch):
+    attempts.start_attempt(store, 0, OWNER)
+    for number in range(1, 5):
+        ledger.record_sync(store, Sync(number, number, 1, {"s0": [number]}, Fresh(1)))
+    parts = ledger.counting_parts(store, "syncs")
+    monkeypatch.setattr(ledger, "counting_parts", lambda *_: [*parts[1:], parts[0]])
+    assert [row["sync"] for row in ledger.effective_syncs(store, 9)] == [1, 2, 3, 4]
 
 
 # --- attempts and what counts

@@ -9,9 +9,10 @@
 import pytest
 
 from flows.cli.common import store_url
+from flows.config import RunConfig
 from storage.errors import NotFound
 from storage.store import RunStore, read_file
-from storage.store_url import parse_store_url
+from storage.store_url import one_spelling, parse_store_url
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,21 @@ from storage.store_url import parse_store_url
 )
 def test_what_a_store_is(url, root):
     assert parse_store_url(url) == root
+
+
+@pytest.mark.parametrize(
+    ("url", "same"),
+    [
+        ("s3://b/p/", "s3://b/p"),
+        ("s3://b/", "s3://b"),
+        ("file:///a/b/", "file:///a/b"),
+        ("file:///a/x/../b", "file:///a/b"),
+        ("file:///a%20b", "file:///a%20b"),
+        ("file:///", "file:///"),
+    ],
+)
+def test_a_store_has_one_spelling(url, same):
+    assert one_spelling(url) == same == RunConfig(run="run", store=url).store
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from flows.config import RunConfig
 from storage import attempts, checkpoints, ledger, policies, shards
 from storage.buffer import ReplayBuffer
 from storage.errors import NotFound
@@ -193,6 +194,13 @@ def test_what_another_runs_policies_sampled_is_no_fault_where_the_run_says_so(go
     assert faults(good) == [("unpublished policy", path)]
     good.put("warm_start/plan.json", b'[{"url": "file:///other/run"}]')
     assert faults(good) == []
+
+
+def test_a_run_whose_warm_start_goes_on_has_no_policy_yet(local_store):
+    local_store.create_run(RunConfig(run="run").recorded())
+    local_store.put("warm_start/plan.json", b'[{"url": "file:///other/run"}]')
+    shards.commit_shard(local_store, make_shard("warm0", 0, policy_fingerprint="e" * 32))
+    assert faults(local_store) == []
 
 
 def newest_fingerprint(store: RunStore) -> str:

@@ -70,7 +70,7 @@ def trl_inputs(terms: Terms, **further):
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_dr_grpo_is_trls(beta):
-    grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is not installed: extra bench")
+    grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is not installed: extra dev")
     terms = make_terms()
     length_limit = 7
     trainer = trl_trainer(
@@ -87,7 +87,7 @@ def test_dr_grpo_is_trls(beta):
 
 
 def test_prox_rloo_is_trls():
-    rloo = pytest.importorskip("trl.trainer.rloo_trainer", reason="trl is not installed: extra bench")
+    rloo = pytest.importorskip("trl.trainer.rloo_trainer", reason="trl is not installed: extra dev")
     terms, beta = make_terms(), 0.1
     # TRL's advantages, by its code's steps: KL-penalised reward, baseline = (sum - own) / (K - 1)
     kl = (terms.behavior - terms.reference).sum(-1)

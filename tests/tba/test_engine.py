@@ -114,11 +114,27 @@ def test_transformers_refuses_weights_of_another_model(base, tmp_path):
 
 def test_transformers_keeps_the_scores_of_so_many_responses_as_memory_has_room(base, tokens, monkeypatch):
     engine, asked = TransformersEngine(base, **LIMITS), []
-    monkeypatch.setattr(engine, "_generate", lambda prompts, sampling: asked.append(len(prompts)) or [])
+    monkeypatch.setattr(
+        engine, "_generate", lambda prompts, sampling: asked.append(len(prompts)) or [[]] * len(prompts)
+    )
     sampling = [Sampling(2, 1.0, 1.0, 512, [2])] * 8
     monkeypatch.setattr("tba.engine.SCORES_BYTES", 4 * 3 * 4 * 512 * 49152)
     engine.sample(tokens[:1] * 8, sampling)
     assert asked == [2, 2, 2, 2]
+
+
+def test_transformers_samples_a_prompt_in_parts_where_memory_has_no_room_for_all(base, tokens, monkeypatch):
+    engine, asked = TransformersEngine(base, **LIMITS), []
+
+    def generate(prompts: list, sampling: Sampling) -> list[list[int]]:
+        asked.append((len(prompts), sampling.num_samples))
+        return [[len(asked)] * sampling.num_samples for _ in prompts]
+
+    monkeypatch.setattr(engine, "_generate", generate)
+    monkeypatch.setattr("tba.engine.SCORES_BYTES", 3 * 3 * 4 * 512 * 49152)  # of three responses
+    found = engine.sample(tokens[:1] * 2, [Sampling(8, 1.0, 1.0, 512, [2])] * 2)
+    assert found == [[1] * 3 + [2] * 3 + [3] * 2, [4] * 3 + [5] * 3 + [6] * 2]
+    assert asked == [(1, 3), (1, 3), (1, 2)] * 2
 
 
 def check_samples(engine, base, tokens, dtype=None) -> None:

@@ -23,7 +23,7 @@ CHAT = Problem(
     "p1", "user: 1/2?", "0.5", ({"role": "user", "content": "1/2?"},), {"solution": r"$\frac{1}{2}$", "answer": "0.5"}
 )
 TEXT = Problem("p2", "1 + 1 =", "2", None, {"solution": "2"})
-needs_trl = pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed: extra bench")
+needs_trl = pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed: extra dev")
 
 
 class Counting:
@@ -72,6 +72,13 @@ def test_a_function_gets_what_trl_hands_over():
         "answer": ["0.5", "2"],
         "prompt_id": ["p1", "p2"],
     }
+
+
+def test_an_answer_that_is_no_text_reaches_the_function_as_it_is():
+    seen = []
+    problem = Problem("p3", "6 * 7 =", None, None, {"answer": 42})
+    FunctionReward(lambda answer, **_: seen.extend(answer) or [1.0]).values([problem], ["42"], [[1]])
+    assert seen == [42]
 
 
 def test_the_sum_is_weighted_and_components_are_not():

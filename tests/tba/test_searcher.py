@@ -254,6 +254,14 @@ def test_a_reward_that_is_no_number_stops_the_round(tokenizer, reference, reward
         run_round(make_searcher(tokenizer, reference, task), 0)
 
 
+def test_a_token_that_ends_with_a_stop_string_ends_a_response():
+    """Llama 3's and Qwen2's tokenizers have such ones."""
+    words = Tokenizer(models.WordLevel({"</s>": 0, "\n": 1, ".\n": 2, "\n\n": 3, "\n.": 4, "a": 5}, unk_token="a"))
+    task = Counting()
+    task.stop = ("\n",)
+    assert stop_tokens(task, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")) == [0, 1, 2, 3]
+
+
 def test_a_stop_string_of_several_tokens_is_refused(tokenizer):
     task = Counting()
     task.stop = ("one two",)

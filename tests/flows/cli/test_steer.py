@@ -254,6 +254,38 @@ def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatc
     assert list(ledger.evaluations(store)) == [0, 80]
 
 
+def test_an_evaluation_may_take_hours(store, monkeypatch):
+    monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
+    monkeypatch.setattr(train, "POLL_S", 0)
+    clock, said = iter(range(0, 10**6, 500)), []
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: None))
+    monkeypatch.setattr(train, "get_run_logger", lambda: SimpleNamespace(info=lambda *words: said.append(words)))
+    monkeypatch.setattr(ledger, "evaluations", lambda store: [80] if len(said) == 9 else [])
+    train.await_evaluation(store, SimpleNamespace(keep_up=lambda: None))
+    assert said == [("policy step %s is still being evaluated", 80)] * 9
+
+
+def test_a_run_ends_with_its_summary_though_the_server_is_away(monkeypatch):
+    said = []
+    monkeypatch.setattr(train, "get_run_logger", lambda: SimpleNamespace(warning=lambda *words: said.append(words)))
+
+    def stop() -> None:
+        raise httpx.ConnectError("the server is away")
+
+    def a_page_of_a_proxy() -> None:
+        raise ValueError("not JSON")
+
+    train.end_searchers(SimpleNamespace(stop=stop))
+    train.tell_prefect(a_page_of_a_proxy)
+    assert ["Searchers were not told" in said[0][0], "was not told" in said[1][0]] == [True, True]
+
+
+def test_a_damaged_number_of_searchers_is_replaced(store):
+    store.put(requests.SEARCHERS, b"")
+    assert tba("searchers", "arithmetic", "+1").exit_code == 0
+    assert requests.wanted_searchers(store, 1) == 2
+
+
 def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
     rounds = []
 

@@ -381,6 +381,35 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
     assert reward_versions.has_version(old, "v2")
 
 
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"samples_per_insert": 0.5}, r"steps draw \d+, and sampling\.samples_per_insert is 0\.5, .*wait for ever"),
+        ({"max_age": 0}, r"they count as sampled by policy 0, train\.steps is \d+, and sampling\.max_age 0"),
+    ],
+)
+def test_a_limit_that_nobody_would_ever_meet_is_refused(tmp_path, model, sampling, message):
+    old = new_run(tmp_path, model, "old")
+    of_new = run_config(tmp_path, model, "waiting", warm_start=[url(old)])
+    config = of_new.model_copy(update={"sampling": of_new.sampling.model_copy(update=sampling)})
+    with pytest.raises(ValueError, match=message):
+        begin(config)
+    begin(config.model_copy(update={"searchers": 1}))
+
+
+def test_a_reward_without_answers_scores_its_own_prompts(tmp_path, model, module):
+    file = tmp_path / "names.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Name {n}:"}) + "\n" for n in range(64)))
+    task = {"name": "dataset", "data": str(file), "rewards": [f"{module}:brief"]}
+    config = run_config(tmp_path, model, "own-task", task=task)
+    store = RunStore(config.store, config.run)
+    store.create_run(config.recorded())
+    problem = load_task(config.task, seed=config.seed).train[0]
+    commit(store, model, 0, [problem])
+    _, number = rescore(store, "task", None, silent)
+    assert number == rows_of(store, "SELECT count(*) FROM rewards")[0][0] > 0
+
+
 def test_too_few_trajectories_without_searchers_are_refused(tmp_path, model):
     old = new_run(tmp_path, model, "old", num_shards=1, prompts=1)
     with pytest.raises(ValueError, match=r"the sources have 4 trajectories, but sampling\.min_size is 8"):

@@ -93,6 +93,42 @@ print("torch" in sys.modules)
     assert start_python(code).communicate()[0] == "False\n"
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": {"name": "reasoning_gym", "generator": "chain_sum", "data": "mine.jsonl"}}, "task.data is 'mine.jso"),
+        (
+            {"task": {"name": "arithmetic", "reward_model": "x"}},
+            "task.reward_model is 'x', and task arithmetic does no",
+        ),
+        ({"sampling": {"uniform_fraction": 0.5}}, "uniform_fraction is 0.5, .*without sampling.reward_temperature"),
+        ({"train": {"fluency_steps": 9}}, "train.fluency_steps is 9, .* without train.fluency_temperature: set both"),
+    ],
+)
+def test_a_setting_without_an_effect_is_refused_in_a_new_run(tmp_path, tokenizer_only, changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_inputs(config(tmp_path, **changes))
+
+
+def test_an_older_run_goes_on_with_a_setting_that_has_no_effect(tmp_path, tokenizer_only):
+    old = config(tmp_path, sampling={"uniform_fraction": 0.5})
+    RunStore(old.store, old.run).create_run(old.recorded())
+    check_inputs(old)
+
+
+def test_a_synchronous_run_that_could_never_begin_is_refused(tmp_path, tokenizer_only, monkeypatch):
+    turns = {"synchronous": True, "search": {"prompts_per_round": 8000}, "sampling": {"min_size": 60000}}
+    with pytest.raises(ValueError, match=r"a round has 7\d+ prompts, and 5\d+ trajectories are certain.*lower it to 5"):
+        check_inputs(config(tmp_path, **turns))
+    near = {"synchronous": True, "search": {"near_duplicate_distance": 0.2}, "sampling": {"min_size": 48}}
+    with pytest.raises(ValueError, match="24 trajectories, of which near-duplicates are dropped, are certain"):
+        check_inputs(config(tmp_path, **near))
+    check_inputs(config(tmp_path, **near | {"sampling": {"min_size": 24}}))
+    monkeypatch.setattr("flows.run.preflight.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"near_duplicate_distance is 0\.2, but rapidfuzz is not installed"):
+        check_inputs(config(tmp_path, search={"near_duplicate_distance": 0.2}))
+
+
 def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):
     check_inputs(config(tmp_path))
     assert not list((tmp_path / "store").rglob("*.json"))

@@ -15,10 +15,11 @@ import threading
 import time
 
 import pytest
+from transformers import BertConfig, RobertaConfig
 
 from tba.config import TaskSettings
 from tba.tasks import load_task
-from tba.tasks.classifiers import SURE, SequenceClassifier, WordList, mean_log, rouge_l
+from tba.tasks.classifiers import SURE, SequenceClassifier, WordList, mean_log, most_tokens, rouge_l
 from tba.tasks.math import Math, is_same, last_boxed
 from tba.tasks.reasoning_gym import answer_of
 from tba.tasks.redteam import TOO_SHORT, RedTeam
@@ -61,6 +62,11 @@ pytest.importorskip("reasoning_gym", reason="extra tasks")
         ("42", r"\boxed{", False),
         ("42", r"\boxed{}", False),
         ("42", "\\boxed{４２}", True),  # full-width digits
+        ("100", "\\boxed{10²}", True),  # no 102
+        ("102", "\\boxed{10²}", False),
+        ("0.1", "\\boxed{10⁻¹}", True),
+        (r"\frac{5}{2}", "\\boxed{2½}", True),  # no 21/2
+        (r"\frac{21}{2}", "\\boxed{2½}", False),
         ("42", "\\boxed{" + "9" * 1000 + "}", False),
     ],
 )
@@ -193,6 +199,14 @@ def test_a_reward_model_judges_query_and_response(classifier_folder, tmp_path):
     assert problems[0].answer == " bad"
     with pytest.raises(ValueError, match="has 2 labels; a reward model has one"):
         SequenceClassifier(classifier_folder(2), "task.reward_model").rewards(["good"])
+
+
+def test_a_text_is_cut_to_the_classifiers_places(classifier_folder):
+    model = SequenceClassifier(classifier_folder(1), "task.reward_model")  # of 32 places
+    long, end = model.rewards(["good " * 90 + "bad " * 32, "bad " * 32])
+    assert long == pytest.approx(end, abs=1e-5)
+    assert most_tokens(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
+    assert most_tokens(BertConfig(max_position_embeddings=512)) == 512
 
 
 def test_probabilities_are_of_the_toxic_label(classifier_folder):
