@@ -24,10 +24,10 @@ from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.round_reports import RoundReports
 from flows.searcher.start import samples_ahead, start_searcher_task
 from infra.machine import policy_cache
-from storage import ledger, policies, quality, requests, shards
+from storage import ledger, policies, requests, shards
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.new_shards import restore_head
-from storage.rules import Limits
+from storage.rules import Limits, validate_shard
 from storage.shard_files import read_shards
 from storage.store import RunStore
 
@@ -136,7 +136,7 @@ def finish_round(store: RunStore, searcher: "Searcher", sampled: "SampledRound")
     """
     found = searcher.score(sampled)
     table = shards.shard_of(found.trajectories)
-    reasons = quality.validate_shard(table, Limits(searcher.vocabulary_size))
+    reasons = validate_shard(table, Limits(searcher.vocabulary_size))
     if reasons:
         kept = shards.quarantine_shard(store, table, reasons)
         get_run_logger().error(

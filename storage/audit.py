@@ -1,4 +1,4 @@
-"""Audit: checks the whole buffer by the quality gate's suite, and stores Great Expectations' Data Docs as a site.
+"""Audit: checks the whole buffer by the quality gate's rules, and stores Great Expectations' Data Docs as a site.
 
 audits/20261121T120000Z/index.html     the first page; each audit has a folder of its own
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from storage.errors import StoreError
+from storage.expectations import expectations, told
 from storage.new_shards import new_shards
-from storage.quality import expectations, told
 from storage.rules import Limits, facts_of
 from storage.shard_files import by_block, read_each
 from storage.shards import expired_through, refused_rounds

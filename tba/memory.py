@@ -139,7 +139,10 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     checkpointing = settings.gradient_checkpointing
     wide = 2 if machine.has_bfloat16 else 4  # bytes of an operand of a product
     inputs = 4 * shape.D  # of a norm, float32
-    operands = wide * (4 * shape.D + 2 * shape.KV + 2 * shape.I)
+    if machine.has_bfloat16:  # each product has its own copy of its input; queries and keys are float32
+        operands = 2 * (6 * shape.D + shape.KV + 2 * shape.I) + 4 * (shape.D + shape.KV)
+    else:
+        operands = 4 * (4 * shape.D + 2 * shape.KV + 2 * shape.I)
     of_layer = {
         "none": 2 * inputs + operands,
         "cheap": inputs + operands,

@@ -87,9 +87,7 @@ def check_effects(config: RunConfig) -> None:
     needs = ("sampling.reward_temperature", "train.reward_tempering", "train.fluency_temperature")
     for (setting, value), needed in zip(idle.items(), needs, strict=True):
         if value:
-            raise ValueError(
-                f"{setting} is {value}, and has no effect without {needed}: set that, too, or leave it out"
-            )
+            raise ValueError(f"{setting} is {value}, but has no effect without {needed}: set both, or leave it out")
 
 
 def check_rounds(config: RunConfig, num_problems: int) -> None:

@@ -9,7 +9,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
 from infra.machine import code_version, cpu_threads, keep_freed_memory, num_places, take_gpus, take_place
-from storage import attempts, machines, quality
+from storage import attempts, machines
 from storage.store import RunStore
 from tba.models import model_folder
 
@@ -42,7 +42,6 @@ def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
-    quality.load_suite()  # imports take seconds: do them before the first shard
     prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
     engine = make_engine(

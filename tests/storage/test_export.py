@@ -129,14 +129,14 @@ def test_what_was_compacted_or_expired_counts_as_in_tba_sql(local_store, tmp_pat
 def test_a_torn_compacted_file_hides_no_shard(local_store, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "ROUNDS_PER_BLOCK", 4)
     local_store.create_run({})
-    for number in range(4):
+    for number in range(5):
         commit_shard(local_store, make_shard("s0", number))
     compact(local_store)
     (compacted,) = local_store.list("trajectories/compacted")
     local_store.put(compacted, local_store.get(compacted)[:100])
     export(local_store, tmp_path / "run.duckdb")
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
-        assert reader.execute("SELECT count(*) FROM trajectories").fetchone() == (16,)
+        assert reader.execute("SELECT count(*) FROM trajectories").fetchone() == (20,)
 
 
 FOLDERS = [

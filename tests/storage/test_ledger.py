@@ -24,7 +24,6 @@ from safetensors.numpy import save_file
 
 from storage import attempts, checkpoints, ledger
 from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, StoreError, Superseded
-from storage.fresh import Fresh
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from tests.storage.helpers import NOON, OWNER, Sync, make_batch, make_search_round, make_training_step, start_python
 
@@ -120,7 +119,7 @@ def test_an_evaluation_of_another_policy_is_a_damaged_record(store):
 def test_syncs_come_in_order_though_one_was_compacted_later(store, monkeypatch):
     attempts.start_attempt(store, 0, OWNER)
     for number in range(1, 5):
-        ledger.record_sync(store, Sync(number, number, 1, {"s0": [number]}, Fresh(1)))
+        ledger.record_sync(store, Sync(number, number, 1, {"s0": [number]}))
     parts = ledger.counting_parts(store, "syncs")
     monkeypatch.setattr(ledger, "counting_parts", lambda *_: [*parts[1:], parts[0]])
     assert [row["sync"] for row in ledger.effective_syncs(store, 9)] == [1, 2, 3, 4]

@@ -38,7 +38,6 @@ def test_what_a_store_is(url, root):
         ("file:///a/b/", "file:///a/b"),
         ("file:///a/x/../b", "file:///a/b"),
         ("file:///a%20b", "file:///a%20b"),
-        ("file:///", "file:///"),
     ],
 )
 def test_a_store_has_one_spelling(url, same):

@@ -1,9 +1,8 @@
-"""Claims about storage/quality.py. Run: pytest tests/storage/test_quality.py
+"""Claims about storage/rules.py. Run: pytest tests/storage/test_rules.py
 
 - a valid shard passes
 - each way to be wrong is refused, alone, in one row only, with a failure that names the rule and how many rows break it
-- the gate (Great Expectations) and the Trainer's intake (storage/rules.py) say the same, in the same words
-- it writes nothing, sends nothing and prints nothing
+- the gate and the Trainer's intake say the same, in the same words as Great Expectations, which the audit asks
 """
 
 import math
@@ -11,8 +10,8 @@ import math
 import pyarrow as pa
 import pytest
 
-from storage.quality import validate_shard
-from storage.rules import Limits, broken_in_each
+from storage.expectations import expectations, told
+from storage.rules import Limits, broken_in_each, facts_of, validate_shard
 from storage.schema import TRAJECTORY, to_table
 from tests.storage.helpers import make_shard
 
@@ -26,7 +25,26 @@ def spoiled(**columns) -> pa.Table:
     return to_table(rows, TRAJECTORY)
 
 
-def test_a_valid_shard_passes():
+@pytest.fixture(scope="module")
+def judge():
+    """What Great Expectations says of a shard: judge(table)."""
+    import great_expectations as gx
+
+    context = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = {"globally": False}
+    context.enable_analytics(False)
+    asset = context.data_sources.add_pandas("shards").add_dataframe_asset("facts")
+    batch, suite = asset.add_batch_definition_whole_dataframe("whole"), gx.ExpectationSuite("rules", expectations())
+
+    def judge(table: pa.Table) -> list[str]:
+        report = batch.get_batch({"dataframe": facts_of(table, LIMITS).to_pandas()}).validate(suite)
+        return sorted(told(result) for result in report.results if not result.success)
+
+    return judge
+
+
+def test_a_valid_shard_passes(judge):
+    assert judge(make_shard()) == []
     assert validate_shard(make_shard(), LIMITS) == []
     assert validate_shard(make_shard(num_rows=1, rewards={}, response="", finish_reason="length"), LIMITS) == []
 
@@ -75,9 +93,10 @@ def test_a_valid_shard_passes():
     ],
     ids=str,
 )
-def test_each_way_to_be_wrong_is_refused(columns, rule):
+def test_each_way_to_be_wrong_is_refused(judge, columns, rule):
     (failure,) = validate_shard(spoiled(**columns), LIMITS)
     assert failure.startswith(f"{rule}: broken by 1 of 4")
+    assert judge(spoiled(**columns)) == [failure]
     assert broken_in_each([make_shard(), spoiled(**columns)], LIMITS) == [[], [failure]]
 
 
@@ -87,15 +106,18 @@ def test_a_null_that_breaks_other_rules_too_is_named(name):
     assert any(failure.startswith("no column is null") and f"['{name}']" in failure for failure in failures)
 
 
-def test_an_id_used_twice_is_refused():
-    failures = validate_shard(spoiled(trajectory_id="s0-00000000-00000"), LIMITS)
+def test_an_id_used_twice_is_refused(judge):
+    twice = spoiled(trajectory_id="s0-00000000-00000")
+    failures = sorted(validate_shard(twice, LIMITS))
     assert [failure.partition(":")[0] for failure in failures] == [
         "trajectory_id is searcher-round-index",
         "trajectory_id is unique",
     ]
+    assert judge(twice) == failures
 
 
-def test_a_shard_without_trajectories_is_refused():
+def test_a_shard_without_trajectories_is_refused(judge):
+    assert judge(TRAJECTORY.empty_table())[0] == "a shard has trajectories: got 0"
     assert validate_shard(TRAJECTORY.empty_table(), LIMITS) == ["a shard has trajectories: got 0"]
     assert broken_in_each([TRAJECTORY.empty_table()], LIMITS) == [["a shard has trajectories: got 0"]]
 
@@ -112,10 +134,3 @@ def test_rows_are_judged_across_chunks():
     bad = pa.concat_tables([spoiled(response_tokens=[9, 2]).slice(0, 2), make_shard().slice(2)])
     (failure,) = validate_shard(bad, LIMITS)
     assert failure.startswith("response_tokens are inside the vocabulary: broken by 1 of 4")
-
-
-def test_it_writes_and_prints_nothing(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    assert validate_shard(spoiled(reward=math.nan), LIMITS) != []
-    assert list(tmp_path.iterdir()) == []
-    assert capfd.readouterr() == ("", "")
