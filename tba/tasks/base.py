@@ -45,7 +45,11 @@ def render_chat(tokenizer, messages: Sequence[Mapping[str, str]]) -> str:
 
 
 class Task(Protocol):
-    """The interface of a task's class. `train` and `heldout` share no problem."""
+    """The interface of a task's class. `train` and `heldout` share no problem.
+
+    Before a run starts, `rewards` is tried on one problem. A task whose rewards need models may have `check()`, which is
+    called instead and raises ValueError where one does not load.
+    """
 
     name: str
     version: str  # of the reward; change it when the same response gets another reward
@@ -64,14 +68,13 @@ def stop_tokens(task: Task, tokenizer) -> list[int]:
     Llama 3's and Qwen2's tokenizers have one token for a full stop with the newline after it.
     Raises: ValueError: a stop string is not a single token of this tokenizer.
     """
-    ids = [tokenizer.eos_token_id]
+    ids, vocabulary = [tokenizer.eos_token_id], tokenizer.get_vocab()
     for text in task.stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:
             raise ValueError(
                 f"task {task.name}: stop {text!r} is {len(tokens)} tokens of this tokenizer, and must be one"
             )
-        ids += tokens
-    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))]) if task.stop else []
-    ends = [token for token, text in enumerate(texts) if text.endswith(tuple(task.stop))]
-    return list(dict.fromkeys(ids + ends))
+        (end,) = tokenizer.convert_ids_to_tokens(tokens)  # as the vocabulary spells it
+        ids += sorted(token for spelled, token in vocabulary.items() if spelled.endswith(end))
+    return list(dict.fromkeys(ids))
