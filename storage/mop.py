@@ -40,7 +40,7 @@ class Sampling(BaseModel):
     capacity_per_prompt: int = Field(
         100, ge=2, description="Distinct responses kept for a prompt; older ones are dropped."
     )
-    min_size: int = Field(128, ge=1, description="Trajectories to take in before the first batch, repeats included.")
+    min_size: int = Field(192, ge=1, description="Trajectories to take in before the first batch, repeats included.")
     samples_per_insert: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Largest mean number of draws of a trajectory; None: unlimited."
     )

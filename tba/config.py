@@ -162,7 +162,7 @@ class SearchSettings(Settings):
     """How Searchers sample responses."""
 
     samples_per_prompt: int = Field(8, ge=2, description="S: responses sampled for each prompt of a round.")
-    prompts_per_round: int = Field(16, ge=1, description="Number of prompts in a round; a round is one shard.")
+    prompts_per_round: int = Field(24, ge=1, description="Number of prompts in a round; a round is one shard.")
     temperature: float = Field(1.0, gt=0, description="Temperature at which responses are sampled.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Probability mass of the nucleus that tokens are sampled from; 1: all tokens."

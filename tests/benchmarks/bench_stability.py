@@ -7,7 +7,7 @@ Each run is `tba train` with its defaults. Load 1: a process that multiplies mat
 A line as each run ends, a table, then one JSON object:
 
     accuracy        greedy, held-out, of the final policy; kept_accuracy: of the best policy; null without one
-    worst_fall      of the mean reward of five rounds, below its best so far, once it has passed 0.55
+    worst_fall      of the mean reward of three rounds, below its best so far, once it has passed 0.55
     seconds_to_060  from the first round's start until the newest 640 sampled responses have a mean reward of 0.60
 """
 

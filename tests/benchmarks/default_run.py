@@ -14,7 +14,7 @@ from storage.store import RunStore
 
 TARGET = 0.6
 NEWEST = 640  # responses that a mean is of: as many as ten of TRL's steps sample in bench_accuracy
-ROUNDS = 5  # of 16 prompts each: the mean reward of one round scatters
+ROUNDS = 3  # of 24 prompts each: the mean reward of one round scatters
 LEARNED = 0.55
 INTERRUPTED = 130
 

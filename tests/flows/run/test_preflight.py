@@ -118,9 +118,9 @@ def test_a_synchronous_run_that_could_never_begin_is_refused(tmp_path, tokenizer
     with pytest.raises(ValueError, match=r"a round has 7\d+ prompts, and 5\d+ trajectories are certain.*lower it to 5"):
         check_inputs(config(tmp_path, **turns))
     near = {"synchronous": True, "search": {"near_duplicate_distance": 0.2}, "sampling": {"min_size": 48}}
-    with pytest.raises(ValueError, match="16 trajectories, of which near-duplicates are dropped, are certain"):
+    with pytest.raises(ValueError, match="24 trajectories, of which near-duplicates are dropped, are certain"):
         check_inputs(config(tmp_path, **near))
-    check_inputs(config(tmp_path, **near | {"sampling": {"min_size": 16}}))
+    check_inputs(config(tmp_path, **near | {"sampling": {"min_size": 24}}))
     monkeypatch.setattr("flows.run.preflight.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"near_duplicate_distance is 0\.2, but rapidfuzz is not installed"):
         check_inputs(config(tmp_path, search={"near_duplicate_distance": 0.2}))
