@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 from flows.config import RunConfig, load_run
 from infra.machine import code_version
 from storage import intake, reward_versions, shards
-from storage.errors import DamagedRecord, NotFound, TornShard
+from storage.errors import DamagedRecord, NotFound, StoreError, TornShard
 from storage.new_shards import new_shards
 from storage.reward_versions import replace_columns
 from storage.rules import Limits
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
-from storage.shard_files import read_shards
+from storage.shard_files import read_each
 from storage.store import RunStore, read_file
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class RunSource:
     def __init__(self, url: str, config: RunConfig) -> None:
         """Raises: ValueError: no such run, another model, or no such reward version."""
         self.url, self._version = url, config.reward_version
+        self._read: dict[tuple[str, int], pa.Table | StoreError] = {}  # of the newest file that was read, by round
         root, _, run = url.rpartition("/")
         self._store = RunStore(root, run)
         try:
@@ -97,11 +98,20 @@ class RunSource:
         return shard
 
     def _shard(self, searcher: str, number: int) -> pa.Table | None:
-        try:
-            return read_shards(self._store, searcher, [number])
-        except NotFound as error:
-            log.warning("warm start: a shard was deleted meanwhile and is left out: %s", error)
+        """A compacted file is read once for all of its rounds: parts come in order."""
+        if (searcher, number) not in self._read:
+            block = shards.block_of(number)
+            is_compacted = self._store.exists(shards.block_path(searcher, block))
+            rounds = shards.rounds_of(block) if is_compacted else [number]
+            tables = read_each(self._store, searcher, rounds, [block] if is_compacted else ())
+            self._read = {(searcher, each): table for each, table in zip(rounds, tables, strict=True)}
+        found = self._read.pop((searcher, number))
+        if isinstance(found, NotFound):
+            log.warning("warm start: a shard was deleted meanwhile and is left out: %s", found)
             return None
+        if isinstance(found, TornShard):
+            raise found
+        return found
 
     def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
         if self._is_for_other_temperature:

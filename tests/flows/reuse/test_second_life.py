@@ -15,7 +15,9 @@ python -m pytest tests/flows/reuse/test_second_life.py
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,6 +39,7 @@ from storage.schema import TRAJECTORY, to_table
 from storage.shard_files import read_file
 from storage.store import RunStore
 from storage.summary import summarise
+from storage.upkeep import compact, delete_superseded
 from tba.config import TaskSettings
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.tasks import load_task
@@ -395,6 +398,22 @@ def test_a_limit_that_nobody_would_ever_meet_is_refused(tmp_path, model, samplin
     with pytest.raises(ValueError, match=message):
         begin(config)
     begin(config.model_copy(update={"searchers": 1}))
+
+
+def test_a_compacted_file_of_a_source_is_read_once(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(shards, "ROUNDS_PER_BLOCK", 4)
+    old, reads = new_run(tmp_path, model, "old", num_shards=6, prompts=1), Counter()
+    compact(old)
+    delete_superseded(old, timedelta(0))
+
+    def counted(store: RunStore, path: str) -> pa.Table:
+        reads[path.split("/")[1]] += store.run == "old"
+        return read_file(store, path)
+
+    monkeypatch.setattr("storage.shard_files.read_file", counted)
+    new = begin(run_config(tmp_path, model, "new", warm_start=[url(old)]))
+    assert reads == {"compacted": 1, "searcher=s0": 2}
+    assert rows_of(new, "SELECT count(*) FROM trajectories") == [(6 * K,)]
 
 
 def test_a_reward_without_answers_scores_its_own_prompts(tmp_path, model, module):
