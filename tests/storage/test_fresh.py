@@ -3,6 +3,7 @@
 - what a sync says of what it took in is what SQL computes from the same shards, of several Searchers and rounds
 - repeated responses count, and those of other temperatures as they were sampled
 - the next sync says nothing of the one before
+- staleness is never negative, also of policies that a resume undid
 """
 
 import pytest
@@ -37,6 +38,13 @@ def test_a_sync_says_what_sql_computes_from_its_shards(tmp_path):
     (expected,) = query(store, FROM_SHARDS.format(round=1)).to_pylist()
     assert found.fresh.facts(9) == pytest.approx(expected)
     assert found.num_trajectories == 13 and tuple(expected) == FRESH_COLUMNS
+
+
+def test_an_undone_policy_is_as_old_as_the_steps_since_the_checkpoint_it_left(tmp_path):
+    """A resume from step 20 undid policy 25. In step 21 its responses are five steps old, not minus five."""
+    store = new_store(tmp_path)
+    commit_shard(store, make_shard("s0", 0, 3, policy_step=25))
+    assert new_buffer(store).sync(21, attempt=1).fresh.facts(21)["fresh_staleness"] == 5
 
 
 def test_sums_of_parts_are_those_of_the_whole():

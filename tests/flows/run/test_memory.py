@@ -127,6 +127,11 @@ def test_the_largest_pass_is_a_batch_or_the_limit_or_one_long_response():
     assert largest_pass(of_eight, Lengths(20, 15, 8)) == 15 + 2 * (5 + 8 * 8)  # whole prompts for each process
 
 
+def test_options_of_a_run_are_refused_without_one():
+    result = CliRunner().invoke(app, ["plan", "--searchers", "4"])
+    assert (result.exit_code, "--set searchers=4" in result.stderr) == (2, True)
+
+
 def test_what_cannot_fit_is_said_with_the_settings_to_change(monkeypatch):
     monkeypatch.setattr(memory, "this_machine", lambda: CPU)
     plan = plan_of(RunConfig(), SEVEN_B, Lengths(200, 0, 512))
