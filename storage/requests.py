@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from storage.errors import NotFound
+from storage.errors import DamagedRecord, NotFound
 from storage.store import RunStore
 
 STOP = "control/stop.json"
@@ -53,6 +53,14 @@ def wanted_searchers(store: RunStore, configured: int) -> int:
     """
     asked = store.read_json(SEARCHERS, _Wanted, remedy="`tba searchers` replaces it.")
     return asked.wanted if asked else configured
+
+
+def wanted_or_configured(store: RunStore, configured: int) -> int:
+    """As `wanted_searchers`; the configured number if the request cannot be read."""
+    try:
+        return wanted_searchers(store, configured)
+    except DamagedRecord:
+        return configured
 
 
 def ask_to_leave(store: RunStore, searcher: str) -> None:

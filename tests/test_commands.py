@@ -54,7 +54,7 @@ NOT_RUN = {
     START_OF_MACHINES: "tests/hosts/test_trainer_machines.py",
     """prefect deployment run tba/train --param 'config={"run": "mine"}'""": "in a cluster",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
-    "tba train --set train.processes=2 --set train.zero_stage=2": "not proven yet, as it says",
+    "tba train two --set train.processes=2 --set train.zero_stage=2": "two processes of the embedded model: minutes",
     "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",
     ".venv/bin/tensorboard --logdir .tba": "TensorBoard's own; tests/flows/trainer/test_trackers.py reads its files",
 }

@@ -72,7 +72,7 @@ def searchers(
     from flows.config import load_run
     from storage import requests
     from storage.attempts import read_heartbeat
-    from storage.errors import DamagedRecord, StoreError
+    from storage.errors import StoreError
     from storage.status import is_alive
     from storage.summary import is_finished
 
@@ -84,10 +84,7 @@ def searchers(
         recorded = load_run(run_store)
         if recorded.synchronous:
             fail(f"change: run {run!r} is synchronous: one Searcher and the Trainer take turns", status=2)
-        try:
-            before = requests.wanted_searchers(run_store, recorded.searchers)
-        except DamagedRecord:  # this command replaces it
-            before = recorded.searchers
+        before = requests.wanted_or_configured(run_store, recorded.searchers)
         wanted = before + by
         if wanted < (least := min(1, recorded.searchers)):
             why = ", because the last one evaluates the final policy" if least else ""

@@ -15,7 +15,6 @@ from flows.config import RunConfig
 from infra import prefect_server
 from infra.processes import find_processes, stop_processes
 from storage import attempts, leases, policies, requests
-from storage.errors import DamagedRecord
 from storage.store import RunStore, transfer_all
 
 FLOWS = ["tba", "search", "ranks"]
@@ -75,11 +74,7 @@ def _staying(client, config: RunConfig, searchers: list) -> set:
     if prefect_server.is_loopback(str(client.api_url)):
         return staying
     store = RunStore(config.store, config.run)
-    try:
-        num_wanted = requests.wanted_searchers(store, config.searchers)
-    except DamagedRecord:
-        num_wanted = config.searchers
-    wanted = {f"s{number}" for number in range(num_wanted)}
+    wanted = {f"s{number}" for number in range(requests.wanted_or_configured(store, config.searchers))}
     names = {r.id: r.parameters.get("name", "s0") for r in searchers if r.parent_task_run_id}
     elsewhere = [r for r in searchers if names.get(r.id) in wanted and not _processes(r)]
     newest = transfer_all(lambda flow_run: leases.newest(store, names[flow_run.id]), elsewhere)

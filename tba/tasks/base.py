@@ -68,7 +68,7 @@ def stop_tokens(task: Task, tokenizer) -> list[int]:
     Llama 3's and Qwen2's tokenizers have one token for a full stop with the newline after it.
     Raises: ValueError: a stop string is not a single token of this tokenizer.
     """
-    ids, vocabulary = [tokenizer.eos_token_id], tokenizer.get_vocab()
+    ids = [tokenizer.eos_token_id]
     for text in task.stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:
@@ -76,5 +76,5 @@ def stop_tokens(task: Task, tokenizer) -> list[int]:
                 f"task {task.name}: stop {text!r} is {len(tokens)} tokens of this tokenizer, and must be one"
             )
         (end,) = tokenizer.convert_ids_to_tokens(tokens)  # as the vocabulary spells it
-        ids += sorted(token for spelled, token in vocabulary.items() if spelled.endswith(end))
+        ids += sorted(token for spelled, token in tokenizer.get_vocab().items() if spelled.endswith(end))
     return list(dict.fromkeys(ids))

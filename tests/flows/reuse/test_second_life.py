@@ -397,7 +397,7 @@ def test_a_limit_that_nobody_would_ever_meet_is_refused(tmp_path, model, samplin
     config = of_new.model_copy(update={"sampling": of_new.sampling.model_copy(update=sampling)})
     with pytest.raises(ValueError, match=message):
         begin(config)
-    begin(config.model_copy(update={"searchers": 1}))
+    begin(config.model_copy(update={"searchers": 1, "run": "with-a-searcher"}))
 
 
 def test_a_compacted_file_of_a_source_is_read_once(tmp_path, model, monkeypatch):
@@ -431,6 +431,6 @@ def test_a_reward_without_answers_scores_its_own_prompts(tmp_path, model, module
 
 def test_too_few_trajectories_without_searchers_are_refused(tmp_path, model):
     old = new_run(tmp_path, model, "old", num_shards=1, prompts=1)
-    with pytest.raises(ValueError, match=r"the sources have 4 trajectories, but sampling\.min_size is 8"):
+    with pytest.raises(ValueError, match=r"the sources have 4 trajectories, sampling\.min_size is 8"):
         begin(run_config(tmp_path, model, "few", warm_start=[url(old)]))
     begin(run_config(tmp_path, model, "enough", warm_start=[url(old)], searchers=1))
