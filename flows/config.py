@@ -30,7 +30,9 @@ class RunConfig(Settings):
 
     run: str = Field("arithmetic", description="Name of the run, and of its folder in the store.")
     store: StoreUrl = Field(
-        default_factory=default_store, description="Root URL of the store: file:///folder or s3://bucket/prefix."
+        default_factory=default_store,
+        validate_default=True,
+        description="Root URL of the store: file:///folder or s3://bucket/prefix.",
     )
     model: str = Field(
         "smollm2-135m-instruct",

@@ -1,8 +1,8 @@
 """The rules that a trajectory must keep to be trained on, for the Searcher's quality gate and the Trainer's intake.
 
 A rule is about facts: one flat row for each trajectory, computed by Arrow (lengths, counts of bad values). 1,000
-trajectories are checked in milliseconds. The audit checks the same rules by Great Expectations
-(storage/expectations.py), which takes 170 ms for a shard.
+trajectories are checked in milliseconds. The audit (storage/audit.py) checks the same rules by Great Expectations,
+which takes 170 ms for a shard.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from storage.store import RunStore
 from tba.config import TaskSettings
 from tba.memory import UnknownShape, read_shape
 from tba.models import NO_EXPERTS, is_mixture_of_experts, model_folder
-from tba.tasks import TASKS, load_task
+from tba.tasks import READ_BY, TASKS, load_task
 from tba.tasks.base import stop_tokens
 
 
@@ -36,6 +36,11 @@ def check_inputs(config: RunConfig) -> list[str]:
             f"train.lora_rank is {config.train.lora_rank}, but peft is not installed: "
             "pip install peft, or leave the setting out"
         )
+    if config.search.near_duplicate_distance and find_spec("rapidfuzz") is None:
+        raise ValueError(
+            f"search.near_duplicate_distance is {config.search.near_duplicate_distance}, but rapidfuzz is not "
+            "installed: pip install rapidfuzz, or leave the setting out"
+        )
     folder = model_folder(config.model)
     if config.train.lora_rank and is_mixture_of_experts(folder):
         raise ValueError(NO_EXPERTS)
@@ -57,21 +62,10 @@ def check_inputs(config: RunConfig) -> list[str]:
     return warnings
 
 
-# Settings of one kind of task.
-OF_TASKS = {
-    "data": ("arithmetic", "dataset", "gsm8k", "math", "tldr"),  # arithmetic refuses it with a better reason
-    "generator": ("reasoning_gym",),
-    "reward_model": ("tldr",),
-    "gold_reward_model": ("tldr",),
-    "victim": ("redteam",),
-    "classifier": ("redteam",),
-}
-
-
 def check_effects(config: RunConfig) -> None:
     """Raises: ValueError: a setting would have no effect."""
     name, usual = config.task.name, TaskSettings()
-    for setting, tasks in OF_TASKS.items():
+    for setting, tasks in READ_BY.items():
         value = getattr(config.task, setting)
         if name in TASKS and name not in tasks and value != getattr(usual, setting):
             raise ValueError(
@@ -79,27 +73,22 @@ def check_effects(config: RunConfig) -> None:
                 f"{', '.join(tasks)}"
             )
     train, sampling = config.train, config.sampling
-    idle = {
-        "sampling.uniform_fraction": sampling.reward_temperature is None and sampling.uniform_fraction,
-        "train.reward_tempering_steps": train.reward_tempering == 1 and train.reward_tempering_steps,
-        "train.fluency_steps": train.fluency_temperature == 1 and train.fluency_steps,
-    }
-    needs = ("sampling.reward_temperature", "train.reward_tempering", "train.fluency_temperature")
-    for (setting, value), needed in zip(idle.items(), needs, strict=True):
-        if value:
+    for setting, value, needed, is_set in (
+        ("sampling.uniform_fraction", sampling.uniform_fraction, "sampling.reward_temperature",
+         sampling.reward_temperature is not None),
+        ("train.reward_tempering_steps", train.reward_tempering_steps, "train.reward_tempering",
+         train.reward_tempering != 1),
+        ("train.fluency_steps", train.fluency_steps, "train.fluency_temperature", train.fluency_temperature != 1),
+    ):  # fmt: skip
+        if value and not is_set:
             raise ValueError(f"{setting} is {value}, but has no effect without {needed}: set both, or leave it out")
 
 
 def check_rounds(config: RunConfig, num_problems: int) -> None:
-    """Raises: ValueError: a Searcher cannot sample a round, or a synchronous Trainer cannot begin with one."""
-    distance = config.search.near_duplicate_distance
-    if distance and find_spec("rapidfuzz") is None:
-        raise ValueError(
-            f"search.near_duplicate_distance is {distance}, but rapidfuzz is not installed: pip install rapidfuzz, or "
-            "leave the setting out"
-        )
+    """Raises: ValueError: the Trainer of a synchronous run could not begin with one round."""
     if not config.synchronous:
         return
+    distance = config.search.near_duplicate_distance
     prompts = min(config.search.prompts_per_round, num_problems)
     # of a prompt's responses at least one is no near-duplicate
     fresh = prompts * (1 if distance else config.search.samples_per_prompt)

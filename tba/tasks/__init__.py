@@ -12,6 +12,15 @@ if TYPE_CHECKING:
 __all__ = ["Problem", "Task", "load_task"]
 
 TASKS = ("arithmetic", "dataset", "gsm8k", "math", "reasoning_gym", "redteam", "tldr")
+# Settings that only some tasks read (`_task`). arithmetic refuses `data` itself, and says why.
+READ_BY = {
+    "data": ("arithmetic", "dataset", "gsm8k", "math", "tldr"),
+    "generator": ("reasoning_gym",),
+    "reward_model": ("tldr",),
+    "gold_reward_model": ("tldr",),
+    "victim": ("redteam",),
+    "classifier": ("redteam",),
+}
 
 
 def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "RewardedTask":

@@ -47,7 +47,6 @@ class SequenceClassifier:
         for start in range(0, len(texts), TEXTS_PER_PASS):
             batch = tokenizer(
                 list(texts[start : start + TEXTS_PER_PASS]), return_tensors="pt", padding=True, truncation=True,
-                max_length=most_tokens(model.config),
             )  # fmt: skip
             with torch.inference_mode():
                 parts.append(model(**batch.to(model.device)).logits.float().cpu())
@@ -84,16 +83,26 @@ class SequenceClassifier:
         )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.model_max_length = most_tokens(model)
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the score is read before the padding
         return tokenizer, model.eval().to(default_device())
 
 
-def most_tokens(config) -> int:
-    """Tokens of a text that a classifier takes: `MAX_TOKENS`, or as many as its table of positions has."""
-    places = getattr(config.get_text_config(), "max_position_embeddings", None) or MAX_TOKENS
-    if config.model_type in ("camembert", "longformer", "roberta", "xlm-roberta", "xlm-roberta-xl"):
-        places -= config.pad_token_id + 1  # their first position comes after that of the padding token
-    return min(MAX_TOKENS, places)
+def most_tokens(model) -> int:
+    """Tokens of a text that a classifier takes: `MAX_TOKENS`, or as many as its table of positions has.
+
+    RoBERTa's table and those like it begin after the row of the padding token.
+    """
+    from torch import nn
+
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    rows = [
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        for table in tables
+        if isinstance(table, nn.Embedding)
+    ]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or MAX_TOKENS
+    return min(MAX_TOKENS, limit, *rows)
 
 
 class WordList:

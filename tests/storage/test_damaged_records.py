@@ -140,7 +140,7 @@ def test_a_damaged_pointer_is_replaced_by_the_next_policy(run, tmp_path, damage)
     assert policies.best_policy(run).path == newest.path
 
 
-def test_a_run_without_its_damaged_best_json_is_summarised(run, tmp_path):
+def test_a_damaged_best_json_is_deleted_as_its_message_says(run):
     run.put(policies.BEST, b"")
     with pytest.raises(DamagedRecord, match=r"best\.json.*Delete it: the next better policy is named there"):
         policies.best_policy(run)

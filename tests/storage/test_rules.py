@@ -10,7 +10,7 @@ import math
 import pyarrow as pa
 import pytest
 
-from storage.expectations import expectations, told
+from storage.audit import expectations, told
 from storage.rules import Limits, broken_in_each, facts_of, validate_shard
 from storage.schema import TRAJECTORY, to_table
 from tests.storage.helpers import make_shard

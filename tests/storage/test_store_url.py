@@ -40,8 +40,10 @@ def test_what_a_store_is(url, root):
         ("file:///a%20b", "file:///a%20b"),
     ],
 )
-def test_a_store_has_one_spelling(url, same):
+def test_a_store_has_one_spelling(url, same, monkeypatch):
     assert one_spelling(url) == same == RunConfig(run="run", store=url).store
+    monkeypatch.setenv("TBA_STORE", url)
+    assert RunConfig(run="run").store == same
 
 
 @pytest.mark.parametrize(

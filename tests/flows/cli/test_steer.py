@@ -265,7 +265,7 @@ def test_an_evaluation_may_take_hours(store, monkeypatch):
     assert said == [("policy step %s is still being evaluated", 80)] * 9
 
 
-def test_a_run_ends_with_its_summary_though_the_server_is_away(monkeypatch):
+def test_a_server_that_is_away_at_the_end_is_a_warning(monkeypatch):
     said = []
     monkeypatch.setattr(train, "get_run_logger", lambda: SimpleNamespace(warning=lambda *words: said.append(words)))
 

@@ -15,7 +15,7 @@ import threading
 import time
 
 import pytest
-from transformers import BertConfig, RobertaConfig
+from transformers import AutoModelForSequenceClassification, BertConfig, MPNetConfig, RobertaConfig
 
 from tba.config import TaskSettings
 from tba.tasks import load_task
@@ -205,8 +205,19 @@ def test_a_text_is_cut_to_the_classifiers_places(classifier_folder):
     model = SequenceClassifier(classifier_folder(1), "task.reward_model")  # of 32 places
     long, end = model.rewards(["good " * 90 + "bad " * 32, "bad " * 32])
     assert long == pytest.approx(end, abs=1e-5)
-    assert most_tokens(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
-    assert most_tokens(BertConfig(max_position_embeddings=512)) == 512
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    for config in (
+        RobertaConfig(max_position_embeddings=514, pad_token_id=1, **small),
+        MPNetConfig(max_position_embeddings=514, **small),
+        BertConfig(max_position_embeddings=512, pad_token_id=0, **small),
+    ):
+        assert most_tokens(AutoModelForSequenceClassification.from_config(config)) == 512
 
 
 def test_probabilities_are_of_the_toxic_label(classifier_folder):

@@ -1,36 +1,28 @@
-"""Stored trajectories used again: scored by another reward, and as the beginning of another run. No engine runs.
+"""Stored trajectories as the beginning of another run. Run: pytest tests/flows/reuse/test_warm_start.py
 
-- Rescoring writes one file a shard and touches no shard; a second time it scores only what came since.
-- Interrupted, it goes on. A version belongs to one reward. NaN, a wrong count, an unknown function: refused, by name.
 - 10,000 trajectories are rescored and trained on with the new version by a run without Searchers, resumed or not.
 - A run begins with runs and files of demonstrations; what a file lacks is computed; held-out problems stay out.
-- Torn shards of a run, and those that it refused, are left out of both; torn rewards, and shards that break a rule, of
-  the beginning.
+- Torn shards of a run, those that it refused, torn rewards, and shards that break a rule are left out.
 - A copy that was interrupted goes on, also from a source that grew, and counts nothing twice.
-- What cannot be a source is refused by name; so are too few trajectories where nobody adds to them.
-
-python -m pytest tests/flows/reuse/test_second_life.py
+- A compacted file of a source is read once.
+- What cannot be a source is refused by name; so are too few trajectories, and limits that nobody would ever meet.
 """
 
 import json
 import os
-import sys
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prefect.logging import disable_run_logger
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from flows.config import RunConfig
 from flows.reuse import warm_start
 from flows.reuse.rescore import rescore
-from flows.run.preflight import check_inputs
 from flows.trainer.__main__ import learn
 from storage import reward_versions, shards
 from storage.errors import NotFound
@@ -40,168 +32,10 @@ from storage.shard_files import read_file
 from storage.store import RunStore
 from storage.summary import summarise
 from storage.upkeep import compact, delete_superseded
-from tba.config import TaskSettings
 from tba.logprobs import Group, load_policy, response_logprobs
-from tba.tasks import load_task
 from tba.tasks.rows import digest
-from tests.character_model import save_character_model
+from tests.flows.reuse.runs import TASK, K, begin, commit, new_run, rows_of, run_config, silent, url
 from tests.storage.helpers import make_shard
-
-K = 4
-TASK = load_task(TaskSettings(), seed=0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_character_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Rewards of one's own, in a module beside where one works."""
-    (tmp_path / "own_rewards.py").write_text(
-        "def brief(prompts, completions, prompt_id, answer, **columns):\n"
-        "    assert len(prompts) == len(completions) == len(prompt_id) == len(answer)\n"
-        "    return [float(answer[i] or 0) - len(text) for i, text in enumerate(completions)]\n"
-        "def nan(prompts, completions, **columns):\n    return [float('nan')] * len(prompts)\n"
-        "def few(prompts, completions, **columns):\n    return [1.0]\n"
-        "def broken(prompts, completions, **columns):\n    return prompts['a']\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("own_rewards", None)
-    return "own_rewards"
-
-
-def run_config(tmp_path: Path, model: Path, run: str, **changes) -> RunConfig:
-    small = {
-        "run": run,
-        "store": (tmp_path / "store").as_uri(),
-        "model": str(model),
-        "searchers": 0,
-        "sampling": {"prompts_per_batch": 4, "responses_per_prompt": K, "min_size": 8},
-        "train": {"steps": 2, "checkpoint_interval": 1},
-    }
-    return RunConfig.model_validate(small | changes)
-
-
-def new_run(tmp_path: Path, model: Path, run: str, num_shards: int = 2, prompts: int = 2, **changes) -> RunStore:
-    """A run with shards of K responses to some problems of the task each; all rewards are 1."""
-    config = run_config(tmp_path, model, run, **changes)
-    store = RunStore(config.store, run)
-    store.create_run(config.recorded())
-    for number in range(num_shards):
-        commit(store, model, number, TASK.train[number * prompts : (number + 1) * prompts])
-    return store
-
-
-def commit(store: RunStore, model: Path, number: int, problems: list) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = make_shard("s0", number, K * len(problems), reward=1.0, policy_step=30 + number).to_pylist()
-    for index, row in enumerate(rows):
-        problem = problems[index // K]
-        text = f" {index % K}\n"
-        row |= {"prompt_id": problem.prompt_id, "prompt": problem.prompt, "response": text}
-        row |= {"prompt_tokens": tokenizer.encode(problem.prompt), "response_tokens": tokenizer.encode(text)}
-        row |= {name: [-1.0] * 3 for name in ("behavior_logprobs", "reference_logprobs")}
-    shards.commit_shard(store, to_table(rows, TRAJECTORY))
-
-
-def begin(config: RunConfig) -> RunStore:
-    """What the flow does before training."""
-    store = RunStore(config.store, config.run)
-    check_inputs(config)
-    store.create_run(config.recorded())
-    with disable_run_logger():
-        warm_start.take_over(store, config)
-    return store
-
-
-def url(store: RunStore) -> str:
-    return f"{store.url}/{store.run}"
-
-
-def files(store: RunStore, folder: str) -> dict[str, bytes]:
-    return {path: store.get(path) for path in store.list(folder)}
-
-
-def rows_of(store: RunStore, statement: str) -> list[tuple]:
-    return [tuple(row.values()) for row in query(store, statement).to_pylist()]
-
-
-def silent(message: str) -> None:
-    pass
-
-
-# --- rescoring --------------------------------------------------------------------------------------------------------
-
-
-def test_rescoring_adds_a_file_a_shard_and_touches_none(tmp_path, model, module):
-    store = new_run(tmp_path, model, "scored")
-    before = files(store, "trajectories")
-    assert rescore(store, f"{module}:brief", None, silent) == ("brief", 16)
-    assert files(store, "trajectories") == before
-    assert store.list("rewards/brief") == [
-        "rewards/brief/searcher=s0/round=00000000.parquet",
-        "rewards/brief/searcher=s0/round=00000001.parquet",
-        "rewards/brief/version.json",
-    ]
-    answer = int(TASK.train[0].answer)  # every response is three characters
-    first = rows_of(store, "SELECT reward_version, reward FROM rewards ORDER BY trajectory_id LIMIT 1")
-    assert first == [("brief", answer - 3)]
-    joined = "SELECT count(*) FROM rewards JOIN trajectories USING (trajectory_id) WHERE rewards.reward <> 1"
-    assert rows_of(store, joined) == [(16,)]
-
-
-def test_rescoring_again_scores_what_is_missing(tmp_path, model, module):
-    store = new_run(tmp_path, model, "growing")
-    rescore(store, f"{module}:brief", "v2", silent)
-    store.delete("rewards/v2/searcher=s0/round=00000001.parquet")  # as if it had been interrupted before
-    commit(store, model, 2, TASK.train[:3])
-    before = files(store, "rewards")
-    assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 8 + 12)
-    assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 0)
-    assert files(store, "rewards").items() >= before.items()
-
-
-def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model):
-    store = new_run(tmp_path, model, "own")
-    assert rescore(store, "task", None, silent) == (TASK.version, 16)
-    assert rows_of(store, "SELECT DISTINCT reward FROM rewards") == [(0.0,)]  # no sum of two-digit numbers is 0 to 3
-    foreign = make_shard("s1", 0, 1, prompt="who are you?", prompt_id="foreign")
-    shards.commit_shard(store, foreign)
-    with pytest.raises(ValueError, match="task arithmetic has no prompt 'foreign'"):
-        rescore(store, "task", None, silent)
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ("nan", "got nan .* a reward is a finite number"),
-        ("few", "1 rewards for 8 responses"),
-        ("broken", "failed \\(TypeError"),
-        ("nothing", "has no function 'nothing'; it has brief, nan, few, broken"),
-    ],
-)
-def test_a_reward_that_cannot_be_used_is_refused_by_name(tmp_path, model, module, reward, message):
-    store = new_run(tmp_path, model, "refusing")
-    with pytest.raises(ValueError, match=f"reward {module}:{reward}.*{message}"):
-        rescore(store, f"{module}:{reward}", None, silent)
-    assert not [path for path in store.list("rewards") if path.endswith(".parquet")]
-
-
-def test_a_version_belongs_to_one_reward(tmp_path, model, module):
-    store = new_run(tmp_path, model, "versions")
-    rescore(store, f"{module}:brief", "v2", silent)
-    with pytest.raises(ValueError, match=r"'v2' of run versions was scored by own_rewards:brief; arithmetic"):
-        rescore(store, "task", "v2", silent)
-    for reward, message in [("nowhere:f", "cannot import nowhere"), ("nowhere", "write module:function")]:
-        with pytest.raises(ValueError, match=message):
-            rescore(store, reward, None, silent)
-    with pytest.raises(ValueError, match=r"reward version: got '\.\./v3'"):
-        rescore(store, f"{module}:brief", "../v3", silent)
-
-
-# --- warm start -------------------------------------------------------------------------------------------------------
 
 
 def test_ten_thousand_rescored_trajectories_are_trained_on_without_an_engine(tmp_path, model, module):
@@ -414,19 +248,6 @@ def test_a_compacted_file_of_a_source_is_read_once(tmp_path, model, monkeypatch)
     new = begin(run_config(tmp_path, model, "new", warm_start=[url(old)]))
     assert reads == {"compacted": 1, "searcher=s0": 2}
     assert rows_of(new, "SELECT count(*) FROM trajectories") == [(6 * K,)]
-
-
-def test_a_reward_without_answers_scores_its_own_prompts(tmp_path, model, module):
-    file = tmp_path / "names.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"Name {n}:"}) + "\n" for n in range(64)))
-    task = {"name": "dataset", "data": str(file), "rewards": [f"{module}:brief"]}
-    config = run_config(tmp_path, model, "own-task", task=task)
-    store = RunStore(config.store, config.run)
-    store.create_run(config.recorded())
-    problem = load_task(config.task, seed=config.seed).train[0]
-    commit(store, model, 0, [problem])
-    _, number = rescore(store, "task", None, silent)
-    assert number == rows_of(store, "SELECT count(*) FROM rewards")[0][0] > 0
 
 
 def test_too_few_trajectories_without_searchers_are_refused(tmp_path, model):

@@ -1,0 +1,96 @@
+"""Stored trajectories scored by another reward. Run: pytest tests/flows/reuse/test_rescore.py
+
+- Rescoring writes one file a shard and touches no shard; a second time it scores only what came since.
+- A version belongs to one reward. NaN, a wrong count, an unknown function: refused, by name.
+- The run's own reward scores the run's own prompts, also those without an answer, and no others.
+"""
+
+import json
+
+import pytest
+
+from flows.reuse.rescore import rescore
+from storage import shards
+from storage.store import RunStore
+from tba.tasks import load_task
+from tests.flows.reuse.runs import TASK, commit, files, new_run, rows_of, run_config, silent
+from tests.storage.helpers import make_shard
+
+
+def test_rescoring_adds_a_file_a_shard_and_touches_none(tmp_path, model, module):
+    store = new_run(tmp_path, model, "scored")
+    before = files(store, "trajectories")
+    assert rescore(store, f"{module}:brief", None, silent) == ("brief", 16)
+    assert files(store, "trajectories") == before
+    assert store.list("rewards/brief") == [
+        "rewards/brief/searcher=s0/round=00000000.parquet",
+        "rewards/brief/searcher=s0/round=00000001.parquet",
+        "rewards/brief/version.json",
+    ]
+    answer = int(TASK.train[0].answer)  # every response is three characters
+    first = rows_of(store, "SELECT reward_version, reward FROM rewards ORDER BY trajectory_id LIMIT 1")
+    assert first == [("brief", answer - 3)]
+    joined = "SELECT count(*) FROM rewards JOIN trajectories USING (trajectory_id) WHERE rewards.reward <> 1"
+    assert rows_of(store, joined) == [(16,)]
+
+
+def test_rescoring_again_scores_what_is_missing(tmp_path, model, module):
+    store = new_run(tmp_path, model, "growing")
+    rescore(store, f"{module}:brief", "v2", silent)
+    store.delete("rewards/v2/searcher=s0/round=00000001.parquet")  # as if it had been interrupted before
+    commit(store, model, 2, TASK.train[:3])
+    before = files(store, "rewards")
+    assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 8 + 12)
+    assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 0)
+    assert files(store, "rewards").items() >= before.items()
+
+
+def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model):
+    store = new_run(tmp_path, model, "own")
+    assert rescore(store, "task", None, silent) == (TASK.version, 16)
+    assert rows_of(store, "SELECT DISTINCT reward FROM rewards") == [(0.0,)]  # no sum of two-digit numbers is 0 to 3
+    foreign = make_shard("s1", 0, 1, prompt="who are you?", prompt_id="foreign")
+    shards.commit_shard(store, foreign)
+    with pytest.raises(ValueError, match="task arithmetic has no prompt 'foreign'"):
+        rescore(store, "task", None, silent)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("nan", "got nan .* a reward is a finite number"),
+        ("few", "1 rewards for 8 responses"),
+        ("broken", "failed \\(TypeError"),
+        ("nothing", "has no function 'nothing'; it has brief, nan, few, broken"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused_by_name(tmp_path, model, module, reward, message):
+    store = new_run(tmp_path, model, "refusing")
+    with pytest.raises(ValueError, match=f"reward {module}:{reward}.*{message}"):
+        rescore(store, f"{module}:{reward}", None, silent)
+    assert not [path for path in store.list("rewards") if path.endswith(".parquet")]
+
+
+def test_a_version_belongs_to_one_reward(tmp_path, model, module):
+    store = new_run(tmp_path, model, "versions")
+    rescore(store, f"{module}:brief", "v2", silent)
+    with pytest.raises(ValueError, match=r"'v2' of run versions was scored by own_rewards:brief; arithmetic"):
+        rescore(store, "task", "v2", silent)
+    for reward, message in [("nowhere:f", "cannot import nowhere"), ("nowhere", "write module:function")]:
+        with pytest.raises(ValueError, match=message):
+            rescore(store, reward, None, silent)
+    with pytest.raises(ValueError, match=r"reward version: got '\.\./v3'"):
+        rescore(store, f"{module}:brief", "../v3", silent)
+
+
+def test_a_reward_without_answers_scores_its_own_prompts(tmp_path, model, module):
+    file = tmp_path / "names.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Name {n}:"}) + "\n" for n in range(64)))
+    task = {"name": "dataset", "data": str(file), "rewards": [f"{module}:brief"]}
+    config = run_config(tmp_path, model, "own-task", task=task)
+    store = RunStore(config.store, config.run)
+    store.create_run(config.recorded())
+    problem = load_task(config.task, seed=config.seed).train[0]
+    commit(store, model, 0, [problem])
+    _, number = rescore(store, "task", None, silent)
+    assert number == rows_of(store, "SELECT count(*) FROM rewards")[0][0] > 0
