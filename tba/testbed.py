@@ -37,6 +37,7 @@ NUM_SUMS, NUM_TRAIN = 10_000, 7_000
 # Shares of the correct answer, and of answers that forget the carry to the tens, to the hundreds, and both.
 ANSWER_SHARES = (0.3, 0.17, 0.17, 0.36)
 ENOUGH = 0.4  # greedy accuracy at which pretraining stops: much is left to learn, and enough answers are correct
+LOG_Z_RATE = 100  # step size of a learned log Z, as a multiple of the policy's: 0.1 beside 0.001 is usual
 PRETRAINING_STEPS, PRETRAINING_RATE, SUMS_PER_STEP, STEPS_PER_TEST = 1200, 3e-3, 128, 10
 
 
@@ -71,11 +72,32 @@ class Policy(nn.Module):
 
     def forward(self, x: Tensor, start: int = 0, past: list | None = None):
         """Tokens [N, L] from place `start` on, to logits [N, L, V] and each layer's keys and values."""
+        hidden, new = self.hidden(x, start, past)
+        return self.head(hidden), new
+
+    def hidden(self, x: Tensor, start: int = 0, past: list | None = None):
+        """As `forward`, but the states [N, L, D] that the output layer gets."""
         hidden, new = self.token(x) + self.place.weight[start : start + x.shape[1]], []
         for number, block in enumerate(self.blocks):
             hidden, kept = block(hidden, past[number] if past else None)
             new.append(kept)
-        return self.head(self.norm(hidden)), new
+        return self.norm(hidden), new
+
+
+class LogPartition(nn.Module):
+    """log Z of a prompt, learned (arXiv 2201.13259): linear in the state at its end, to which no gradient goes."""
+
+    def __init__(self, first_guess: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.constant_(self.linear.bias, first_guess)
+
+    def forward(self, policy: Policy, prompts: Tensor) -> Tensor:
+        """[B, P] to [B] nats."""
+        with torch.no_grad():
+            states, _ = policy.hidden(prompts)
+        return self.linear(states[:, -1]).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -248,6 +270,14 @@ def newest(policy: Policy, step: int, generator: torch.Generator) -> Samples:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What a run of the testbed has beside a run's settings."""
+
+    reward: str = "exact"  # of REWARDS; the experience's
+    learned_log_z: bool = False  # in place of the estimate from K responses
+
+
+@dataclass(frozen=True)
 class Trained:
     """The result of a run."""
 
@@ -259,33 +289,44 @@ class Trained:
 
 
 def train(
-    first: Policy, settings: TrainSettings, lag: int, seed: int, experience: Experience = newest, reward: str = "exact"
+    first: Policy,
+    settings: TrainSettings,
+    lag: int,
+    seed: int,
+    experience: Experience = newest,
+    variant: Variant = Variant(),
 ) -> Trained:
-    """One run of `settings.steps` steps with responses of the policy `lag` steps before. reward: the experience's."""
+    """One run of `settings.steps` steps with responses of the policy `lag` steps before."""
     generator = torch.Generator().manual_seed(seed)
     policy, reference, behavior = (copy.deepcopy(first) for _ in range(3))
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    log_z = LogPartition(ENOUGH / settings.beta) if variant.learned_log_z else None
+    optimizer = _optimizer(policy, log_z, settings)
     earlier, curve = [_weights(policy)], []  # of the last lag + 1 policies, the oldest first
     for step in range(1, settings.steps + 1):
         with torch.no_grad():
             torch._foreach_copy_(list(behavior.parameters()), earlier[0])
-        terms = _terms(policy, reference, experience(behavior, step, generator))
-        beta = schedule.beta(settings, step)
-        optimizer.param_groups[0]["lr"] = schedule.learning_rate(settings, step)
+        samples = experience(behavior, step, generator)
+        terms, beta = _terms(policy, reference, samples), schedule.beta(settings, step)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.learning_rate(settings, step) * group["times"]
         optimizer.zero_grad()
-        _loss(terms, settings, beta).backward()
+        _loss(terms, settings, beta, log_z and log_z(policy, sums().prompts[samples.numbers])).backward()
         nn.utils.clip_grad_norm_(policy.parameters(), settings.gradient_clip)
         optimizer.step()
         if settings.reference_reset_interval and step % settings.reference_reset_interval == 0:
             reference = copy.deepcopy(policy)
         earlier = [*earlier, _weights(policy)][-lag - 1 :]
         curve.append(terms.reward.mean().item())
-    return Trained(accuracy(policy, reward=reward), *_num_distinct(policy, reward), curve)
+    return Trained(accuracy(policy, reward=variant.reward), *_num_distinct(policy, variant.reward), curve)
+
+
+def _optimizer(policy: Policy, log_z: LogPartition | None, settings: TrainSettings) -> torch.optim.Optimizer:
+    """Each group's `times` is its step size as a multiple of the policy's."""
+    groups = [{"params": policy.parameters(), "times": 1}]
+    if log_z is not None:
+        groups.append({"params": log_z.parameters(), "times": LOG_Z_RATE, "weight_decay": 0.0})
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, weight_decay=settings.weight_decay, fused=True)
 
 
 def _num_distinct(policy: Policy, reward: str, num_prompts: int = 512) -> tuple[float, float]:
@@ -330,11 +371,21 @@ def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
     return place, slot
 
 
-def _loss(terms: baselines.Terms, settings: TrainSettings, beta: float) -> Tensor:
+def _loss(terms: baselines.Terms, settings: TrainSettings, beta: float, log_z: Tensor | None) -> Tensor:
+    """log_z: [B] nats, learned, with gradient; None: estimated from the K responses."""
     if settings.objective in baselines.LOSSES:
         return baselines.LOSSES[settings.objective](terms, beta)
     policy, behavior, reference = (logprobs.sum(-1) for logprobs in (terms.policy, terms.behavior, terms.reference))
+    if log_z is not None:
+        return _learned_loss(policy, behavior, log_z.unsqueeze(1) - reference - terms.reward / beta, settings, beta)
     weight = None
     if settings.residual_weight == "tapered":
         weight = taper(residual(policy, reference, terms.reward, beta), policy, behavior)
     return trajectory_balance_loss(policy, reference, terms.reward, beta, weight)
+
+
+def _learned_loss(policy: Tensor, behavior: Tensor, rest: Tensor, settings: TrainSettings, beta: float) -> Tensor:
+    """trajectory_balance_loss with a log Z that is learned. rest: the residuals without `policy`, [B, K] nats."""
+    error = policy + rest
+    weight = taper(error, policy, behavior) if settings.residual_weight == "tapered" else torch.ones_like(error)
+    return beta / 2 * (weight * error.square()).mean()

@@ -143,10 +143,10 @@ def _run_on_testbed(arm: Arm, seed: int, first_policy: Path) -> dict:
 
     torch.set_num_threads(1)
     first, configuration = testbed.first_policy(first_policy), Configuration(**arm.settings)
-    reward = configuration.reward
-    trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed), reward)
+    variant = testbed.Variant(configuration.reward, configuration.learned_log_z)
+    trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed), variant)
     return {
-        "accuracy_before": testbed.accuracy(first, reward=reward),
+        "accuracy_before": testbed.accuracy(first, reward=configuration.reward),
         "accuracy_after": trained.accuracy,
         "num_distinct": trained.num_distinct,
         "num_distinct_right": trained.num_distinct_right,

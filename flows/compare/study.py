@@ -53,7 +53,7 @@ class Arm:
 
 
 class Configuration(Settings):
-    """An arm's settings: those of a run that the testbed has, and three of the testbed's own."""
+    """An arm's settings: those of a run that the testbed has, and four of the testbed's own."""
 
     train: TrainSettings
     search: SearchSettings = SearchSettings()
@@ -63,6 +63,9 @@ class Configuration(Settings):
     replay_by_distance: bool = Field(
         False,
         description="Whether a stored response's weight is multiplied by its mean distance to the prompt's others.",
+    )
+    learned_log_z: bool = Field(
+        False, description="Whether Trajectory Balance learns log Z; if not, it is estimated from the K responses."
     )
     searchers: int = Field(1, ge=1, description="Number of rounds that come in at each step.")
     reward: Literal["exact", "dense", "sparse"] = Field(

@@ -4,6 +4,7 @@
 - Sampled and scored log-probabilities are the same numbers; a response ends with its first newline.
 - The sparse reward is for nine numbers, which the first policy seldom gives.
 - A run depends on its seed alone. Its lag is what was asked: with lag n the first n + 1 steps see the first policy.
+- A learned log Z follows the estimate, and the policy learns with it.
 - On samples sixteen steps old the tapered loss keeps the right answers that the policy had and adds to them; the plain
   loss, and a taper of what is to become likelier, lose them.
 
@@ -11,6 +12,7 @@ python -m pytest tests/tba/test_testbed.py
 """
 
 import itertools
+import statistics
 
 import pytest
 import torch
@@ -100,6 +102,23 @@ def test_the_lag_is_what_was_asked(first, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", raised)
     testbed.train(first, settings(steps=6, learning_rate=1e-9), 2, 0)
     assert seen[:6] == [0, 0, 0, 1, 2, 3]  # steps 1 to 6: the policies of steps 0, 0, 0, 1, 2, 3
+
+
+def test_a_learned_log_z_follows_the_estimate_and_the_policy_learns_with_it(first, monkeypatch):
+    errors = []  # of log Z in each step, mean over prompts
+    learned_loss = testbed._learned_loss
+
+    def watched(policy, behavior, rest, *arguments):
+        errors.append((policy + rest).detach().mean().item())  # the residuals' mean is log Z less its estimate
+        return learned_loss(policy, behavior, rest, *arguments)
+
+    monkeypatch.setattr(testbed, "_learned_loss", watched)
+    monkeypatch.setattr(testbed, "ENOUGH", -0.4)  # a first guess that is 16 nats off
+    gentle, before = settings(learning_rate=1e-3, steps=160), testbed.accuracy(first)
+    learned = testbed.train(first, gentle, 4, 0, variant=testbed.Variant(learned_log_z=True))
+    assert learned.accuracy > before + 0.1
+    assert errors[0] < -15.0  # nats
+    assert abs(statistics.fmean(errors[-20:])) < 6.0
 
 
 def turned_taper(error, policy_logprob, behavior_logprob):
