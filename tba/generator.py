@@ -26,7 +26,8 @@ class Generator:
         self._is_stepping = False  # a step is due
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
-        """Serves the policy in `folder` from now on. Batches in flight go on with it.
+        """Serves the policy in `folder` from now on. Batches in flight go on with it, or with
+        the adapters that they began with.
 
         If that fails, the engine may hold a part of the weights, so these batches are cancelled. Raises: its error.
         """

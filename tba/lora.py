@@ -1,18 +1,41 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: trained in place of the weights, published merged into them.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: trained in place of the weights.
 
-The matrices under them do not change. Those of a bfloat16 model stay in bfloat16, which is half of the memory.
+The matrices under them do not change. Those of a bfloat16 model stay in bfloat16, which is half of the memory. So a
+policy is published as its adapters alone, in peft's format; the final one with the adapters merged into the weights.
+
+Dimensions: r the adapters' rank, I inputs and O outputs of a layer. It adds scaling * B A to its matrix [O, I], with A
+[r, I] and B [O, r].
 """
 
-from collections.abc import Callable, Iterator
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tba.memory import UnknownShape, read_shape
-from tba.models import NO_EXPERTS
+from tba.model_files import ADAPTER_CONFIG, NO_EXPERTS, tensors_of, weight_files
+from tba.precision import to_bfloat16
+from tba.weights import fingerprint
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
+
+WEIGHTS = "adapter_model.safetensors"  # of a folder with adapters, as peft names it
+PREFIX = "base_model.model."  # of the tensors' names in that file
+# Of peft's settings, those that change what a tensor of the file means. Adapters with one of them are refused.
+NOT_PLAIN = (
+    "use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern",
+    "alpha_pattern", "layer_replication", "modules_to_save", "alora_invocation_tokens",
+)  # fmt: skip
+BASE = "base"  # the key, in the file's metadata, of the fingerprint of the model under the adapters
+SCALING = 2  # lora_alpha = 2 x rank is the usual choice: the learning rate then need not follow the rank
 
 
 def dtype_of_weights(folder: str | Path) -> torch.dtype:
@@ -23,7 +46,7 @@ def dtype_of_weights(folder: str | Path) -> torch.dtype:
     return torch.float32
 
 
-def add(model: PreTrainedModel, rank: int, seed: int) -> None:
+def add(model: "PreTrainedModel", rank: int, seed: int) -> None:
     """Adds adapters to all linear layers except the head, in place, and freezes all other weights.
 
     Of a bfloat16 model everything but the matrices of linear layers under adapters becomes float32.
@@ -37,8 +60,7 @@ def add(model: PreTrainedModel, rank: int, seed: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise RuntimeError("train.lora_rank needs peft: pip install peft, or leave the setting out") from error
-    # lora_alpha = 2 x rank is the usual choice: the learning rate then need not follow the rank.
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=SCALING * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
@@ -54,7 +76,7 @@ def add(model: PreTrainedModel, rank: int, seed: int) -> None:
 
 @torch.no_grad()
 def merged(
-    model: PreTrainedModel, gathered: Callable[[list[Tensor]], AbstractContextManager] = nullcontext
+    model: "PreTrainedModel", gathered: Callable[[list[Tensor]], AbstractContextManager] = nullcontext
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of the model, with each adapter added to its layer's weight.
 
@@ -72,3 +94,102 @@ def merged(
         else:
             with gathered([tensor]):
                 yield (f"{layer}.{kind}" if layer else name), tensor
+
+
+def travel_alone(model: "PreTrainedModel", folder: str | Path) -> bool:
+    """Whether a policy can be its adapters alone, and the model in `folder` be under them.
+
+    Its matrices must be there by the same names, and in bfloat16, because engines round others in another way than the
+    Trainer does. GPT-2's Conv1D has [I, O].
+    """
+    adapted = {name: layer.base_layer for name, layer in model.named_modules() if hasattr(layer, "base_layer")}
+    if not adapted or any(type(layer) is not nn.Linear for layer in adapted.values()):
+        return False
+    types = {name: tensor["dtype"] for name, tensor in tensors_of(Path(folder)).items()}
+    return all(types.get(f"{name}.weight") == "BF16" for name in adapted)
+
+
+def adapters(
+    model: "PreTrainedModel", gathered: Callable[[list[Tensor]], AbstractContextManager] = nullcontext
+) -> Iterator[tuple[str, Tensor]]:
+    """Names, as in peft's files, and float32 tensors of the adapters. gathered: as of `merged`."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            with gathered([parameter]):
+                yield PREFIX + name.replace(".default.", "."), parameter
+
+
+def are_adapters(weights: Mapping[str, Tensor]) -> bool:
+    """Whether a policy's tensors are its adapters alone."""
+    return all(name.startswith(PREFIX) for name in weights)
+
+
+def has_adapters(folder: str | Path) -> bool:
+    """Whether a policy's folder has adapters in place of weights."""
+    return (Path(folder) / WEIGHTS).exists()
+
+
+def write_adapters(weights: dict[str, Tensor], base: Path, folder: Path) -> None:
+    """Writes a folder that `from_pretrained` loads with peft, and vLLM. base: the folder of the model under them."""
+    layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in weights}  # q_proj, …
+    rank = len(next(tensor for name, tensor in weights.items() if ".lora_A." in name))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": SCALING * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(layers),
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt", BASE: base_fingerprint(str(base))})
+
+
+@functools.cache
+def base_fingerprint(base: str) -> str:
+    """The fingerprint of the model in this folder. It is read once."""
+    return fingerprint(base_weights(base))
+
+
+def base_weights(base: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of the model in this folder, one at a time: those that `from_pretrained` reads."""
+    names = tensors_of(Path(base))
+    for file in sorted(weight_files(Path(base))):
+        with safe_open(file, framework="pt") as opened:
+            for name in names.keys() & set(opened.keys()):
+                yield name, opened.get_tensor(name)
+
+
+def check_base(base: str | Path, folder: str | Path) -> None:
+    """Raises: ValueError: the adapters in `folder` were trained on another model than the one in `base`."""
+    with safe_open(Path(folder) / WEIGHTS, framework="pt") as opened:
+        wanted = (opened.metadata() or {}).get(BASE)
+    if wanted is not None and wanted != base_fingerprint(str(base)):  # None: written by another program
+        raise ValueError(f"{folder} has adapters of another model than {base}, whose files differ from the Trainer's")
+
+
+def merged_weights(base: str | Path, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of the model in `base` with the adapters of `folder` added.
+
+    Rounded as published policies are, to bfloat16, where there are adapters. Raises: ValueError: the adapters are of
+    another model, or no plain LoRA.
+    """
+    check_base(base, folder)
+    config, parts = json.loads((Path(folder) / ADAPTER_CONFIG).read_text()), load_file(Path(folder) / WEIGHTS)
+    odd = [name for name in NOT_PLAIN if config.get(name)]
+    if isinstance(config.get("init_lora_weights"), str):  # some of them change the model under the adapters
+        odd.append("init_lora_weights")
+    if odd:
+        raise ValueError(f"{folder} has adapters with {', '.join(odd)}, which tba cannot merge; merge them by peft")
+    scaling = config["lora_alpha"] / config["r"]
+    for name, weight in base_weights(base):
+        of_layer = f"{PREFIX}{name.removesuffix('.weight')}.lora_"
+        down, up = (parts.pop(f"{of_layer}{side}.weight", None) for side in "AB")  # [r, I], [O, r]
+        if down is not None:
+            weight = to_bfloat16(weight.float() + scaling * (up.float() @ down.float()))
+        yield name, weight
+    if parts:
+        raise ValueError(f"{folder}: {min(parts)} belongs to no weight of {base}")

@@ -11,9 +11,9 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tba.config import TrainSettings
+from tba.model_files import tensors_of
 
 Bytes = int
 GIB = 1024**3
@@ -39,7 +39,6 @@ class Shape:
 
 
 _OF_A_LAYER = re.compile(r"(^|\.)(layers|h)\.\d+\.")
-_BUFFER = re.compile(r"(^|\.)(attention|attn)\.(bias|masked_bias)$|rotary_emb\.inv_freq$")  # in old checkpoints
 
 
 class UnknownShape(ValueError):
@@ -50,7 +49,7 @@ def read_shape(folder: Path) -> Shape:
     """Reads config.json and the headers of the safetensors files. Raises: UnknownShape."""
     try:
         config = json.loads((folder / "config.json").read_text())
-        tensors = _tensors(folder, config)
+        tensors = tensors_of(folder)
     except (OSError, ValueError, KeyError) as error:
         raise UnknownShape(f"{folder} cannot be read, so the memory that it needs is not known: {error}") from error
     if "text_config" in config or not tensors:
@@ -77,23 +76,6 @@ def read_shape(folder: Path) -> Shape:
         KV=number("num_key_value_heads", instead=heads) * number("head_dim", instead=D // heads),
         is_bfloat16=all(tensor["dtype"] == "BF16" for tensor in tensors.values()),
     )
-
-
-def _tensors(folder: Path, config: dict) -> dict[str, Any]:
-    """Shape and type of each parameter, by name, in the files that from_pretrained reads."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        files = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-    else:
-        files = {single} if single.exists() else set()
-    found = {}
-    for file in sorted(files):
-        with open(file, "rb") as opened:
-            found |= json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    tied = config.get("tie_word_embeddings") and "lm_head.weight"
-    return {
-        name: each for name, each in found.items() if name not in ("__metadata__", tied) and not _BUFFER.search(name)
-    }
 
 
 @dataclass(frozen=True)

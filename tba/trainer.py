@@ -54,6 +54,7 @@ class Trainer:
             self._policy.to(device)
         if settings.lora_rank:
             lora.add(self._policy, settings.lora_rank, seed)
+        self._travels_alone = lora.travel_alone(self._policy, model)  # as its adapters
         self._reference: PreTrainedModel | None = None  # None: stored log-probabilities are used, until a reset
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
@@ -246,8 +247,13 @@ class Trainer:
         with torch.no_grad():  # in place: two references at once may not fit
             torch._foreach_copy_(list(self._reference.parameters()), list(self._policy.parameters()))
 
-    def weights(self) -> dict[str, Tensor]:
-        """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once."""
+    def weights(self, whole: bool = True) -> dict[str, Tensor]:
+        """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once.
+
+        `whole`: if not, and the policy is trained by adapters, these alone, in float32.
+        """
+        if not whole and self._travels_alone:
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in lora.adapters(self._policy)}
         tied = set(self._policy.all_tied_weights_keys)
         copies = {
             name: to_bfloat16(tensor.detach()).cpu() for name, tensor in lora.merged(self._policy) if name not in tied

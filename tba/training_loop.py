@@ -70,7 +70,7 @@ def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Recor
             final = trainer.step >= trainer.settings.steps
             if not final:
                 outbox.checkpoint(trainer.step, trainer)
-            outbox.publish(trainer.step, trainer.weights(), final=final)
+            outbox.publish(trainer.step, trainer.weights(final), final=final)
 
 
 def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float) -> None:
@@ -79,7 +79,7 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
     def publish(final: bool) -> float:
         """Returns the seconds that training waited for the copy; the outbox writes it beside training."""
         started = time.monotonic()
-        outbox.publish(trainer.step, trainer.weights(), final=final)
+        outbox.publish(trainer.step, trainer.weights(final), final=final)
         return time.monotonic() - started
 
     # Searchers wait for this policy.
@@ -119,6 +119,6 @@ def _await_batch(
         except TooEarly as reason:
             outbox.status("waiting", step - 1, {"message": str(reason)})
             if outbox.has_lost_policy():  # Searchers would wait for a policy, and this Trainer for their shards
-                outbox.publish(step - 1, trainer.weights(), final=False)
+                outbox.publish(step - 1, trainer.weights(False), final=False)
         time.sleep(max(poll_s, min(LATE_SHARE * (time.monotonic() - began), LONGEST_PAUSE_S)))
         experience.sync(step)

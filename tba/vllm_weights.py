@@ -1,18 +1,19 @@
 """A policy's weights in vLLM's worker: taken in from safetensors, then compared with what the engine computes with.
 
-Before: storage/policies.py fetched the policy's folder; after: tba/engine.py samples from it.
+Before: storage/policies.py fetched the policy's folder; after: tba/vllm_engine.py samples from it.
 
 vLLM joins matrices (those of queries, keys and values are one), and its CPU backend packs them and drops the originals.
 So a matrix is compared by its products: a row with a single 1 gives a column of the matrix, bit by bit.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from tba.weights import Fingerprint, read_weights
+from tba import lora
+from tba.weights import Fingerprint, fingerprint, read_weights
 
 # Of each matrix, at another place after each load. Of a policy two steps old 0.8 % of the weights differ: among the
 # columns of its smallest matrix that is some 25.
@@ -22,33 +23,103 @@ NUM_COLUMNS = 16
 class PolicyLoader:
     """Mixed into vLLM's worker (worker_extension_cls), so that weights are read where they are served."""
 
-    def load_policy(self, folder: str) -> tuple[str, Exception | None]:
-        """Streams the weights into the model. Returns the fingerprint of these weights, and None.
+    def load_policy(self, folder: str, base: str) -> tuple[str, Exception | None]:
+        """Streams the weights into the model. Returns the policy's fingerprint, and None.
 
+        base: the model under the policy's adapters, if it has adapters. They are merged into its weights.
         An error is returned, not raised: of several workers, vLLM would leave the other ones' answers unread.
         RuntimeError: the model computes with other weights.
         """
-        try:
-            return self._load_policy(folder), None
-        except Exception as error:
-            return "", error
+        return _or_error(self._load_policy, folder, base)
 
-    def _load_policy(self, folder: str) -> str:
-        served = Fingerprint()
+    def _load_policy(self, folder: str, base: str) -> str:
+        served, is_adapted = Fingerprint(), lora.has_adapters(folder)
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            if is_adapted:
+                return lora.merged_weights(base, folder)
+            return lora.base_weights(folder) if folder == base else read_weights(folder)
 
         def passing() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in read_weights(folder):
+            for name, tensor in weights():
                 served.add(name, tensor)
                 yield name, tensor
 
         self.reload_weights(weights_iterator=passing())
         model = self.model_runner.get_model()
         _pack_tied_head(model)
-        if differs := _first_difference(model, dict(read_weights(folder))):
-            raise RuntimeError(
-                f"engine: {differs} differs from {folder} after loading, so the engine does not serve the policy"
-            )
-        return served.hexdigest()
+        if differs := _first_difference(model, dict(weights())):
+            raise RuntimeError(_differs(differs, folder))
+        return fingerprint(read_weights(folder)) if is_adapted else served.hexdigest()
+
+    def load_adapters(self, name: int, folder: str, base: str) -> tuple[str, Exception | None]:
+        """Takes in a policy's adapters under a name that no other policy had. base: the folder of the model under them.
+
+        Returns as `load_policy`.
+        """
+        return _or_error(self._load_adapters, name, folder, base)
+
+    def _load_adapters(self, name: int, folder: str, base: str) -> str:
+        from vllm.exceptions import LoRAAdapterNotFoundError
+        from vllm.lora.request import LoRARequest
+
+        weights = dict(read_weights(folder))
+        lora.check_base(base, folder)
+        try:
+            self.add_lora(LoRARequest(str(name), name, folder))
+        except LoRAAdapterNotFoundError as error:  # pruned meanwhile
+            raise FileNotFoundError(str(error)) from error
+        manager = self.model_runner.lora_manager._adapter_manager
+        place, unseen = manager.lora_index_to_id.index(name), set(weights)
+        for layer, side, part, stacked in _adapted(manager):
+            of_side = f"{lora.PREFIX}{layer}.lora_{side}.weight"
+            if of_side in unseen and not _holds(stacked[part][place, 0], weights[of_side], side):
+                raise RuntimeError(_differs(f"the adapter of {layer}", folder))
+            unseen.discard(of_side)
+        if unseen and self.parallel_config.pipeline_parallel_size == 1:
+            raise RuntimeError(f"engine: vLLM has no layer for {min(unseen)} of {folder}")
+        return fingerprint(weights.items())
+
+    def check_base(self, base: str) -> tuple[str, Exception | None]:
+        """Compares the model that vLLM loaded at its start with its folder."""
+        return _or_error(self._check_base, base)
+
+    def _check_base(self, base: str) -> str:
+        if differs := _first_difference(self.model_runner.get_model(), dict(lora.base_weights(base))):
+            raise RuntimeError(_differs(differs, base))
+        return ""
+
+
+def _differs(what: str, folder: str) -> str:
+    return f"engine: {what} differs from {folder} after loading, so the engine does not serve the policy"
+
+
+def _or_error(method: Callable[..., str], *arguments) -> tuple[str, Exception | None]:
+    try:
+        return method(*arguments), None
+    except Exception as error:
+        return "", error
+
+
+def _adapted(manager) -> Iterator[tuple[str, str, int, Sequence[Tensor]]]:
+    """Of each layer that may have adapters: its name in the files, A or B, its place in vLLM's layer, which joins
+    several, and that layer's tensors, [adapters, 1, …] at each place."""
+    for joined, module in manager.modules.items():
+        for part, layer in enumerate(manager.packed_modules.get(joined, [joined])):
+            yield layer, "A", part, module.lora_a_stacked
+            yield layer, "B", part, module.lora_b_stacked
+
+
+def _holds(held: Tensor, tensor: Tensor, side: str) -> bool:
+    """Whether vLLM's matrix of an adapter begins with the file's: A [r, I], or B [O, r], which vLLM scales.
+
+    With tensor parallelism a worker may hold a part of it, which is not compared.
+    """
+    rows, columns = tensor.shape
+    if held.shape[0] < rows or held.shape[1] < columns:
+        return True
+    wanted = tensor.to(held.dtype) * (lora.SCALING if side == "B" else 1)
+    return torch.equal(held[:rows, :columns].cpu(), wanted)
 
 
 def _pack_tied_head(model: nn.Module) -> None:
@@ -71,8 +142,13 @@ def _first_difference(model: nn.Module, weights: dict[str, Tensor]) -> str | Non
     Compared: matrices in `NUM_COLUMNS` columns; embeddings and norms whole. Not compared: experts, quantised layers,
     their biases, and weights that the model and its files name differently.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a shared one the first
-    for name, layer in model.named_modules():
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}  # of a shared one the first
+    for full_name, layer in model.named_modules():
+        name = _plain(full_name)
+        if isinstance(layer, BaseLayerWithLoRA):  # its base_layer follows
+            continue
         for part, parameter in _readable(name, layer):
             tensor = weights.get(part)
             is_comparable = tensor is not None and parameter.shape == tensor.shape
@@ -82,6 +158,11 @@ def _first_difference(model: nn.Module, weights: dict[str, Tensor]) -> str | Non
         if matrices and not _has_columns_of(layer, matrices):
             return name
     return None
+
+
+def _plain(name: str) -> str:
+    """A name without vLLM's wrapper of layers that may get adapters."""
+    return f"{name}.".replace(".base_layer.", ".").removesuffix(".")
 
 
 def _readable(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -119,8 +119,13 @@ class ShardedTrainer(Trainer):
         return float(self._engine.get_global_grad_norm())
 
     @_everywhere
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, whole: bool = True) -> dict[str, Tensor]:
         tied, copies = set(self._policy.all_tied_weights_keys), {}
+        if not whole and self._travels_alone:
+            for name, tensor in lora.adapters(self._policy, self._gathered):
+                if self._is_first:
+                    copies[name] = tensor.detach().to("cpu", copy=True)
+            return copies
         for name, tensor in lora.merged(self._policy, self._gathered):
             if self._is_first and name not in tied:
                 copies[name] = to_bfloat16(tensor.detach()).cpu()

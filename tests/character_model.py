@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-ARITHMETIC = "0123456789+= \n"  # what that task is written in
+ARITHMETIC = "0123456789+= \n:Adinot"  # what that task is written in
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

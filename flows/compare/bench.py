@@ -143,7 +143,7 @@ def _run_on_testbed(arm: Arm, seed: int, first_policy: Path) -> dict:
 
     torch.set_num_threads(1)
     first, configuration = testbed.first_policy(first_policy), Configuration(**arm.settings)
-    variant = testbed.Variant(configuration.reward, configuration.learned_log_z)
+    variant = testbed.Variant(configuration.reward, configuration.log_z_rate)
     trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed), variant)
     return {
         "accuracy_before": testbed.accuracy(first, reward=configuration.reward),

@@ -21,7 +21,7 @@ from flows.searcher.start import start_searcher
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience
 from flows.trainer.heartbeat import Heartbeat
-from flows.trainer.outbox import StoreOutbox, fill_policy
+from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
 from storage.attempts import start_attempt, this_process
 from storage.buffer import ReplayBuffer
@@ -76,7 +76,7 @@ class LaggedOutbox(StoreOutbox):
 
     def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
         self._path(step).mkdir(parents=True)
-        fill_policy(weights, self._template, self._path(step))
+        self.fill_policy(weights, self._path(step))
         self._held.append(step)
         while len(self._held) > 1 and (final or self._held[1] <= step - self._lag):
             shutil.rmtree(self._path(self._held.pop(0)))

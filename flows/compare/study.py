@@ -64,14 +64,22 @@ class Configuration(Settings):
         False,
         description="Whether a stored response's weight is multiplied by its mean distance to the prompt's others.",
     )
-    learned_log_z: bool = Field(
-        False, description="Whether Trajectory Balance learns log Z; if not, it is estimated from the K responses."
+    log_z_rate: float | None = Field(
+        None,
+        gt=0,
+        description="Step size of a learned log Z, as a multiple of the policy's; None: log Z is estimated.",
     )
     searchers: int = Field(1, ge=1, description="Number of rounds that come in at each step.")
     reward: Literal["exact", "dense", "sparse"] = Field(
         "exact",
         description="exact: 1 for the sum; dense: the share of its tokens; sparse: 1 for a number 1 to 9 above it.",
     )
+
+    @model_validator(mode="after")
+    def _log_z_is_of_trajectory_balance(self) -> "Configuration":
+        if self.log_z_rate is not None and self.train.objective not in ("tb", "tba_prime"):
+            raise ValueError(f"log_z_rate: {self.train.objective} has no log Z; leave it out, or take tb")
+        return self
 
 
 class Study(Settings):

@@ -120,6 +120,8 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     searcher = ProcessPlan("Searcher", config.searchers, of_searcher)
     trained = config.train.lora_rank * shape.num_sides if config.train.lora_rank else shape.num_parameters
     files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": 12 * trained}
+    if config.train.lora_rank:
+        files["a policy's adapters"] = 4 * trained
     return MemoryPlan([trainer, searcher], machine, num_tokens, files)
 
 

@@ -10,7 +10,8 @@ from flows.trainer.trackers import check_trackers
 from storage.store import RunStore
 from tba.config import TaskSettings
 from tba.memory import UnknownShape, read_shape
-from tba.models import NO_EXPERTS, is_mixture_of_experts, model_folder
+from tba.model_files import NO_EXPERTS, is_mixture_of_experts
+from tba.models import model_folder
 from tba.tasks import READ_BY, TASKS, load_task
 from tba.tasks.base import stop_tokens
 

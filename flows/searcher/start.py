@@ -30,7 +30,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
     gpu_share = take_gpus(*place_among_gpus(config), num_devices)
     from transformers import AutoTokenizer
 
-    from tba.engine import make_engine
+    from tba.engines import make_engine
     from tba.precision import default_device
     from tba.reference_policy import ReferencePolicy
     from tba.searcher import Identity, Models, Searcher
@@ -52,6 +52,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
         threads=threads,
         arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
+        lora_rank=config.train.lora_rank,
     )
     return Searcher(
         Identity(name, config.seed, code_version()),

@@ -23,8 +23,9 @@ from flows.trainer.trackers import Trackers
 from infra.machine import filled_folder, policy_cache
 from storage import attempts, checkpoints, ledger, policies
 from storage.store import RunStore
+from tba import lora
 from tba.batch import Batch
-from tba.models import BESIDE_WEIGHTS
+from tba.model_files import BESIDE_WEIGHTS, is_about_weights
 from tba.trainer import Trainer
 from tba.training_loop import Stopped
 from tba.weights import fingerprint, write_weights
@@ -146,18 +147,19 @@ class StoreOutbox:
         checkpoints.delete_checkpoints(self._store, KEPT_CHECKPOINTS, self._attempt)
 
     def _write_policy(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
-        fill = partial(fill_policy, weights, self._template)
-        with filled_folder("policy", self._store.run, fill) as folder:
+        with filled_folder("policy", self._store.run, partial(self.fill_policy, weights)) as folder:
             policy = policies.policy_ref(step, fingerprint(weights.items()), attempt=self._attempt, final=final)
             cache, before = policy_cache(self._store.run), self._served
             self._served = policies.publish_policy(self._store, folder, policy, cache, before)
         attempts.check_not_superseded(self._store, self._attempt)
         policies.prune_policies(self._store, keep=KEPT_POLICIES)
 
-
-def fill_policy(weights: dict[str, Tensor], template: Path, folder: Path) -> None:
-    """Writes a policy that from_pretrained loads. template: the model's folder, with configuration and tokenizer."""
-    for file in {file for pattern in BESIDE_WEIGHTS for file in template.glob(pattern)}:
-        if file.is_file() and not file.name.endswith(".index.json"):  # which lists other weights' files
-            shutil.copy(file, folder)
-    write_weights(weights, folder)
+    def fill_policy(self, weights: dict[str, Tensor], folder: Path) -> None:
+        """Writes a policy that from_pretrained loads: weights, or adapters, and the model's other files."""
+        for file in {file for pattern in BESIDE_WEIGHTS for file in self._template.glob(pattern)}:
+            if file.is_file() and not is_about_weights(file):
+                shutil.copy(file, folder)
+        if lora.are_adapters(weights):
+            lora.write_adapters(weights, self._template, folder)
+        else:
+            write_weights(weights, folder)

@@ -3,7 +3,8 @@
 from functools import cached_property
 from pathlib import Path
 
-from tba.engine import Sampling, TransformersEngine
+from tba.engine import Sampling
+from tba.transformers_engine import TransformersEngine
 
 MAX_ANSWER_TOKENS = 30
 TEMPERATURE, TOP_P = 0.7, 0.92  # as chat models are commonly served

@@ -52,7 +52,7 @@ class Slow:
 
 
 def make_engine(folder: Path):
-    from tba.engine import VllmEngine
+    from tba.vllm_engine import VllmEngine
 
     class Watched(VllmEngine):
         """Knows for each step when it began and ended, and how many responses were in it; and its pauses."""

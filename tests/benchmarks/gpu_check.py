@@ -129,7 +129,8 @@ def step(is_small: bool) -> dict:
 
 def swap(is_small: bool) -> dict:
     from storage.policy_delta import apply_deltas, write_delta
-    from tba.engine import Sampling, make_engine
+    from tba.engine import Sampling
+    from tba.engines import make_engine
 
     def timed(work, *arguments) -> float:
         began = time.monotonic()

@@ -18,7 +18,7 @@ import pytest
 from prefect.logging import disable_run_logger
 from typer.testing import CliRunner
 
-import tba.engine
+import tba.engines
 from flows.cli import train
 from flows.cli.app import app
 from flows.run.preflight import check_inputs
@@ -30,6 +30,7 @@ from flows.trainer.__main__ import learn
 from storage.policies import best_policy
 from storage.queries import query
 from storage.store import RunStore
+from tba.transformers_engine import TransformersEngine
 from tests.character_model import save_character_model
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -48,8 +49,9 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    engine = tba.engine.TransformersEngine
-    monkeypatch.setattr(tba.engine, "make_engine", lambda folder, arguments, **limits: engine(folder, **limits))
+    monkeypatch.setattr(
+        tba.engines, "make_engine", lambda folder, arguments, lora_rank, **limits: TransformersEngine(folder, **limits)
+    )
     configs = []
     monkeypatch.setattr(train, "_train", lambda project, config, store: configs.append(config))
     small = "--set search.samples_per_prompt=4 --set search.prompts_per_round=18 --set sampling.responses_per_prompt=4"

@@ -1,8 +1,13 @@
 """Fixtures that several tests of tba share."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from tba.models import embedded_model
+from tests.tba.engines import PROMPTS
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +20,14 @@ def model_folder(tmp_path_factory):
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def base() -> Path:
+    return embedded_model(Path(__file__).parents[2] / ".tba" / ".local" / "models")
+
+
+@pytest.fixture(scope="module")
+def tokens(base) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    return [tokenizer.encode(prompt) for prompt in PROMPTS]

@@ -37,7 +37,11 @@ def run(model: str, settings: dict, save: str, load: list[str], meeting: list[st
     """
     others = Meeting(RunStore(*meeting), 1, settings["machines"], "key") if meeting else None
     with trainer_of(Path(model), TrainSettings(steps=len(PROMPTS), **settings), seed=0, meeting=others) as trainer:
-        published = fingerprint(trainer.weights().items())
+        # One process makes adapters in the type of the matrices under them, several in float32.
+        published = [
+            fingerprint((name, tensor.bfloat16()) for name, tensor in trainer.weights(is_whole).items())
+            for is_whole in (True, False)
+        ]
         curves = [list(_steps(trainer, HALF))]
         Path(save).mkdir()
         trainer.save(Path(save))

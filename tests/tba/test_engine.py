@@ -13,34 +13,22 @@
 python -m pytest tests/tba/test_engine.py
 """
 
-import importlib.util
-import multiprocessing
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-import tba.engine
-import tba.logprobs
 import tba.vllm_weights
 from tba.config import TrainSettings
-from tba.engine import Response, Sampling, ServedPolicy, TransformersEngine, make_engine
+from tba.engine import Response, Sampling, ServedPolicy
+from tba.engines import make_engine
 from tba.logprobs import Group, load_policy, response_logprobs
-from tba.models import embedded_model
 from tba.precision import compute_dtype
 from tba.trainer import Trainer
+from tba.transformers_engine import TransformersEngine
 from tba.weights import fingerprint, read_weights, write_weights
-
-PROMPTS = ["24 + 17 = 41\n63 + 21 = 84\n58 + 36 = 94\n46 + 39 =", "24 + 17 = 41\n63 + 21 = 84\n11 + 12 ="]
-NEWLINE = 198
-GREEDY = Sampling(1, 0.0, 1.0, 8, [2, NEWLINE])
-LIMITS = dict(max_tokens=64, max_sequences=16, seed=0, threads=2)
-
-
-@pytest.fixture(scope="module")
-def base() -> Path:
-    return embedded_model(Path(__file__).parents[2] / ".tba" / ".local" / "models")
+from tests.tba.engines import GREEDY, LIMITS, NEWLINE, compute_in_float32, greedy_tokens, run_apart, sample
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +41,6 @@ def other(base, tmp_path_factory) -> Path:
     weights["model.norm.weight"] = (weights["model.norm.weight"] * scale).bfloat16()
     write_weights(weights, folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def tokens(base) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    return [tokenizer.encode(prompt) for prompt in PROMPTS]
-
-
-def greedy_tokens(engine, tokens) -> list[list[int]]:
-    return [only.tokens for (only,) in sample(engine, tokens, GREEDY)]
-
-
-def sample(engine, tokens: list[list[int]], sampling: Sampling) -> list[list[Response]]:
-    number, found = engine.start(tokens, [sampling] * len(tokens), first=False), {}
-    while not found:
-        found = engine.step()
-    return found[number]
 
 
 def plain_greedy(base: Path, other: Path, tokens: list[list[int]]) -> dict[Path, list[list[int]]]:
@@ -118,7 +89,7 @@ def test_transformers_keeps_the_scores_of_so_many_responses_as_memory_has_room(b
         engine, "_generate", lambda prompts, sampling: asked.append(len(prompts)) or [[]] * len(prompts)
     )
     sampling = [Sampling(2, 1.0, 1.0, 512, [2])] * 8
-    monkeypatch.setattr("tba.engine.SCORES_BYTES", 4 * 3 * 4 * 512 * 49152)
+    monkeypatch.setattr("tba.transformers_engine.SCORES_BYTES", 4 * 3 * 4 * 512 * 49152)
     engine.sample(tokens[:1] * 8, sampling)
     assert asked == [2, 2, 2, 2]
 
@@ -131,7 +102,7 @@ def test_transformers_samples_a_prompt_in_parts_where_memory_has_no_room_for_all
         return [[len(asked)] * sampling.num_samples for _ in prompts]
 
     monkeypatch.setattr(engine, "_generate", generate)
-    monkeypatch.setattr("tba.engine.SCORES_BYTES", 3 * 3 * 4 * 512 * 49152)  # of three responses
+    monkeypatch.setattr("tba.transformers_engine.SCORES_BYTES", 3 * 3 * 4 * 512 * 49152)  # of three responses
     found = engine.sample(tokens[:1] * 2, [Sampling(8, 1.0, 1.0, 512, [2])] * 2)
     assert found == [[1] * 3 + [2] * 3 + [3] * 2, [4] * 3 + [5] * 3 + [6] * 2]
     assert asked == [(1, 3), (1, 3), (1, 2)] * 2
@@ -183,7 +154,7 @@ def check_swap(base: Path, moved: Path, tokens: list[list[int]]) -> None:
 
     The engine has room for 16 of 24 responses: some begin with the one policy, some with the other one.
     """
-    tba.engine.compute_dtype = lambda *_: torch.float32
+    compute_in_float32()
     engine = make_engine(base, **LIMITS)
     sampling = Sampling(6, 0.7, 1.0, 12, [2])
     first = engine.load(base, 1)
@@ -272,16 +243,6 @@ def check_refusals(engine, base: Path, moved: Path) -> None:
     assert engine.load(moved, 3).fingerprint == fingerprint(read_weights(moved))
 
 
-def run_apart(check, *arguments) -> None:
-    """In a process of its own: vLLM's start looks into every module, and the web server of other tests refuses that."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed; transformers' generate is used instead")
-    process = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
-    process.start()
-    process.join()
-    assert process.exitcode == 0, "its traceback is in the captured output"
-
-
 @pytest.mark.slow
 def test_vllm_swaps_policies_in_place_agrees_with_transformers_and_refuses_one_of_which_it_lacks_a_matrix(
     base, other, tokens, tmp_path
@@ -292,11 +253,6 @@ def test_vllm_swaps_policies_in_place_agrees_with_transformers_and_refuses_one_o
 @pytest.mark.slow
 def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path):
     run_apart(check_swap, base, moved_weights(base, tmp_path), tokens)
-
-
-def compute_in_float32() -> None:
-    """In this process, also where log-probabilities are computed again: rounding hides nothing."""
-    tba.engine.compute_dtype = tba.logprobs.compute_dtype = lambda *_: torch.float32
 
 
 def check_experts(base: Path, first: Path, tokens: list[list[int]]) -> None:

@@ -115,7 +115,7 @@ def test_a_learned_log_z_follows_the_estimate_and_the_policy_learns_with_it(firs
     monkeypatch.setattr(testbed, "_learned_loss", watched)
     monkeypatch.setattr(testbed, "ENOUGH", -0.4)  # a first guess that is 16 nats off
     gentle, before = settings(learning_rate=1e-3, steps=160), testbed.accuracy(first)
-    learned = testbed.train(first, gentle, 4, 0, variant=testbed.Variant(learned_log_z=True))
+    learned = testbed.train(first, gentle, 4, 0, variant=testbed.Variant(log_z_rate=100.0))
     assert learned.accuracy > before + 0.1
     assert errors[0] < -15.0  # nats
     assert abs(statistics.fmean(errors[-20:])) < 6.0

@@ -4,6 +4,7 @@
 - ZeRO-1, 2 and 3 train the addition task with one device's losses and gradients, 20 steps: with prompts that are split,
   with steps that leave a process without work, one that both skip for a reward that is not a number, and the policy
   reset as the reference on the way. What they publish is the same to the bit.
+- A policy's adapters are those of one process, too.
 - What they saved resumes on one process, and what one process saved on them: the curve goes on.
 
 python -m pytest tests/tba/test_zero_trainer.py
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tba.batch import Draw
 from tba.logprobs import Group
@@ -58,9 +60,8 @@ def alone(model, tmp_path_factory) -> dict:
     return run(str(model), SETTINGS, save=str(half), load=[]) | {"half": half}
 
 
-def on_two(model: Path, zero_stage: int, save: Path, load: Path) -> dict:
-    settings = SETTINGS | {"processes": 2, "zero_stage": zero_stage}
-    told = {"model": str(model), "settings": settings, "save": str(save), "load": [str(load)]}
+def on_two(model: Path, settings: dict, save: Path, load: list[Path]) -> dict:
+    told = {"model": str(model), "settings": settings | {"processes": 2}, "save": str(save), "load": [*map(str, load)]}
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.tba.run_zero_trainer", json.dumps(told)],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
@@ -85,7 +86,7 @@ def assert_same_curve(steps: list[dict], expected: list[dict]) -> None:
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_two_processes_train_as_one_does_and_resume_each_others_checkpoints(model, alone, zero_stage, tmp_path):
     half = tmp_path / "half"
-    together = on_two(model, zero_stage, save=half, load=alone["half"])
+    together = on_two(model, SETTINGS | {"zero_stage": zero_stage}, save=half, load=[alone["half"]])
     (expected,) = alone["curves"]
     curve, resumed_on_two = together["curves"]
     assert [step["skipped"] for step in curve].count(True) == 1
@@ -94,3 +95,13 @@ def test_two_processes_train_as_one_does_and_resume_each_others_checkpoints(mode
     assert_same_curve(resumed_on_two, expected[HALF:])
     _, resumed_alone = run(str(model), SETTINGS, save=str(tmp_path / "again"), load=[str(half)])["curves"]
     assert_same_curve(resumed_alone, expected[HALF:])
+
+
+@pytest.mark.apart
+def test_two_processes_publish_the_adapters_of_one(model, tmp_path):
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(base)
+    settings = SETTINGS | {"lora_rank": 2}
+    alone = run(str(base), settings, save=str(tmp_path / "one"), load=[])
+    together = on_two(base, settings | {"zero_stage": 3}, save=tmp_path / "two", load=[])
+    assert together["published"] == alone["published"] and len(set(alone["published"])) == 2

@@ -2,6 +2,7 @@
 
 - Step t trains on responses of the policy of step max(0, t - 1 - lag), and of no other.
 - Each Searcher's round comes in at each step.
+- With adapters the engine serves each policy's; the final policy, which is stored, has them merged.
 - Its measures are of the first and of the final policy; red-teaming's are of attacks on the victim.
 
 python -m pytest tests/flows/compare/test_lagged.py
@@ -15,9 +16,11 @@ from flows.compare.bench import run_arm
 from flows.compare.lagged import run_with_lag
 from flows.compare.study import Study
 from flows.config import RunConfig
+from storage.policies import latest_policy
 from storage.queries import query
 from storage.store import RunStore
 from tests.character_model import save_character_model
+from tests.tba.engines import run_apart
 
 pytestmark = pytest.mark.slow
 COMMON = {
@@ -30,7 +33,8 @@ COMMON = {
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    return str(save_character_model(tmp_path / "model", string.printable, hidden_size=64))  # heads that vLLM takes
+    shape = {"dtype": "bfloat16", "hidden_size": 64}  # whose adapters travel alone, with heads that vLLM takes
+    return str(save_character_model(tmp_path / "model", string.printable, **shape))
 
 
 def study(model: str, **common: dict) -> Study:
@@ -51,6 +55,24 @@ def test_samples_have_the_age(model, tmp_path):
     rows = query(store, "SELECT count(*), count(DISTINCT round) FROM trajectories").to_pylist()
     assert [*rows[0].values()] == [10 * 4 * 4, 10]
     assert 1 <= lagged.after.num_distinct <= 8 and 0 <= lagged.after.cosine_distance <= 2
+
+
+def check_adapters(model: str, store: str) -> None:
+    arm, _ = study(model, train={"lora_rank": 2, "warmup_steps": 0, "learning_rate": 1e-2}).arms_at_each_lag()
+    config = RunConfig.model_validate(arm.settings | {"store": store, "trackers": ()})
+    run_with_lag(config, arm.lag)
+    store = RunStore(config.store, config.run)
+    sampled = query(store, "SELECT policy_step, policy_fingerprint FROM trajectories GROUP BY ALL ORDER BY 1")
+    assert sampled["policy_step"].to_pylist() == [0, 1, 2, 3]
+    assert len(set(sampled["policy_fingerprint"].to_pylist())) == 4
+    ref = latest_policy(store)
+    names = {path.rpartition("/")[2] for path in store.list(ref.path)}
+    assert ref.final and "model.safetensors" in names and "adapter_model.safetensors" not in names
+
+
+def test_policies_by_adapters_are_sampled_from(model, tmp_path):
+    pytest.importorskip("peft")
+    run_apart(check_adapters, model, (tmp_path / "store").as_uri())
 
 
 @pytest.mark.apart

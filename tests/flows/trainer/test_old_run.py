@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-import tba.engine
+import tba.engines
 from flows.config import RunConfig, continued, read_recorded
 from flows.report.render import render
 from flows.search import finish_round
@@ -31,6 +31,7 @@ from storage import attempts, policies, requests
 from storage.queries import query
 from storage.store import RunStore
 from storage.verify import verify
+from tba.transformers_engine import TransformersEngine
 from tba.weights import fingerprint, read_weights
 from tests.character_model import save_character_model
 from tests.storage.helpers import OWNER, start_python
@@ -112,8 +113,9 @@ def faults(store: RunStore) -> list:
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> RunStore:
     """An old run, of four steps of eight and one round."""
-    engine = tba.engine.TransformersEngine
-    monkeypatch.setattr(tba.engine, "make_engine", lambda folder, arguments, **limits: engine(folder, **limits))
+    monkeypatch.setattr(
+        tba.engines, "make_engine", lambda folder, arguments, lora_rank, **limits: TransformersEngine(folder, **limits)
+    )
     monkeypatch.chdir(tmp_path)
     store = RunStore((tmp_path / "store").as_uri(), "old")
     model = save_character_model(tmp_path / "model")

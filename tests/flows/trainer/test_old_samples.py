@@ -30,13 +30,13 @@ from storage.policies import fetch_policy, latest_policy
 from storage.queries import query
 from tba import testbed
 from tba.alarms import spans
-from tba.engine import TransformersEngine
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
 from tba.searcher import Identity, Models, Searcher
 from tba.tasks.base import Problem
 from tba.trainer import Trainer
 from tba.training_loop import train
+from tba.transformers_engine import TransformersEngine
 from tests.character_model import save_character_model
 from tests.storage.buffer_runs import new_store
 

@@ -3,12 +3,14 @@
 Claims
 - what is published is what the Trainer hands over, and its fingerprint; to a remote store its changes, file by file
 - a policy's folder has its own weights, and the model's other files
+- a policy by adapters has peft's files and no weights; the final one has weights and no adapters
 - a Trainer that waits notices every few seconds that its policy was removed, and mends the pointer to it
 
 Run: pytest tests/flows/trainer/test_outbox.py
 """
 
 import contextlib
+import json
 import time
 
 import pytest
@@ -80,6 +82,24 @@ def test_each_file_of_a_large_policy_travels_as_its_changes(heart, alarms, tmp_p
     assert files == [*deltas, "model.safetensors.index.json", "policy.json"]
     found = dict(read_weights(policies.fetch_policy(remote, ref, tmp_path / "another")))
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_policy_by_adapters_is_adapters_and_the_final_one_is_whole(store, outbox, tmp_path):
+    parts = {
+        f"base_model.model.layers.0.q_proj.lora_{side}.weight": torch.randn(shape)
+        for side, shape in (("A", (2, 6)), ("B", (8, 2)))
+    }
+    outbox.publish(2, parts, final=False)
+    ref = published(outbox, store)
+    folder = policies.fetch_policy(store, ref, tmp_path / "cache")
+    assert {file.name for file in folder.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert not (folder / "model.safetensors").exists() and ref.fingerprint == fingerprint(read_weights(folder))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj"] and config["r"] == 2
+    assert config["base_model_name_or_path"] == str(tmp_path / "template")
+    outbox.publish(3, {"weight": torch.zeros(4, dtype=torch.bfloat16)}, final=True)
+    final = policies.fetch_policy(store, published(outbox, store), tmp_path / "cache")
+    assert (final / "model.safetensors").exists() and not list(final.glob("adapter*"))
 
 
 def published(outbox, store) -> policies.PolicyRef:

@@ -1,0 +1,116 @@
+"""Generation by transformers' generate: slower than vLLM, but available with torch alone.
+
+Before: tba/engines.py chooses it; after: tba/generator.py takes its responses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Unpack
+
+from tba import lora
+from tba.engine import Limits, Response, Sampling, ServedPolicy, WholeBatches
+from tba.precision import compute_dtype, default_device
+from tba.weights import fingerprint, read_weights
+
+SCORES_BYTES = 4 * 1024**3  # of memory for the scores of TransformersEngine
+
+
+class TransformersEngine(WholeBatches):
+    """transformers' generate. A policy's adapters are merged into the weights of the model that it began with."""
+
+    def __init__(self, folder: Path, **limits: Unpack[Limits]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        super().__init__()
+        self._folder = folder
+        torch.set_num_threads(limits["threads"])
+        torch.manual_seed(limits["seed"])
+        self._served = ServedPolicy(-1, "")  # not the published one: the model's own weights
+        self._max_sequences = limits["max_sequences"]
+        self._device = default_device()
+        self._dtype = compute_dtype(self._device)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)
+        self._model.to(self._device).eval()
+        # The folder's generation_config.json may change the sampling (a repetition penalty, min_p): it is not used.
+        self._model.generation_config = GenerationConfig()
+
+    def load(self, folder: Path, policy_step: int) -> ServedPolicy:
+        """Raises: RuntimeError: the folder has other weights than the model. ValueError: or its adapters have."""
+        is_adapted = lora.has_adapters(folder)
+        weights = dict(lora.merged_weights(self._folder, folder) if is_adapted else read_weights(folder))
+        if any(".experts." in name for name in weights):  # each by itself; the model has one tensor of all
+            self._load_experts(folder)
+            self._served = ServedPolicy(policy_step, fingerprint(weights.items()))
+            return self._served
+        missing, unexpected = self._model.load_state_dict(weights, strict=False)
+        tied = set(self._model.all_tied_weights_keys)
+        if unexpected or set(missing) - tied:
+            differs = unexpected + sorted(set(missing) - tied)
+            raise RuntimeError(f"engine: {folder} has other weights than the model: {differs}")
+        named = dict(self._model.named_parameters())
+        taken_in = ((name, named[name].to(tensor.dtype)) for name, tensor in weights.items())
+        self._served = ServedPolicy(policy_step, fingerprint(read_weights(folder) if is_adapted else taken_in))
+        return self._served
+
+    def _load_experts(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)
+        self._model.load_state_dict(loaded.state_dict())
+
+    def sample(self, prompts: list[list[int]], sampling: Sequence[Sampling]) -> list[list[Response]]:
+        """`num_samples` responses to each prompt."""
+        responses: list[list[Response]] = []
+        asked = zip(prompts, sampling, strict=True)
+        for common, alike in groupby(asked, key=lambda pair: pair[1]):  # generate has one sampling for all
+            of_sampling = [prompt for prompt, _ in alike]
+            rows = max(1, self._max_rows(common.max_tokens))
+            at_once = max(1, rows // common.num_samples)
+            for start in range(0, len(of_sampling), at_once):
+                responses += self._in_parts(of_sampling[start : start + at_once], common, rows)
+        return responses
+
+    def _in_parts(self, prompts: list[list[int]], sampling: Sampling, max_samples: int) -> list[list[Response]]:
+        """The responses to each prompt, at most `max_samples` of them at once."""
+        parts = []
+        for first in range(0, sampling.num_samples, max_samples):
+            num_samples = min(max_samples, sampling.num_samples - first)
+            parts.append(self._generate(prompts, replace(sampling, num_samples=num_samples)))
+        return [[response for part in of_prompt for response in part] for of_prompt in zip(*parts, strict=True)]
+
+    def _max_rows(self, max_tokens: int) -> int:
+        """Responses sampled at once: generate keeps the scores of all tokens, and they are copied twice."""
+        bytes_of_row = 3 * 4 * max_tokens * self._model.config.get_text_config().vocab_size
+        return min(self._max_sequences, SCORES_BYTES // bytes_of_row)
+
+    def _generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
+        import torch
+
+        pad, longest = sampling.stop_tokens[0], max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]  # on the left: all responses begin at one column
+        greedy = sampling.temperature == 0
+        output = self._model.generate(
+            torch.tensor([[pad] * n + prompt for n, prompt in zip(padding, prompts, strict=True)], device=self._device),
+            attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in padding], device=self._device),
+            do_sample=not greedy,
+            **({} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}),
+            num_return_sequences=sampling.num_samples,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=sampling.stop_tokens,
+            pad_token_id=pad,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        tokens = output.sequences[:, longest:]  # [prompts * samples, response tokens]
+        scores = torch.stack(output.scores, dim=1).float().log_softmax(dim=-1)  # [.., .., V]
+        logprobs = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        flat = [self._response(*row, sampling) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+        return [flat[start : start + sampling.num_samples] for start in range(0, len(flat), sampling.num_samples)]
+
+    def _response(self, tokens: list[int], logprobs: list[float], sampling: Sampling) -> Response:
+        stops = [place for place, token in enumerate(tokens) if token in sampling.stop_tokens]
+        length = stops[0] + 1 if stops else len(tokens)
+        return Response(tokens[:length], logprobs[:length], "stop" if stops else "length", [(0, self._served)])
