@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tba.memory import UnknownShape, read_shape
 from tba.model_files import ADAPTER_CONFIG, NO_EXPERTS, tensors_of, weight_files
-from tba.precision import to_bfloat16
+from tba.precision import compute_dtype, to_bfloat16
 from tba.weights import fingerprint
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -112,11 +112,15 @@ def travel_alone(model: "PreTrainedModel", folder: str | Path) -> bool:
 def adapters(
     model: "PreTrainedModel", gathered: Callable[[list[Tensor]], AbstractContextManager] = nullcontext
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names, as in peft's files, and float32 tensors of the adapters. gathered: as of `merged`."""
+    """Names, as in peft's files, and tensors of the adapters. gathered: as of `merged`.
+
+    They are rounded to the nearest in the type of the Trainer's products, as these round them.
+    """
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             with gathered([parameter]):
-                yield PREFIX + name.replace(".default.", "."), parameter
+                rounded = parameter.detach().to(compute_dtype(parameter.device.type))
+                yield PREFIX + name.replace(".default.", "."), rounded
 
 
 def are_adapters(weights: Mapping[str, Tensor]) -> bool:

@@ -250,10 +250,10 @@ class Trainer:
     def weights(self, whole: bool = True) -> dict[str, Tensor]:
         """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once.
 
-        `whole`: if not, and the policy is trained by adapters, these alone, in float32.
+        `whole`: if not, and the policy is trained by adapters, these alone, as the Trainer multiplies by them.
         """
         if not whole and self._travels_alone:
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in lora.adapters(self._policy)}
+            return {name: tensor.to("cpu", copy=True) for name, tensor in lora.adapters(self._policy)}
         tied = set(self._policy.all_tied_weights_keys)
         copies = {
             name: to_bfloat16(tensor.detach()).cpu() for name, tensor in lora.merged(self._policy) if name not in tied

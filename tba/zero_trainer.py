@@ -124,7 +124,7 @@ class ShardedTrainer(Trainer):
         if not whole and self._travels_alone:
             for name, tensor in lora.adapters(self._policy, self._gathered):
                 if self._is_first:
-                    copies[name] = tensor.detach().to("cpu", copy=True)
+                    copies[name] = tensor.to("cpu", copy=True)
             return copies
         for name, tensor in lora.merged(self._policy, self._gathered):
             if self._is_first and name not in tied:

@@ -43,7 +43,7 @@ def changed(trainer: Trainer, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in trainer._trained.items():
             if ".lora_B." in name:
-                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_((0.05 * torch.randn(parameter.shape, generator=generator)).bfloat16())
 
 
 def written(trainer: Trainer, base: Path, folder: Path, *, whole: bool = False) -> Path:
