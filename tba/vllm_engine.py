@@ -2,8 +2,8 @@
 
 Before: tba/engines.py chooses it; after: tba/generator.py takes its responses. The workers have tba/vllm_weights.py.
 
-A policy that is adapters alone gets a name of its own in vLLM, and the weights under it stay. Responses in flight go on
-with the adapters that they began with.
+On a GPU, a policy that is adapters alone gets a name of its own in vLLM, and the weights under it stay. Responses in
+flight go on with the adapters that they began with. On a CPU its adapters are merged into the weights.
 """
 
 import json
@@ -35,7 +35,6 @@ ENVIRONMENT = {  # of vLLM, unless the user has set a variable
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-FLOAT32 = ("float32", "float", "torch.float32")  # on a GPU vLLM has no kernel for adapters in this type
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         usual |= arguments
-        if lora_rank and (is_cpu or str(usual["dtype"]) not in FLOAT32):
-            usual |= _room_for_adapters(folder, lora_rank)
+        usual |= _room_for_adapters(folder, lora_rank, usual.pop("enable_lora", _is_fast(is_cpu, usual["dtype"])))
         self._llm = LLM(
             **usual,
             model=str(folder),
@@ -237,11 +235,18 @@ class VllmEngine:
         return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason, policies)
 
 
-def _room_for_adapters(folder: Path, rank: int) -> dict[str, Any]:
-    """vLLM's arguments for adapters of this rank; none if it cannot serve them, or renames the model's layers.
+def _is_fast(is_cpu: bool, dtype: Any) -> bool:
+    """Whether vLLM has fast kernels for adapters. On a CPU it samples a quarter as fast with them as without."""
+    return not is_cpu and str(dtype) not in ("float32", "float", "torch.float32")
 
-    There adapters are merged into the weights.
+
+def _room_for_adapters(folder: Path, rank: int | None, serves: bool) -> dict[str, Any]:
+    """vLLM's arguments for adapters of this rank. None if it does not serve them, or renames the model's layers.
+
+    Then adapters are merged into the weights.
     """
+    if rank is None or not serves:
+        return {}
     from vllm.config.lora import MaxLoRARanks
     from vllm.model_executor.models import ModelRegistry, supports_lora
 

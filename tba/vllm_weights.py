@@ -7,7 +7,7 @@ So a matrix is compared by its products: a row with a single 1 gives a column of
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,11 @@ class PolicyLoader:
     def _load_policy(self, folder: str, base: str) -> str:
         served, is_adapted = Fingerprint(), lora.has_adapters(folder)
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
+        merged = dict(lora.merged_weights(base, folder)) if is_adapted else {}  # read once
+
+        def weights() -> Iterable[tuple[str, Tensor]]:
             if is_adapted:
-                return lora.merged_weights(base, folder)
+                return merged.items()
             return lora.base_weights(folder) if folder == base else read_weights(folder)
 
         def passing() -> Iterator[tuple[str, Tensor]]:

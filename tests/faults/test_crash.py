@@ -6,7 +6,7 @@
   (-m apart)
 - the harness reports a shard that was dropped on purpose, one that is there twice, and one with fewer rows
 
-python -m pytest tests/crash -m "apart or not apart"
+python -m pytest tests/faults/test_crash.py -m "apart or not apart"
 """
 
 import contextlib

@@ -6,7 +6,7 @@
 - transformers' engine merges the adapters of each policy into the weights that it began with.
 - vLLM serves them as adapters: log-probabilities are the Trainer's; a policy that comes in the middle of a batch leaves
   responses in flight with their own adapters. Merged weights may come between; then prompts in flight begin anew.
-- vLLM is refused if it holds other adapters than the folder, and merges them where it has no room for their rank.
+- vLLM is refused if it holds other adapters than the folder, and merges them on a CPU and where it has no room.
 
 python -m pytest tests/tba/test_adapters.py
 """
@@ -34,6 +34,7 @@ from tests.tba.engines import LIMITS, compute_in_float32, greedy_tokens, run_apa
 pytest.importorskip("peft")
 
 TEMPERATURE = 0.7
+SERVED = {"enable_lora": True}  # also on a CPU
 SAMPLING = Sampling(6, TEMPERATURE, 1.0, 12, [2])
 
 
@@ -167,7 +168,7 @@ def check_logprobs(base: Path, folder: Path, prompts: list[list[int]], responses
 def check_vllm(base: Path, policies: dict[str, Path], tokens: list[list[int]]) -> None:
     """In float32, so that rounding hides nothing. The engine has room for 16 of 24 responses."""
     compute_in_float32()
-    engine, prompts = make_engine(base, lora_rank=4, **LIMITS), [*tokens, *tokens]
+    engine, prompts = make_engine(base, lora_rank=4, arguments=SERVED, **LIMITS), [*tokens, *tokens]
     served, steps = {}, 0
 
     def batch_with_a_change(before: str, after: str) -> dict[ServedPolicy, list]:
@@ -230,8 +231,8 @@ def test_vllm_serves_adapters_beside_the_weights(base, policies, tokens):
 
 def check_merging(base: Path, policies: dict[str, Path], tokens: list[list[int]]) -> None:
     compute_in_float32()
-    lora_rank = 1024  # more than vLLM has room for
-    engine = make_engine(base, lora_rank=lora_rank, **LIMITS)
+    rank = 1024  # more than vLLM has room for
+    engine = make_engine(base, lora_rank=rank, arguments=SERVED, **LIMITS)
     for name in ("first", "second"):
         served = engine.load(policies[name], 1)
         assert served.fingerprint == fingerprint(read_weights(policies[name]))
@@ -247,7 +248,7 @@ def test_vllm_merges_adapters_that_it_has_no_room_for(base, policies, tokens):
 def check_two_processes(base: Path, policies: dict[str, Path], tokens: list[list[int]]) -> None:
     """Each worker has a part of each matrix."""
     compute_in_float32()
-    arguments = {"tensor_parallel_size": 2}
+    arguments = SERVED | {"tensor_parallel_size": 2}
     engine = make_engine(base, lora_rank=4, **LIMITS | {"threads": 1}, arguments=arguments)
     for name in ("first", "merged", "second"):
         engine.load(policies[name], 1)
