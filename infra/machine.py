@@ -41,14 +41,8 @@ def policy_cache(run: str) -> Path:
 
 
 def cpu_threads(num_processes: int) -> int:
-    """Threads for each of this many concurrent processes on the cores that this machine or container may use.
-
-    At most OMP_NUM_THREADS, if that is set.
-    """
-    share = int(min(len(os.sched_getaffinity(0)), _core_limit())) // num_processes
-    with suppress(ValueError):  # it may be a list, one number for each level of nesting
-        share = min(share, int(os.environ.get("OMP_NUM_THREADS", share)))
-    return max(1, share)
+    """Threads for each of this many concurrent processes on the cores that this machine or container may use."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), _core_limit())) // num_processes)
 
 
 def _core_limit(control_group: Path = Path("/sys/fs/cgroup")) -> float:

@@ -302,7 +302,7 @@ class TrainSettings(Settings):
         description="Activations computed again: none; cheap: all but matrix products and attention; layers: all.",
     )
     lora_rank: int | None = Field(
-        None, ge=1, description="Rank of the low-rank adapters that are trained and published; None: all weights."
+        None, ge=1, description="Rank of the low-rank adapters that are trained; None: all weights are trained."
     )
     processes: int = Field(
         1, ge=1, description="Trainer processes of each machine, one device each; may change at a resume."

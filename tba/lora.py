@@ -133,14 +133,17 @@ def has_adapters(folder: str | Path) -> bool:
     return (Path(folder) / WEIGHTS).exists()
 
 
-def write_adapters(weights: dict[str, Tensor], base: Path, folder: Path) -> None:
-    """Writes a folder that `from_pretrained` loads with peft, and vLLM. base: the folder of the model under them."""
+def write_adapters(weights: dict[str, Tensor], base: Path, folder: Path, name: str | None = None) -> None:
+    """Writes a folder that `from_pretrained` loads with peft, and vLLM.
+
+    base: the folder of the model under them; name: its Hugging Face id, by which other machines find it.
+    """
     layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in weights}  # q_proj, …
     rank = len(next(tensor for name, tensor in weights.items() if ".lora_A." in name))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
+        "base_model_name_or_path": name or str(base),
         "r": rank,
         "lora_alpha": SCALING * rank,
         "lora_dropout": 0.0,
@@ -184,7 +187,7 @@ def merged_weights(base: str | Path, folder: str | Path) -> Iterator[tuple[str, 
     check_base(base, folder)
     config, parts = json.loads((Path(folder) / ADAPTER_CONFIG).read_text()), load_file(Path(folder) / WEIGHTS)
     odd = [name for name in NOT_PLAIN if config.get(name)]
-    if isinstance(config.get("init_lora_weights"), str):  # some of them change the model under the adapters
+    if isinstance(start := config.get("init_lora_weights"), str) and start != "gaussian":  # some change the model
         odd.append("init_lora_weights")
     if odd:
         raise ValueError(f"{folder} has adapters with {', '.join(odd)}, which tba cannot merge; merge them by peft")
@@ -193,7 +196,8 @@ def merged_weights(base: str | Path, folder: str | Path) -> Iterator[tuple[str, 
         of_layer = f"{PREFIX}{name.removesuffix('.weight')}.lora_"
         down, up = (parts.pop(f"{of_layer}{side}.weight", None) for side in "AB")  # [r, I], [O, r]
         if down is not None:
-            weight = to_bfloat16(weight.float() + scaling * (up.float() @ down.float()))
+            # In float64, so that all machines come to the same sum: this may be the model under another run's adapters.
+            weight = to_bfloat16((weight.double() + scaling * (up.double() @ down.double())).float())
         yield name, weight
     if parts:
         raise ValueError(f"{folder}: {min(parts)} belongs to no weight of {base}")

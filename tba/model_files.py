@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ NO_EXPERTS = "train.lora_rank: a mixture of experts cannot be trained by adapter
 _BUFFER = re.compile(r"(^|\.)(attention|attn)\.(bias|masked_bias)$|rotary_emb\.inv_freq$")  # in old checkpoints
 
 
-def is_about_weights(file: Path) -> bool:
-    """Whether a file beside weights describes these, and no others: their list of files, or adapters."""
-    return file.name == ADAPTER_CONFIG or file.name.endswith(".index.json")
+def copy_beside_weights(source: Path, folder: Path) -> None:
+    """Copies a model's configuration and tokenizer, without what describes its own weights: their list, or adapters."""
+    for file in {file for pattern in BESIDE_WEIGHTS for file in source.glob(pattern)}:
+        if file.is_file() and file.name != ADAPTER_CONFIG and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder)
 
 
 def is_mixture_of_experts(folder: Path) -> bool:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tba.model_files import ADAPTER_CONFIG, BESIDE_WEIGHTS, is_about_weights
+from tba.model_files import ADAPTER_CONFIG, BESIDE_WEIGHTS, copy_beside_weights, weight_files
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 MODELS_FOLDER = Path(".tba") / ".local" / "models"  # in the working folder: models that were converted
@@ -59,7 +59,7 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
             _check_weights(folder)
         else:
             _check_reachable(name)
-        if (folder / ADAPTER_CONFIG).exists() and not (folder / "model.safetensors").exists():
+        if (folder / ADAPTER_CONFIG).exists() and not weight_files(folder):
             folder = _merged_model(folder, Path(cache_dir))
         _check_config_and_tokenizer(str(folder) if folder.is_dir() else name)
     except Exception as error:  # transformers, tokenizers, safetensors and the hub raise exceptions of their own
@@ -140,7 +140,7 @@ def _merged_model(adapters: Path, cache_dir: Path) -> Path:
     """
     from blake3 import blake3
 
-    from tba.lora import WEIGHTS, merged_weights
+    from tba.lora import WEIGHTS, base_fingerprint, merged_weights
     from tba.weights import write_weights
 
     text = (adapters / ADAPTER_CONFIG).read_bytes()
@@ -152,13 +152,11 @@ def _merged_model(adapters: Path, cache_dir: Path) -> Path:
 
     def write(folder: Path) -> None:
         folder.mkdir()
-        for source in (base, adapters):
-            for file in {file for pattern in BESIDE_WEIGHTS for file in source.glob(pattern)}:
-                if file.is_file() and not is_about_weights(file):
-                    shutil.copy(file, folder)
+        copy_beside_weights(base, folder)
+        copy_beside_weights(adapters, folder)
         write_weights(dict(merged_weights(base, adapters)), folder)
 
-    digest = blake3(text).update((adapters / WEIGHTS).read_bytes()).hexdigest(8)
+    digest = blake3(text + base_fingerprint(str(base)).encode()).update((adapters / WEIGHTS).read_bytes()).hexdigest(8)
     return _converted(cache_dir / f"merged-{digest}", write)
 
 

@@ -39,6 +39,8 @@ class TransformersEngine(WholeBatches):
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
         """Raises: RuntimeError: the folder has other weights than the model. ValueError: or its adapters have."""
+        import torch
+
         is_adapted = lora.has_adapters(folder)
         weights = dict(lora.merged_weights(self._folder, folder) if is_adapted else read_weights(folder))
         if any(".experts." in name for name in weights):  # each by itself; the model has one tensor of all
@@ -52,6 +54,8 @@ class TransformersEngine(WholeBatches):
             raise RuntimeError(f"engine: {folder} has other weights than the model: {differs}")
         named = dict(self._model.named_parameters())
         taken_in = ((name, named[name].to(tensor.dtype)) for name, tensor in weights.items())
+        if is_adapted and not all(torch.equal(taken.cpu(), weights[name]) for name, taken in taken_in):
+            raise RuntimeError(f"engine: the model differs from {folder} after loading")
         self._served = ServedPolicy(policy_step, fingerprint(read_weights(folder) if is_adapted else taken_in))
         return self._served
 

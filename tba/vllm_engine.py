@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # its import takes seconds
     from vllm.lora.request import LoRARequest
 
 # Policies by adapters that responses in flight may have begun with. vLLM has memory for so many, and keeps the newest
-# besides: it would read dropped ones again, whose folder may be gone. Prompts of a further one would wait in vLLM while
-# their policy grows older.
+# besides. Prompts of a further one would wait in vLLM while their policy grows older.
 ADAPTERS_IN_FLIGHT = 8
 ENVIRONMENT = {  # of vLLM, unless the user has set a variable
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -127,7 +126,7 @@ class VllmEngine:
             self._of_all_workers("check_base", self._folder)
             self._is_compared = True
         name = next(self._adapter_names)
-        fingerprint = self._of_all_workers("load_adapters", name, folder, self._folder)
+        fingerprint = self._of_all_workers("load_adapters", name, folder, self._folder, self._adapters_in_flight())
         self._adapters = LoRARequest(str(name), name, folder)
         return fingerprint
 
@@ -187,8 +186,11 @@ class VllmEngine:
             return False
         if self._adapters is None:
             return True
-        in_flight = {asked.adapters.lora_int_id for asked in self._asked.values()}
+        in_flight = self._adapters_in_flight()
         return self._adapters.lora_int_id in in_flight or len(in_flight) < ADAPTERS_IN_FLIGHT
+
+    def _adapters_in_flight(self) -> set[int]:
+        return {asked.adapters.lora_int_id for asked in self._asked.values() if asked.adapters}
 
     @staticmethod
     def _parameters(sampling: Sampling):

@@ -54,19 +54,22 @@ class PolicyLoader:
             raise RuntimeError(_differs(differs, folder))
         return fingerprint(read_weights(folder)) if is_adapted else served.hexdigest()
 
-    def load_adapters(self, name: int, folder: str, base: str) -> tuple[str, Exception | None]:
+    def load_adapters(self, name: int, folder: str, base: str, in_flight: set[int]) -> tuple[str, Exception | None]:
         """Takes in a policy's adapters under a name that no other policy had. base: the folder of the model under them.
 
-        Returns as `load_policy`.
+        in_flight: names that vLLM keeps. It would drop the least recently used one, read it again when its response
+        goes on, and fail if its folder is gone. Returns as `load_policy`.
         """
-        return _or_error(self._load_adapters, name, folder, base)
+        return _or_error(self._load_adapters, name, folder, base, in_flight)
 
-    def _load_adapters(self, name: int, folder: str, base: str) -> str:
+    def _load_adapters(self, name: int, folder: str, base: str, in_flight: set[int]) -> str:
         from vllm.exceptions import LoRAAdapterNotFoundError
         from vllm.lora.request import LoRARequest
 
         weights = dict(read_weights(folder))
         lora.check_base(base, folder)
+        for unused in self.list_loras() - in_flight:
+            self.remove_lora(unused)
         try:
             self.add_lora(LoRARequest(str(name), name, folder))
         except LoRAAdapterNotFoundError as error:  # pruned meanwhile

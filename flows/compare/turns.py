@@ -1,15 +1,12 @@
 """tba compare sync: asynchronous and synchronous training by `tba train`; writes a table, a plot and the numbers."""
 
 import contextlib
-import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import MappingProxyType
 
 from flows.compare.results import confidence_interval, results_about, table_lines, write_numbers
 from storage.attempts import first_attempt_at
@@ -18,20 +15,16 @@ from storage.store import RunStore
 from storage.summary import read_summary
 
 # Asynchronous: the defaults. Synchronous: one Searcher, whose round is one batch, and the Trainer take turns. All other
-# settings are the same. The two processes share this machine's cores. Taking turns, each has one core, so that neither
-# mode has hardware that the other one lacks, or all of them in its turn.
-TAKE_TURNS = (
-    "--set=synchronous=true",
-    "--set=searchers=1",
-    "--set=search.prompts_per_round=16",
-    "--set=sampling.min_size=128",
-    "--set=train.sync_interval=1",
-)
-ONE_CORE = {"OMP_NUM_THREADS": "1"}  # to each process
-MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {  # settings, and environment variables
-    "asynchronous, one core each": ((), ONE_CORE),
-    "synchronous, one core each": (TAKE_TURNS, ONE_CORE),
-    "synchronous, all cores in turn": (TAKE_TURNS, {}),
+# settings are the same.
+MODES = {
+    "asynchronous": (),
+    "synchronous": (
+        "--set=synchronous=true",
+        "--set=searchers=1",
+        "--set=search.prompts_per_round=16",
+        "--set=sampling.min_size=128",
+        "--set=train.sync_interval=1",
+    ),
 }
 SUMMARISED = {
     "accuracy_after": "Accuracy at the end",
@@ -52,11 +45,11 @@ def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callab
     Raises: ValueError: a run failed; the message has the end of its output. The same call continues from there.
     """
     rows, curves = [], []
-    for seed, (mode, (settings, environment)) in product(range(seeds), MODES.items()):
-        run = f"{re.sub('[, ]+', '-', mode)}-seed{seed}"
+    for seed, (mode, settings) in product(range(seeds), MODES.items()):
+        run = f"{mode}-seed{seed}"
         command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
         command += ["--seed", str(seed), "--model", model, *settings]
-        status, output = run_to_its_end(command, environment=environment)
+        status, output = run_to_its_end(command)
         if status:  # a finished run returns 0 at once
             raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
         run_store = RunStore(store, run)
@@ -102,22 +95,16 @@ def write_turns(out: Path, rows: list[dict], curves: list[list[tuple[float, floa
     return table
 
 
-def run_to_its_end(
-    command: list[str],
-    enough: Callable[[], bool] = lambda: False,
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[int, str]:
+def run_to_its_end(command: list[str], enough: Callable[[], bool] = lambda: False) -> tuple[int, str]:
     """Runs a `tba train` to its end, or stops it once `enough` returns true, as Ctrl-C does. Returns status, output.
 
-    environment: variables over those of this process.
     An error or an interrupt here stops it in the same way and waits, because a killed command would leave its run.
     """
     with tempfile.TemporaryFile("w+") as output:
         # a process group of its own: otherwise Ctrl-C in a terminal would reach it beside the signal sent here
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
-            env={**os.environ, **environment},
-        )  # fmt: skip
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        )
         try:
             while process.poll() is None and not enough():
                 _wait(process)

@@ -4,7 +4,6 @@ Before: tba/trainer.py updates the policy; after: storage/policies.py publishes 
 """
 
 import logging
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -25,7 +24,8 @@ from storage import attempts, checkpoints, ledger, policies
 from storage.store import RunStore
 from tba import lora
 from tba.batch import Batch
-from tba.model_files import BESIDE_WEIGHTS, is_about_weights
+from tba.model_files import copy_beside_weights
+from tba.models import EMBEDDED_MODEL
 from tba.trainer import Trainer
 from tba.training_loop import Stopped
 from tba.weights import fingerprint, write_weights
@@ -60,6 +60,8 @@ class StoreOutbox:
     ) -> None:
         """`template`: the model's folder, from which published policies take configuration and tokenizer."""
         self._store, self._attempt, self._template, self._heart = store, attempt, template, heart
+        is_hub_id = config.model != EMBEDDED_MODEL and not Path(config.model).is_dir()
+        self._hub_id = config.model if is_hub_id else None
         self._alarms = alarms
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
@@ -156,10 +158,8 @@ class StoreOutbox:
 
     def fill_policy(self, weights: dict[str, Tensor], folder: Path) -> None:
         """Writes a policy that from_pretrained loads: weights, or adapters, and the model's other files."""
-        for file in {file for pattern in BESIDE_WEIGHTS for file in self._template.glob(pattern)}:
-            if file.is_file() and not is_about_weights(file):
-                shutil.copy(file, folder)
+        copy_beside_weights(self._template, folder)
         if lora.are_adapters(weights):
-            lora.write_adapters(weights, self._template, folder)
+            lora.write_adapters(weights, self._template, folder, name=self._hub_id)
         else:
             write_weights(weights, folder)

@@ -4,7 +4,7 @@
 - the wait ends with an error that names folder, cause and remedy; another error is raised at once
 - a process that keeps freed memory takes the same pages again
 - living processes of a group have places of their own, the lowest free one each; a killed process's place is free again
-- threads are divided among processes, within a container's limit of cores and the user's of threads
+- threads are divided among processes, within a container's limit of cores
 - the code's version is the checkout's commit, and of an installed wheel the wheel's version, also if the wheel lies
   in another project's checkout
 """
@@ -134,9 +134,4 @@ def test_a_containers_limit_of_cores_is_obeyed(tmp_path, limit, cores):
 def test_threads_are_shared_among_processes_and_never_none(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(machine, "_core_limit", lambda: 4)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [machine.cpu_threads(number) for number in (1, 2, 3, 9)] == [4, 2, 1, 1]
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert [machine.cpu_threads(number) for number in (1, 2, 3, 9)] == [2, 2, 1, 1]
-    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")  # it may name one number for each level of nesting
-    assert machine.cpu_threads(1) == 4

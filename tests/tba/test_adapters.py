@@ -27,6 +27,7 @@ from tba.logprobs import Group, response_logprobs
 from tba.models import resolve_model
 from tba.trainer import Trainer
 from tba.transformers_engine import TransformersEngine
+from tba.vllm_engine import _is_fast
 from tba.weights import fingerprint, read_weights, write_weights
 from tests.character_model import save_character_model
 from tests.tba.engines import LIMITS, compute_in_float32, greedy_tokens, run_apart, sample
@@ -178,11 +179,13 @@ def check_vllm(base: Path, policies: dict[str, Path], tokens: list[list[int]]) -
             served[name] = engine.load(policies[name], steps)
             assert served[name].fingerprint == fingerprint(read_weights(policies[name]))
             if name == before:
+                short = engine.start(prompts[:1], [Sampling(1, TEMPERATURE, 1.0, 6, [2])], first=False)
                 number = engine.start(prompts, [SAMPLING] * 4, first=False)
-                assert not any(engine.step() for _ in range(5))
+                assert not any(engine.step() for _ in range(5))  # the short response ends in the middle of the load
         found = {}
-        while not found:
-            found = engine.step()
+        while number not in found:
+            found |= engine.step()
+        assert short in found
         by_policy = {}
         for prompt, of in zip(prompts, found[number], strict=True):
             assert len(of) == 6
@@ -238,6 +241,11 @@ def check_merging(base: Path, policies: dict[str, Path], tokens: list[list[int]]
         assert served.fingerprint == fingerprint(read_weights(policies[name]))
     responses = [(prompt, r) for prompt, of in zip(tokens, sample(engine, tokens, SAMPLING), strict=True) for r in of]
     check_logprobs(base, policies["merged"], *map(list, zip(*responses, strict=True)))
+
+
+def test_vllm_serves_adapters_where_it_has_fast_kernels():
+    assert _is_fast(is_cpu=False, dtype=torch.bfloat16) and not _is_fast(is_cpu=False, dtype="float32")
+    assert not _is_fast(is_cpu=True, dtype=torch.bfloat16)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@
 - ZeRO-1, 2 and 3 train the addition task with one device's losses and gradients, 20 steps: with prompts that are split,
   with steps that leave a process without work, one that both skip for a reward that is not a number, and the policy
   reset as the reference on the way. What they publish is the same to the bit.
-- A policy's adapters are those of one process, too.
+- The adapters that they publish before the first step are those of one process.
 - What they saved resumes on one process, and what one process saved on them: the curve goes on.
 
 python -m pytest tests/tba/test_zero_trainer.py
