@@ -133,17 +133,17 @@ def has_adapters(folder: str | Path) -> bool:
     return (Path(folder) / WEIGHTS).exists()
 
 
-def write_adapters(weights: dict[str, Tensor], base: Path, folder: Path, name: str | None = None) -> None:
-    """Writes a folder that `from_pretrained` loads with peft, and vLLM.
+def write_adapters(weights: dict[str, Tensor], base: Path, folder: Path, hub_id: str | None = None) -> None:
+    """Writes a folder that vLLM loads, and with peft `from_pretrained`.
 
-    base: the folder of the model under them; name: its Hugging Face id, by which other machines find it.
+    base: the folder of the model under them; hub_id: its Hugging Face id, if it has one, for other machines.
     """
     layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in weights}  # q_proj, …
     rank = len(next(tensor for name, tensor in weights.items() if ".lora_A." in name))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": name or str(base),
+        "base_model_name_or_path": hub_id or str(base),
         "r": rank,
         "lora_alpha": SCALING * rank,
         "lora_dropout": 0.0,

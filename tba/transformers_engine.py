@@ -53,10 +53,13 @@ class TransformersEngine(WholeBatches):
             differs = unexpected + sorted(set(missing) - tied)
             raise RuntimeError(f"engine: {folder} has other weights than the model: {differs}")
         named = dict(self._model.named_parameters())
-        taken_in = ((name, named[name].to(tensor.dtype)) for name, tensor in weights.items())
-        if is_adapted and not all(torch.equal(taken.cpu(), weights[name]) for name, taken in taken_in):
-            raise RuntimeError(f"engine: the model differs from {folder} after loading")
-        self._served = ServedPolicy(policy_step, fingerprint(read_weights(folder) if is_adapted else taken_in))
+        if is_adapted:
+            if not all(torch.equal(named[name].cpu(), of.to(named[name].dtype)) for name, of in weights.items()):
+                raise RuntimeError(f"engine: the model differs from {folder} after loading")
+            taken_in = read_weights(folder)
+        else:
+            taken_in = ((name, named[name].to(tensor.dtype)) for name, tensor in weights.items())
+        self._served = ServedPolicy(policy_step, fingerprint(taken_in))
         return self._served
 
     def _load_experts(self, folder: Path) -> None:

@@ -37,8 +37,8 @@ class PolicyFeed:
     (flows/trainer/outbox.py), and a training one publishes its next policy.
 
     A new policy is loaded before each round. It is loaded in the middle of a round, too, unless loads would take more
-    than `LOAD_SHARE` of the time: the engine does not sample while it loads. tba/engine.py says with
-    which policy responses in flight go on.
+    than `LOAD_SHARE` of the time: the engine does not sample while it loads. tba/engine.py says with which policy
+    responses in flight go on.
     """
 
     def __init__(self, store: RunStore, searcher: "Searcher", *, is_synchronous: bool = False) -> None:

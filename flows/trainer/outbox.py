@@ -160,6 +160,6 @@ class StoreOutbox:
         """Writes a policy that from_pretrained loads: weights, or adapters, and the model's other files."""
         copy_beside_weights(self._template, folder)
         if lora.are_adapters(weights):
-            lora.write_adapters(weights, self._template, folder, name=self._hub_id)
+            lora.write_adapters(weights, self._template, folder, hub_id=self._hub_id)
         else:
             write_weights(weights, folder)

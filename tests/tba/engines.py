@@ -2,9 +2,11 @@
 
 import importlib.util
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import tba.logprobs
 import tba.transformers_engine
@@ -26,6 +28,19 @@ def sample(engine, tokens: list[list[int]], sampling: Sampling) -> list[list[Res
     while not found:
         found = engine.step()
     return found[number]
+
+
+def save_small_llama(folder: Path, tokenizer: Path) -> Path:
+    """Writes a Llama of two layers with random weights, which two workers can share. tokenizer: the folder of one."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
+        initializer_range=0.1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for file in tokenizer.glob("tokenizer*"):
+        (folder / file.name).symlink_to(file)
+    return folder
 
 
 def run_apart(check, *arguments) -> None:

@@ -14,10 +14,11 @@ python -m pytest tests/tba/test_adapters.py
 import json
 import shutil
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tba import lora
 from tba.config import TrainSettings
@@ -30,7 +31,7 @@ from tba.transformers_engine import TransformersEngine
 from tba.vllm_engine import _is_fast
 from tba.weights import fingerprint, read_weights, write_weights
 from tests.character_model import save_character_model
-from tests.tba.engines import LIMITS, compute_in_float32, greedy_tokens, run_apart, sample
+from tests.tba.engines import LIMITS, compute_in_float32, greedy_tokens, run_apart, sample, save_small_llama
 
 pytest.importorskip("peft")
 
@@ -147,7 +148,15 @@ def test_transformers_merges_each_policys_adapters_into_the_first_weights(base, 
         engine.load(tmp_path, 3)
 
 
-def check_logprobs(base: Path, folder: Path, prompts: list[list[int]], responses: list[Response]) -> None:
+Pairs: TypeAlias = list[tuple[list[int], Response]]  # prompts, and a response to each
+
+
+def sampled(engine, tokens: list[list[int]]) -> Pairs:
+    found = sample(engine, tokens, SAMPLING)
+    return [(prompt, response) for prompt, of in zip(tokens, found, strict=True) for response in of]
+
+
+def check_logprobs(base: Path, folder: Path, pairs: Pairs) -> None:
     """The responses' log-probabilities are those of the policy in `folder`."""
     trainer = Trainer(base, TrainSettings(lora_rank=4), "cpu")
     with torch.no_grad():
@@ -160,9 +169,9 @@ def check_logprobs(base: Path, folder: Path, prompts: list[list[int]], responses
                 {name.replace("_proj.", "_proj.base_layer."): tensor for name, tensor in read_weights(folder)},
                 strict=False,
             )
-        groups = [Group(prompt, [response.tokens]) for prompt, response in zip(prompts, responses, strict=True)]
+        groups = [Group(prompt, [response.tokens]) for prompt, response in pairs]
         expected = response_logprobs(trainer._policy, groups, TEMPERATURE)
-    apart = [torch.tensor(response.logprobs) - of for response, (of,) in zip(responses, expected, strict=True)]
+    apart = [torch.tensor(response.logprobs) - of for (_, response), (of,) in zip(pairs, expected, strict=True)]
     assert torch.cat(apart).abs().max() < 0.02
 
 
@@ -205,7 +214,7 @@ def check_vllm(base: Path, policies: dict[str, Path], tokens: list[list[int]]) -
                 by_policy.setdefault(policy, []).append((prompt, response))
         for name in (before, after):
             if pairs := by_policy.get(served[name]):
-                check_logprobs(base, policies[name], *map(list, zip(*pairs, strict=True)))
+                check_logprobs(base, policies[name], pairs)
         return by_policy
 
     both = batch_with_a_change("first", "second")
@@ -249,8 +258,7 @@ def check_merging(base: Path, policies: dict[str, Path], tokens: list[list[int]]
     for name in ("first", "second"):
         served = engine.load(policies[name], 1)
         assert served.fingerprint == fingerprint(read_weights(policies[name]))
-    responses = [(prompt, r) for prompt, of in zip(tokens, sample(engine, tokens, SAMPLING), strict=True) for r in of]
-    check_logprobs(base, policies["merged"], *map(list, zip(*responses, strict=True)))
+    check_logprobs(base, policies["merged"], sampled(engine, tokens))
 
 
 def test_vllm_serves_adapters_where_it_has_fast_kernels():
@@ -270,10 +278,7 @@ def check_two_processes(base: Path, policies: dict[str, Path], tokens: list[list
     engine = make_engine(base, lora_rank=4, **LIMITS | {"threads": 1}, arguments=arguments)
     for name in ("first", "merged", "second"):
         engine.load(policies[name], 1)
-        responses = [
-            (prompt, r) for prompt, of in zip(tokens, sample(engine, tokens, SAMPLING), strict=True) for r in of
-        ]
-        check_logprobs(base, policies[name], *map(list, zip(*responses, strict=True)))
+        check_logprobs(base, policies[name], sampled(engine, tokens))
     with pytest.raises(FileNotFoundError):
         engine.load(policies["first"] / "pruned", 2)
     engine.load(policies["first"], 3)  # no worker waits for another one's answer
@@ -282,13 +287,5 @@ def check_two_processes(base: Path, policies: dict[str, Path], tokens: list[list
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two CPU processes; a machine may have one GPU")
 def test_vllm_serves_adapters_that_two_processes_share(base, tokens, tmp_path):
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
-        initializer_range=0.1,
-    )  # fmt: skip
-    small = tmp_path / "small"
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(small)
-    for file in base.glob("tokenizer*"):
-        (small / file.name).symlink_to(file)
+    small = save_small_llama(tmp_path / "small", base)
     run_apart(check_two_processes, small, policies_of(small, tmp_path), tokens)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import tba.vllm_weights
 from tba.config import TrainSettings
@@ -28,7 +28,16 @@ from tba.precision import compute_dtype
 from tba.trainer import Trainer
 from tba.transformers_engine import TransformersEngine
 from tba.weights import fingerprint, read_weights, write_weights
-from tests.tba.engines import GREEDY, LIMITS, NEWLINE, compute_in_float32, greedy_tokens, run_apart, sample
+from tests.tba.engines import (
+    GREEDY,
+    LIMITS,
+    NEWLINE,
+    compute_in_float32,
+    greedy_tokens,
+    run_apart,
+    sample,
+    save_small_llama,
+)
 
 
 @pytest.fixture(scope="module")
@@ -295,15 +304,5 @@ def check_two_processes(base: Path, moved: Path, tokens: list[list[int]]) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two CPU processes; a machine may have one GPU")
 def test_vllm_serves_a_policy_that_two_processes_share(base, tokens, tmp_path):
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
-        initializer_range=0.1,
-    )  # fmt: skip
-    folders = []
-    for name in ("first", "second"):
-        folders.append(tmp_path / name)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folders[-1])
-        for file in base.glob("tokenizer*"):
-            (folders[-1] / file.name).symlink_to(file)
+    folders = [save_small_llama(tmp_path / name, base) for name in ("first", "second")]
     run_apart(check_two_processes, *folders, tokens)
