@@ -5,9 +5,9 @@ Before: storage/new_shards.py finds the rounds; after: storage/intake.py checks 
 
 import logging
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby
 
@@ -22,8 +22,9 @@ from storage.store import RunStore, transfer_all, transfer_each
 
 _SMALL_BYTES = 1 << 20  # Arrow's threads only cost time in a smaller file (measured with files of 90 kB)
 
-# At once: more parsers would keep a Trainer's draws waiting for cores and interpreter.
-_PARSING = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
+# Few, because more would keep a Trainer's draws waiting for cores and interpreter. Threads of their own, because one
+# thread parses many files in a row in less time than the 32 readers in turns (docs/LOG.md, 2026-11-27).
+_PARSERS = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="parser")
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +140,7 @@ def _parse(store: RunStore, path: str, data: bytes) -> pa.Table:
     """As read_file, of a file's content."""
     where = f"{path} of run {store.run} in {store.url}"
     try:
-        with _PARSING:
-            table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=len(data) > _SMALL_BYTES)
-            table.validate(full=True)  # finds invalid text, and lists that end outside their values
+        table = _PARSERS.submit(_read_whole, data).result()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TornShard(
             f"{where} is not a whole Parquet file ({error}); every shard is written in one step, so the store lost or "
@@ -156,6 +155,12 @@ def _parse(store: RunStore, path: str, data: bytes) -> pa.Table:
     (file,) = files_named([path])
     if file.is_compacted and origins_of(table) != {(file.searcher, number) for number in file.rounds}:
         raise TornShard(f"{where} holds other rounds than its name")
+    return table
+
+
+def _read_whole(data: bytes) -> pa.Table:
+    table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=len(data) > _SMALL_BYTES)
+    table.validate(full=True)  # finds invalid text, and lists that end outside their values
     return table
 
 
