@@ -43,6 +43,11 @@ _SEARCHER = re.compile(SEARCHER_ID)
 # files hold the same round.
 ROUNDS_PER_BLOCK = 32
 COMPACTED = "trajectories/compacted"
+# Columns of a shard. The others have few values: their dictionaries are as small uncompressed, and a reader has less work.
+_COMPRESSED = (
+    *("trajectory_id", "prompt_id", "prompt", "response", "rewards.key_value.key"),
+    *(f"{field.name}.list.element" for field in TRAJECTORY if pa.types.is_list(field.type)),
+)
 _NAME = rf"(?P<searcher>{SEARCHER_ID})"
 _SHARD_NAME = re.compile(rf"trajectories/searcher={_NAME}/round=(?P<round>[0-9]{{8}})\.parquet")
 _MARK_NAME = re.compile(rf"expired/searcher={_NAME}/through=(?P<through>[0-9]{{8}})\.json")
@@ -134,8 +139,9 @@ def log_folder(searcher: str) -> str:
 def parquet_bytes(table: pa.Table) -> bytes:
     # dictionary encoding of tokens or log-probabilities is larger than the values, and takes longer than all the rest
     repeating = [field.name for field in table.schema if not pa.types.is_list(field.type)]
+    compression = dict.fromkeys(_COMPRESSED, "zstd") if table.schema.equals(TRAJECTORY) else "zstd"
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", use_dictionary=repeating)
+    pq.write_table(table, sink, compression=compression, use_dictionary=repeating)
     return sink.getvalue().to_pybytes()
 
 
