@@ -43,7 +43,7 @@ _SEARCHER = re.compile(SEARCHER_ID)
 # files hold the same round.
 ROUNDS_PER_BLOCK = 32
 COMPACTED = "trajectories/compacted"
-# Columns of a shard. The others have few values: their dictionaries are as small uncompressed, and a reader has less work.
+# Columns of a shard. The others have few values: their dictionaries are as small uncompressed, and are read sooner.
 _COMPRESSED = (
     *("trajectory_id", "prompt_id", "prompt", "response", "rewards.key_value.key"),
     *(f"{field.name}.list.element" for field in TRAJECTORY if pa.types.is_list(field.type)),

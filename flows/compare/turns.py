@@ -29,41 +29,52 @@ MODES = {
 SUMMARISED = {
     "accuracy_after": "Accuracy at the end",
     "wall_s": "Wall time, s",
+    "seconds_a_step": "Time a policy step, s",
     "seconds_to_common": "Time to equal accuracy, s",
     "trainer_wait_share": "Trainer waits, share",
     "searcher_idle_share": "Searchers idle, share",
     "staleness_mean": "Staleness, policy steps",
 }
+TIMES = ("wall_s", "seconds_a_step", "seconds_to_common")
 WINDOW = 1024  # trajectories in a mean of sampled accuracy: 128 prompts of the default round
 POLL_S = 5.0  # between two checks whether a run has trained enough; a check takes time of a core
 
 
-def turns(store: str, out: Path, model: str, seeds: int, steps: int, say: Callable[[str], None]) -> Path:
+def turns(
+    store: str,
+    out: Path,
+    about: dict,
+    say: Callable[[str], None],
+    train: Callable[[list[str]], tuple[int, str]] | None = None,
+    name: str = "sync",
+) -> Path:
     """Trains asynchronously and synchronously by `tba train`, and compares the times to equal accuracy: the highest
     sampled accuracy that all runs reached. Returns the table's file.
+
+    about: model, steps and seeds, and further facts for the page. train: runs a command to its end, and returns status
+    and output; default: `run_to_its_end`. name: of the comparison, in the names of the files.
 
     Raises: ValueError: a run failed; the message has the end of its output. The same call continues from there.
     """
     rows, curves = [], []
-    for seed, (mode, settings) in product(range(seeds), MODES.items()):
+    for seed, (mode, settings) in product(range(about["seeds"]), MODES.items()):
         run = f"{mode}-seed{seed}"
-        command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(steps)]
-        command += ["--seed", str(seed), "--model", model, *settings]
-        status, output = run_to_its_end(command)
+        command = [sys.executable, "-m", "flows.cli", "train", run, "--store", store, "--steps", str(about["steps"])]
+        command += ["--seed", str(seed), "--model", about["model"], *settings]
+        status, output = (train or run_to_its_end)(command)
         if status:  # a finished run returns 0 at once
             raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
         run_store = RunStore(store, run)
         summary = read_summary(run_store)
         curves.append(sampled_accuracy(run_store))
-        rows.append(summary | {"mode": mode, "seed": seed})
+        rows.append(summary | {"mode": mode, "seed": seed, "seconds_a_step": seconds_a_step(run_store)})
         say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")
     stores = [RunStore(store, row["run"]) for row in rows]
-    about = results_about(stores) | {"task": "two-digit addition", "model": model, "steps": steps, "seeds": seeds}
-    return write_turns(out, rows, curves, about)
+    return write_turns(out, name, rows, curves, results_about(stores) | {"task": "two-digit addition"} | about)
 
 
-def write_turns(out: Path, rows: list[dict], curves: list[list[tuple[float, float]]], about: dict) -> Path:
-    """`sync_cpu_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table's file."""
+def write_turns(out: Path, name: str, rows: list[dict], curves: list[list[tuple[float, float]]], about: dict) -> Path:
+    """`<name>_cpu_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table's file."""
     common = common_accuracy(curves)
     for row, curve in zip(rows, curves, strict=True):
         row["seconds_to_common"] = next(seconds for seconds, accuracy in curve if accuracy >= common)
@@ -72,17 +83,20 @@ def write_turns(out: Path, rows: list[dict], curves: list[list[tuple[float, floa
         [mode, *(confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)]
         for mode, of_mode in by_mode.items()
     ]
-    name = f"sync_cpu_{about['date']}"
+    name = f"{name}_cpu_{about['date']}"
+    pairs = list(zip(*by_mode.values(), strict=True))  # of each seed
+    ratios = [confidence_interval([a[key] / b[key] for a, b in pairs]) if key in TIMES else "" for key in SUMMARISED]
     over_seeds = " ±: 95 % confidence interval over seeds (Student's t)." if about["seeds"] > 1 else ""
     lines = [
         "# Asynchronous and synchronous training: accuracy and time",
         "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "",
-        *table_lines(["Mode", *SUMMARISED.values()], intervals),
+        *table_lines(["Mode", *SUMMARISED.values()], [*intervals, ["asynchronous / synchronous, by seed", *ratios]]),
         "",
         f"Equal accuracy: {common:.3f}, the highest mean reward of {WINDOW} trajectories that every run reached;"
-        " its time is from the run's start. Accuracy at the end is greedy, on held-out sums. Shares are of time, as in "
+        " its time is from the run's start. Accuracy at the end is greedy, on held-out sums. Wall time has the start of "
+        "the engines; the time a step is from the first step's begin to the last one's end. Shares are of time, as in "
         f"each run's summary.json.{over_seeds}",
         "",
         f"![sampled accuracy by time]({name}.png)",
@@ -118,6 +132,12 @@ def run_to_its_end(command: list[str], enough: Callable[[], bool] = lambda: Fals
 def _wait(process: subprocess.Popen) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(POLL_S)
+
+
+def seconds_a_step(store: RunStore) -> float:
+    """From the first step's begin to the last one's end, by the number of steps."""
+    span = "SELECT epoch(max(ended_at) - min(started_at)) / count(*) FROM training_steps"
+    return query(store, span).column(0)[0].as_py()
 
 
 def sampled_accuracy(store: RunStore) -> list[tuple[float, float]]:

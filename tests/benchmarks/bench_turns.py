@@ -1,0 +1,90 @@
+"""Asynchronous and synchronous training with a core each: `make bench-turns`. Writes docs/results/sync_apart_cpu_<date>.
+
+`tba compare sync`, but the Trainer has one core and the Searcher another one, as if they had hardware of their own. Each
+runs under a Prefect worker that is pinned (`taskset`): the first worker takes the run's flow with the Trainer, the
+second, which starts after it, the Searcher. In both modes the Searcher is one. Server and command have both cores.
+
+    SEEDS=1 STEPS=20 make bench-turns     3 seeds and 50 steps by default
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from flows.compare import turns
+from infra import stack
+from infra.processes import stop_processes
+from storage.attempts import first_attempt_at
+from storage.errors import NotFound
+from storage.store import RunStore
+from tba.models import EMBEDDED_MODEL
+
+PROJECT = Path(__file__).parents[2]
+STORE = (PROJECT / ".tba" / "bench-turns").as_uri()
+TRAINER_CORE, SEARCHER_CORE = 0, 1
+START_S = 180
+
+
+@contextmanager
+def worker(core: int, environment: dict[str, str]) -> Iterator[None]:
+    """A Prefect worker for one flow at a time, which has this core alone, as have the processes that it starts."""
+    queue = ["--work-queue", stack.work_queue(PROJECT), "--limit", "1", "--name", f"core-{core}"]
+    start = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "tba", "--type", "process", *queue]
+    with open(stack.local_folder(PROJECT) / f"worker-{core}.log", "ab") as log:
+        process = psutil.Popen(
+            ["taskset", "-c", str(core), *start], cwd=PROJECT, env=environment, stdout=log, stderr=log
+        )
+    try:
+        yield
+    finally:
+        stop_processes([*process.children(recursive=True), process])
+
+
+def run_apart(command: list[str]) -> tuple[int, str]:
+    """Runs a command of `tba train`: the Trainer on one core, the Searcher on the other. Returns status and output."""
+    environment = stack._environment(PROJECT, stack._read_state(PROJECT)) | {stack.NO_WORKER_VARIABLE: "1"}
+    os.environ |= {stack.NO_WORKER_VARIABLE: "1"}
+    store = RunStore(STORE, command[command.index("train") + 1])
+    ended: list[tuple[int, str]] = []
+    with worker(TRAINER_CORE, environment):
+        training = threading.Thread(target=lambda: ended.append(turns.run_to_its_end(command)))
+        training.start()
+        deadline = time.monotonic() + START_S
+        while training.is_alive() and not has_begun(store) and time.monotonic() < deadline:
+            time.sleep(1)
+        with worker(SEARCHER_CORE, environment):
+            training.join()
+    return ended[0]
+
+
+def has_begun(store: RunStore) -> bool:
+    """Whether the first worker has taken the run's flow, so that the second one cannot."""
+    with suppress(NotFound):
+        return bool(first_attempt_at(store))
+    return False
+
+
+def main() -> None:
+    os.environ[stack.NO_WORKER_VARIABLE] = "1"
+    steps, seeds = int(os.environ.get("STEPS", "50")), int(os.environ.get("SEEDS", "3"))
+    about = {
+        "model": EMBEDDED_MODEL,
+        "steps": steps,
+        "seeds": seeds,
+        "cores": "the Trainer has one, the Searcher another",
+    }
+    stack.up(PROJECT, keep=True)
+    try:
+        print(turns.turns(STORE, PROJECT / "docs" / "results", about, print, run_apart, name="sync_apart"))
+    finally:
+        stack.down(PROJECT)
+
+
+if __name__ == "__main__":
+    main()
