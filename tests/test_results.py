@@ -1,7 +1,7 @@
 """docs/results/README.md says what the numbers beside it say.
 
 - Every mean with an interval on the page is the mean of some arm's runs in a JSON file of docs/results, or the mean
-  difference of two arms with its joint interval, rounded as printed.
+  difference of two arms with its joint interval, or the mean ratio of two modes' times, rounded as printed.
 - Every page and file of results is linked from it.
 
 python -m pytest tests/test_results.py
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from flows.compare.results import confidence_interval
+from flows.compare.turns import TIMES
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 PAGE = (RESULTS / "README.md").read_text()
@@ -24,6 +25,7 @@ MEASURES = (
     "num_distinct_right",
     "wall_s",
     "seconds_to_common",
+    "seconds_a_step",
     "searcher_idle_share",
     "staleness_mean",
 )
@@ -61,6 +63,8 @@ def known() -> set[str]:
                 found |= printed_forms(values)
             for one, other in permutations(arms, 2) if measure in ("accuracy_after", "num_distinct_right") else ():
                 found |= printed_forms([a - b for a, b in zip(one, other, strict=True)], num_differences(runs))
+            if measure in TIMES and len(arms) == 2:  # of tba compare sync and make bench-turns
+                found |= printed_forms([a / b for a, b in zip(*arms, strict=True)])
     return found
 
 

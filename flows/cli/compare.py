@@ -53,8 +53,7 @@ def compare(
     root, numbers = store_url(store or ".tba/compare"), None
     try:
         if read is None:
-            about = {"model": model or EMBEDDED_MODEL, "steps": steps or 50, "seeds": seeds or 3}
-            page = turns.turns(root, out, about, say)
+            page = turns.turns(root, out, turns.conditions(model or EMBEDDED_MODEL, seeds or 3, steps or 50), say)
         else:
             page, numbers = study_page.run_study(Path(study).stem, read, root, out, say)
     except (StoreError, ValueError) as error:

@@ -40,6 +40,11 @@ WINDOW = 1024  # trajectories in a mean of sampled accuracy: 128 prompts of the 
 POLL_S = 5.0  # between two checks whether a run has trained enough; a check takes time of a core
 
 
+def conditions(model: str, seeds: int, steps: int) -> dict:
+    """The facts of a comparison that `turns` reads."""
+    return {"model": model, "steps": steps, "seeds": seeds}
+
+
 def turns(
     store: str,
     out: Path,
@@ -51,7 +56,7 @@ def turns(
     """Trains asynchronously and synchronously by `tba train`, and compares the times to equal accuracy: the highest
     sampled accuracy that all runs reached. Returns the table's file.
 
-    about: model, steps and seeds, and further facts for the page. train: runs a command to its end, and returns status
+    about: `conditions`, and further facts for the page. train: runs a command to its end, and returns status
     and output; default: `run_to_its_end`. name: of the comparison, in the names of the files.
 
     Raises: ValueError: a run failed; the message has the end of its output. The same call continues from there.
@@ -95,9 +100,9 @@ def write_turns(out: Path, name: str, rows: list[dict], curves: list[list[tuple[
         *table_lines(["Mode", *SUMMARISED.values()], [*intervals, ["asynchronous / synchronous, by seed", *ratios]]),
         "",
         f"Equal accuracy: {common:.3f}, the highest mean reward of {WINDOW} trajectories that every run reached;"
-        " its time is from the run's start. Accuracy at the end is greedy, on held-out sums. Wall time has the start of "
-        "the engines; the time a step is from the first step's begin to the last one's end. Shares are of time, as in "
-        f"each run's summary.json.{over_seeds}",
+        " its time is from the run's start. Accuracy at the end is greedy, on held-out sums. Wall time includes the "
+        "engines' start. The time a policy step is from the first step's begin to the last one's end, by the number of "
+        f"steps. Shares are of time, as in each run's summary.json.{over_seeds}",
         "",
         f"![sampled accuracy by time]({name}.png)",
     ]

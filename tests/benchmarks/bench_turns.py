@@ -1,8 +1,8 @@
-"""Asynchronous and synchronous training with a core each: `make bench-turns`. Writes docs/results/sync_apart_cpu_<date>.
+"""Asynchronous and synchronous training with a core each: `make bench-turns`. Writes docs/results/sync_apart_cpu_*
 
-`tba compare sync`, but the Trainer has one core and the Searcher another one, as if they had hardware of their own. Each
-runs under a Prefect worker that is pinned (`taskset`): the first worker takes the run's flow with the Trainer, the
-second, which starts after it, the Searcher. In both modes the Searcher is one. Server and command have both cores.
+`tba compare sync`, but the Trainer has one core and the Searcher another one, as if each had hardware of its own. Each
+runs under a Prefect worker that is pinned by `taskset`. The first worker takes the run's flow with the Trainer. The
+second one, which starts later, takes the Searcher. Prefect's server and the command have both cores.
 
     SEEDS=1 STEPS=20 make bench-turns     3 seeds and 50 steps by default
 """

@@ -207,6 +207,22 @@ def test_equal_accuracy_is_what_all_runs_came_to():
     assert turns.common_accuracy(curves) == 0.4
 
 
+def test_times_of_two_modes_are_compared_seed_by_seed(tmp_path):
+    times = {("asynchronous", 0): 10.0, ("synchronous", 0): 40.0, ("asynchronous", 1): 30.0, ("synchronous", 1): 40.0}
+    rows = [
+        dict.fromkeys(turns.SUMMARISED, 0.5) | {"mode": mode, "seed": seed, "seconds_a_step": time_s}
+        for (mode, seed), time_s in times.items()
+    ]
+    rows[2]["seconds_a_step"] = 90.0
+    curves = [[(time_s, 0.5)] for time_s in times.values()]
+    page = turns.write_turns(tmp_path, "mine", rows, curves, {"date": "2026-01-01", "seeds": 2})
+    assert page.name == "mine_cpu_2026-01-01.md"
+    headings, *lines = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
+    ratios = dict(zip(headings, lines[-1], strict=True))
+    assert ratios["Time a policy step, s"].startswith("1.250 ± ")  # of 10/40 and 90/40
+    assert ratios["Time to equal accuracy, s"].startswith("0.500 ± ")  # of 10/40 and 30/40
+
+
 def test_sampled_accuracy_is_the_mean_of_the_newest(tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "WINDOW", 4)
     store = RunStore(tmp_path.as_uri(), "run")
