@@ -9,10 +9,8 @@ second one, which starts later, takes the Searcher. Prefect's server and the com
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -28,7 +26,6 @@ from tba.models import EMBEDDED_MODEL
 PROJECT = Path(__file__).parents[2]
 STORE = (PROJECT / ".tba" / "bench-turns").as_uri()
 TRAINER_CORE, SEARCHER_CORE = 0, 1
-START_S = 180
 
 
 @contextmanager
@@ -48,19 +45,18 @@ def worker(core: int, environment: dict[str, str]) -> Iterator[None]:
 
 def run_apart(command: list[str]) -> tuple[int, str]:
     """Runs a command of `tba train`: the Trainer on one core, the Searcher on the other. Returns status and output."""
-    environment = stack._environment(PROJECT, stack._read_state(PROJECT)) | {stack.NO_WORKER_VARIABLE: "1"}
-    os.environ |= {stack.NO_WORKER_VARIABLE: "1"}
+    environment = stack._environment(PROJECT, stack._read_state(PROJECT))
     store = RunStore(STORE, command[command.index("train") + 1])
-    ended: list[tuple[int, str]] = []
-    with worker(TRAINER_CORE, environment):
-        training = threading.Thread(target=lambda: ended.append(turns.run_to_its_end(command)))
-        training.start()
-        deadline = time.monotonic() + START_S
-        while training.is_alive() and not has_begun(store) and time.monotonic() < deadline:
-            time.sleep(1)
-        with worker(SEARCHER_CORE, environment):
-            training.join()
-    return ended[0]
+    with ExitStack() as workers:
+        workers.enter_context(worker(TRAINER_CORE, environment))
+        waiting = [SEARCHER_CORE]
+
+        def start_second() -> bool:
+            if waiting and has_begun(store):
+                workers.enter_context(worker(waiting.pop(), environment))
+            return False  # the run goes on
+
+        return turns.run_to_its_end(command, start_second)
 
 
 def has_begun(store: RunStore) -> bool:
@@ -73,12 +69,7 @@ def has_begun(store: RunStore) -> bool:
 def main() -> None:
     os.environ[stack.NO_WORKER_VARIABLE] = "1"
     steps, seeds = int(os.environ.get("STEPS", "50")), int(os.environ.get("SEEDS", "3"))
-    about = {
-        "model": EMBEDDED_MODEL,
-        "steps": steps,
-        "seeds": seeds,
-        "cores": "the Trainer has one, the Searcher another",
-    }
+    about = turns.conditions(EMBEDDED_MODEL, seeds, steps) | {"cores": "the Trainer has one, the Searcher another"}
     stack.up(PROJECT, keep=True)
     try:
         print(turns.turns(STORE, PROJECT / "docs" / "results", about, print, run_apart, name="sync_apart"))
