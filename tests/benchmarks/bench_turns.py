@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from flows.compare import turns
-from infra import stack
+from infra import prefect_server, stack
 from infra.processes import stop_processes
 from storage.attempts import first_attempt_at
 from storage.errors import NotFound
@@ -32,7 +32,18 @@ TRAINER_CORE, SEARCHER_CORE = 0, 1
 def worker(core: int, environment: dict[str, str]) -> Iterator[None]:
     """A Prefect worker for one flow at a time, which has this core alone, as have the processes that it starts."""
     queue = ["--work-queue", stack.work_queue(PROJECT), "--limit", "1", "--name", f"core-{core}"]
-    start = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "tba", "--type", "process", *queue]
+    start = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "worker",
+        "start",
+        "--pool",
+        prefect_server.WORK_POOL,
+        "--type",
+        "process",
+        *queue,
+    ]
     with open(stack.local_folder(PROJECT) / f"worker-{core}.log", "ab") as log:
         process = psutil.Popen(
             ["taskset", "-c", str(core), *start], cwd=PROJECT, env=environment, stdout=log, stderr=log
@@ -60,7 +71,10 @@ def run_apart(command: list[str]) -> tuple[int, str]:
 
 
 def has_begun(store: RunStore) -> bool:
-    """Whether the first worker has taken the run's flow, so that the second one cannot."""
+    """Whether the first worker has taken the run's flow, so that the second one cannot.
+
+    True at once for a run that is resumed: either worker may then take the flow, and each still has a core of its own.
+    """
     with suppress(NotFound):
         return bool(first_attempt_at(store))
     return False

@@ -208,7 +208,8 @@ def test_equal_accuracy_is_what_all_runs_came_to():
 
 
 def test_times_of_two_modes_are_compared_seed_by_seed(tmp_path):
-    times = {("asynchronous", 0): 10.0, ("synchronous", 0): 40.0, ("asynchronous", 1): 30.0, ("synchronous", 1): 40.0}
+    """Ratios of the means would be 1.00 and 0.400."""
+    times = {("asynchronous", 0): 10.0, ("synchronous", 0): 40.0, ("asynchronous", 1): 30.0, ("synchronous", 1): 60.0}
     rows = [
         dict.fromkeys(turns.SUMMARISED, 0.5) | {"mode": mode, "seed": seed, "seconds_a_step": time_s}
         for (mode, seed), time_s in times.items()
@@ -219,8 +220,8 @@ def test_times_of_two_modes_are_compared_seed_by_seed(tmp_path):
     assert page.name == "mine_cpu_2026-01-01.md"
     headings, *lines = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
     ratios = dict(zip(headings, lines[-1], strict=True))
-    assert ratios["Time a policy step, s"].startswith("1.250 ± ")  # of 10/40 and 90/40
-    assert ratios["Time to equal accuracy, s"].startswith("0.500 ± ")  # of 10/40 and 30/40
+    assert ratios["Time a policy step, s"].startswith("0.875 ± ")  # of 10/40 and 90/60
+    assert ratios["Time to equal accuracy, s"].startswith("0.375 ± ")  # of 10/40 and 30/60
 
 
 def test_sampled_accuracy_is_the_mean_of_the_newest(tmp_path, monkeypatch):
