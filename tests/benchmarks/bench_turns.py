@@ -31,19 +31,8 @@ TRAINER_CORE, SEARCHER_CORE = 0, 1
 @contextmanager
 def worker(core: int, environment: dict[str, str]) -> Iterator[None]:
     """A Prefect worker for one flow at a time, which has this core alone, as have the processes that it starts."""
-    queue = ["--work-queue", stack.work_queue(PROJECT), "--limit", "1", "--name", f"core-{core}"]
-    start = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "worker",
-        "start",
-        "--pool",
-        prefect_server.WORK_POOL,
-        "--type",
-        "process",
-        *queue,
-    ]
+    pool = ["--pool", prefect_server.WORK_POOL, "--type", "process", "--work-queue", stack.work_queue(PROJECT)]
+    start = [sys.executable, "-m", "prefect", "worker", "start", *pool, "--limit", "1", "--name", f"core-{core}"]
     with open(stack.local_folder(PROJECT) / f"worker-{core}.log", "ab") as log:
         process = psutil.Popen(
             ["taskset", "-c", str(core), *start], cwd=PROJECT, env=environment, stdout=log, stderr=log
