@@ -137,12 +137,12 @@ def log_folder(searcher: str) -> str:
 
 
 def parquet_bytes(table: pa.Table, codec: str = "zstd") -> bytes:
-    """codec: lz4 for a file that is read soon, and is parsed in two thirds of the time; zstd for one that stays."""
+    """A table as a Parquet file. codec: zstd, or lz4 for files that are read soon: larger, and faster to read."""
     # dictionary encoding of tokens or log-probabilities is larger than the values, and takes longer than all the rest
     repeating = [field.name for field in table.schema if not pa.types.is_list(field.type)]
     compression = dict.fromkeys(_COMPRESSED, codec) if table.schema.equals(TRAJECTORY) else codec
     sink = pa.BufferOutputStream()
-    has_metadata = table.schema.metadata is not None  # Arrow's copy of the schema, 2 kB, is needed for nothing else
+    has_metadata = table.schema.metadata is not None  # Arrow stores metadata in its copy of the schema, 2 kB
     pq.write_table(table, sink, compression=compression, use_dictionary=repeating, store_schema=has_metadata)
     return sink.getvalue().to_pybytes()
 
