@@ -20,7 +20,7 @@ test test-unit test-apart test-crash test-hosts soak fuzz: export OMP_NUM_THREAD
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-ledger bench-memory bench-plan bench-policies bench-report bench-requests bench-scale \
-	bench-trainer bench-accuracy bench-search gpu-check bench-stability bench-turns smoke compare-staleness studies compare-sync crash-matrix \
+	bench-trainer bench-accuracy bench-search gpu-check bench-stability bench-store bench-turns smoke compare-staleness studies compare-sync crash-matrix \
 	soak fuzz image-base image image-check clean
 
 help:  ## List the targets
@@ -95,6 +95,9 @@ bench-search: $(STAMP)  ## Measure how well a Searcher fills its engine, beside 
 
 bench-stability: $(STAMP)  ## Measure the default run by seed (SEEDS=0,1,…), alone and on a busy machine (LOAD=0,1)
 	$(BIN)/python -m tests.benchmarks.bench_stability
+
+bench-store: $(STAMP)  ## Compare the default run on a local S3 and in a folder, by seed (SEEDS=0,1,…)
+	$(BIN)/python -m tests.benchmarks.bench_store
 
 bench-turns: $(STAMP)  ## Compare asynchronous and synchronous training with a core each, by SEEDS and STEPS
 	$(BIN)/python -m tests.benchmarks.bench_turns

@@ -1,4 +1,4 @@
-"""A run of `tba train` with its defaults, in a store that is removed afterwards, and measures of how it learned."""
+"""A run of `tba train` with its defaults, and measures of how it learned."""
 
 import contextlib
 import sys
@@ -30,14 +30,18 @@ class Sample:
 
 @contextlib.contextmanager
 def default_run(
-    seed: int, arguments: list[str] = (), enough: Callable[[RunStore], bool] = lambda store: False
+    seed: int,
+    arguments: list[str] = (),
+    enough: Callable[[RunStore], bool] = lambda store: False,
+    url: str | None = None,
 ) -> Iterator[RunStore]:
     """The store of a run that has ended, or was stopped once `enough` was true of it.
 
-    arguments: further ones of `tba train`. Exits with the end of its output where it fails.
+    arguments: further ones of `tba train`. url: of an empty store; None: a folder that is removed. Exits with the end
+    of its output where it fails.
     """
     with tempfile.TemporaryDirectory(prefix="bench-run-") as folder:
-        store = RunStore(Path(folder).as_uri(), "bench")
+        store = RunStore(url or Path(folder).as_uri(), "bench")
         command = [sys.executable, "-m", "flows.cli", "train", store.run, "--store", store.url, "--seed", str(seed)]
         status, output = run_to_its_end([*command, *arguments], lambda: enough(store))
         if status not in (0, INTERRUPTED):
