@@ -60,8 +60,8 @@ class Engine(Protocol):
     def step(self) -> dict[int, list[list[Response]]]:
         """Samples on. Returns the batches that are whole now: by number, each prompt's responses, in order."""
 
-    def has_waiting(self) -> bool:
-        """Whether prompts wait that have not begun."""
+    def num_waiting(self) -> int:
+        """Number of prompts that wait and have not begun."""
 
     def abort(self) -> None:
         """Ends all batches without their responses."""
@@ -82,8 +82,8 @@ class WholeBatches:
         number, *asked = self._waiting.popleft()
         return {number: self.sample(*asked)}
 
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
+    def num_waiting(self) -> int:
+        return sum(len(prompts) for _, prompts, _ in self._waiting)
 
     def abort(self) -> None:
         self._waiting.clear()

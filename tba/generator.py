@@ -47,9 +47,9 @@ class Generator:
         responses, _ = self.start(prompts, sampling, first=True).result()
         return responses
 
-    def has_waiting(self) -> bool:
-        """Whether prompts wait that have not begun. Waits for the step that is on."""
-        return self._thread.submit(self._engine.has_waiting).result()
+    def num_waiting(self) -> int:
+        """Number of prompts that wait and have not begun. Waits for the step that is on."""
+        return self._thread.submit(self._engine.num_waiting).result()
 
     def cancel(self) -> None:
         """Ends all batches without their responses."""

@@ -7,9 +7,9 @@ Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.p
     waits for     nothing: Trajectory Balance learns from the responses of any policy
     unblocks      the Trainer's first batch; later no process waits for it
 
-The engine does not wait, either, unless the Searcher has one core only. When no prompt waits in it any more, those of
-the next round are added, and begin where responses have ended. Meanwhile another thread scores and commits the round
-before, and loads policies: a response may begin with one policy and end with a later one.
+The engine does not wait, either, unless the Searcher has one core only. A whole round of prompts waits in it, and they
+begin where responses have ended. Meanwhile another thread scores and commits the round before, and loads policies: a
+response may begin with one policy and end with a later one.
 
 A Searcher keeps no state that a run needs: a round's prompts follow from (seed, searcher, round). It can be killed,
 added or removed at any time. If it is killed, the rounds that it has not committed are sampled again.
@@ -35,7 +35,8 @@ from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 
 POLL_S = 0.5  # between two looks for a policy while a round is sampled
-AHEAD = 4  # rounds that are begun, at most, while a long response of an earlier one is sampled
+AHEAD = 5  # rounds that are begun, at most, while a long response of an earlier one is sampled
+UNSCORED = 3  # sampled rounds that wait to be scored: while there are so many, no round begins
 
 
 @dataclass(frozen=True)
@@ -172,15 +173,16 @@ class Searcher:
         self._pending.clear()
 
     def _feed(self, first: int) -> None:
-        """Begins rounds from `first` on while no prompt waits in the engine, so that it is never idle.
+        """Begins rounds from `first` on until a whole round waits in the engine, which lasts while one is scored.
 
-        Not while two sampled rounds wait to be scored: further responses would only grow old.
+        A waiting prompt does not age: it begins with the policy of that time. No round begins while `UNSCORED` ones wait
+        to be scored: further responses would only grow old.
         """
-        while not self._generator.has_waiting():
+        while self._generator.num_waiting() < min(self._settings.prompts_per_round, len(self.task.train)):
             rounds = range(first, first + 1 + AHEAD)
             num_sampled = sum(1 for _ in takewhile(self._is_sampled, rounds))
             not_begun = [number for number in rounds if not self._is_begun(number)]
-            if num_sampled > 1 or not not_begun:
+            if num_sampled >= UNSCORED or not not_begun:
                 return
             self._begin(not_begun[0])
 

@@ -219,8 +219,8 @@ class VllmEngine:
         whole = [number for number, found in self._batches.items() if None not in found]
         return {number: self._batches.pop(number) for number in whole}
 
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     def abort(self) -> None:
         self._engine.abort_request(list(self._asked))

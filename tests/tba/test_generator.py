@@ -2,6 +2,7 @@
 
 - Rounds are in the engine before they are asked for, and come in order.
 - A response that outlasts the next rounds does not leave the engine idle.
+- While a round is scored, a whole one waits in the engine, so that it does not run empty.
 - While scoring is slower than sampling, no further rounds are begun.
 - While a round is scored, the engine samples on.
 - A policy is loaded between two steps; a row names the policies of its first and its last token.
@@ -38,6 +39,7 @@ class StepByStep:
         self.may_step, self.stepped = threading.Semaphore(0), threading.Semaphore(0)
         self.batches, self.started, self.fails_with = {}, [], None
         self.longer, self.busy = {}, []  # number of tokens of other batches; batches sampled in each step
+        self.num_begun = 0  # of the two prompts of the first batch that waits
 
     def load(self, folder, policy_step):
         if self.fails_with:
@@ -69,8 +71,8 @@ class StepByStep:
         response = Response([5, 6, 7, 1], [-0.5] * 4, "stop", starts)
         return [[response] * of_prompt.num_samples for of_prompt in sampling]
 
-    def has_waiting(self):
-        return len(self.batches) > self.places
+    def num_waiting(self):
+        return max(0, 2 * (len(self.batches) - self.places) - self.num_begun)
 
     def abort(self):
         self.batches.clear()
@@ -168,13 +170,21 @@ def test_a_long_response_does_not_leave_the_engine_idle(searcher, engine, monkey
     assert sampled[0].number == 0 and engine.busy == [2] * 16
 
 
+def test_a_whole_round_waits_while_one_is_scored(searcher, engine):
+    engine.num_begun, sampled = 1, []
+    waiting = in_thread(sampled, searcher.sample, 0, ahead=True)
+    wait_until(lambda: len(engine.started) == 4)  # 0 and 1 are sampled, a half of 2 waits, and 3
+    engine.steps(4)
+    waiting.join(WAIT_S)
+
+
 def test_rounds_that_nobody_scores_are_not_sampled(searcher, engine, monkeypatch):
     monkeypatch.setattr("tba.searcher.POLL_S", 0.01)
     engine.may_step.release(100)
     for number in range(4):
         assert searcher.sample(number, ahead=True).number == number
         wait_until(lambda: not engine.batches)  # scoring takes longer than sampling what was begun
-    assert len(engine.started) <= 4 + 3  # a round takes half of this engine
+    assert len(engine.started) <= 4 + 4  # a round takes half of this engine
 
 
 def test_a_policy_comes_in_between_two_tokens(searcher, engine, tmp_path):
