@@ -51,3 +51,5 @@ def test_tokens_are_drawn_as_transformers_draws_them(scale):
     found = scores.argmax(-1).bincount(minlength=vocabulary) / num_rows
     assert (found[expected == 0] == 0).all()
     assert (found - expected).abs().max() < 5 * (expected.max() / num_rows).sqrt()  # five standard errors
+    drawn = 1 - (1 - expected) ** num_rows  # probability that a token is drawn at all
+    assert ((found > 0).sum() - drawn.sum()).abs() < 5 * (drawn * (1 - drawn)).sum().sqrt() + 1
