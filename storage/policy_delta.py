@@ -20,6 +20,7 @@ files are used in place. If a run was copied there from S3, its deltas are rebui
 import logging
 import tempfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -54,7 +55,7 @@ from storage.store import RunStore, transfer_all
 # A machine that joins fetches an anchor and at most eight deltas, of about 1 % each. The Trainer uploads an eighth of
 # the weights' bytes for anchors. Twice as many deltas would save it 6 %, and cost the machine twice as many requests.
 ANCHOR_EVERY = 8
-_CHUNK_BYTES = 2**24  # three chunks are in memory, whatever the policy's size
+_CHUNK_BYTES = 2**24  # four chunks are in memory, whatever the policy's size
 _ANCHOR_TRIES = 3
 _LARGEST_SHARE = 0.5  # of the files' bytes; a larger delta is not worth its chain
 # Larger files travel as deltas, too: a tokenizer, which does not change, may have more bytes than the weights' delta.
@@ -104,13 +105,21 @@ def apply_deltas(base: Path, deltas: list[Path], target: Path) -> str:
         before = stack.enter_context(open(base, "rb"))  # it stays readable if another process trims the cache now
         changes = [stack.enter_context(open(delta, "rb")) for delta in deltas]
         out = stack.enter_context(open(target, "wb"))
-        while chunk := before.read(_CHUNK_BYTES):
-            found = np.frombuffer(chunk, np.uint8).copy()
-            for file in changes:
-                found ^= _next_changes(file, len(chunk))
-            digest.update(found)
-            out.write(found)
+        other_thread = stack.enter_context(ThreadPoolExecutor(1))
+        following = other_thread.submit(_next_chunk, before, changes)
+        while (chunk := following.result()).size:
+            following = other_thread.submit(_next_chunk, before, changes)  # while this one is digested and written
+            digest.update(chunk)
+            out.write(chunk)
     return digest.hexdigest()
+
+
+def _next_chunk(before: BinaryIO, deltas: list[BinaryIO]) -> np.ndarray:
+    """The next bytes of a file, changed by the deltas; empty at its end."""
+    chunk = np.fromfile(before, np.uint8, _CHUNK_BYTES)
+    for delta in deltas if chunk.size else ():
+        chunk ^= _next_changes(delta, chunk.size)
+    return chunk
 
 
 def _next_changes(delta: BinaryIO, num_bytes: int) -> np.ndarray:

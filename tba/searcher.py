@@ -175,8 +175,8 @@ class Searcher:
     def _feed(self, first: int) -> None:
         """Begins rounds from `first` on until a whole round waits in the engine, which lasts while one is scored.
 
-        A waiting prompt does not age: it begins with the policy of that time. No round begins while `UNSCORED` ones wait
-        to be scored: further responses would only grow old.
+        A waiting prompt does not age: it begins with the policy of that time. No round begins while `UNSCORED` ones
+        wait to be scored: further responses would only grow old.
         """
         while self._generator.num_waiting() < min(self._settings.prompts_per_round, len(self.task.train)):
             rounds = range(first, first + 1 + AHEAD)

@@ -7,13 +7,14 @@ So a matrix is compared by its products: a row with a single 1 gives a column of
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from tba import lora
-from tba.weights import Fingerprint, fingerprint, read_weights
+from tba.weights import fingerprint, read_weights
 
 # Of each matrix, at another place after each load. Of a policy two steps old 0.8 % of the weights differ: among the
 # columns of its smallest matrix that is some 25.
@@ -24,7 +25,7 @@ class PolicyLoader:
     """Mixed into vLLM's worker (worker_extension_cls), so that weights are read where they are served."""
 
     def load_policy(self, folder: str, base: str) -> tuple[str, Exception | None]:
-        """Streams the weights into the model. Returns the policy's fingerprint, and None.
+        """Takes the weights into the model. Returns the policy's fingerprint, and None.
 
         base: the model under the policy's adapters, if it has adapters. They are merged into its weights.
         An error is returned, not raised: of several workers, vLLM would leave the other ones' answers unread.
@@ -33,26 +34,19 @@ class PolicyLoader:
         return _or_error(self._load_policy, folder, base)
 
     def _load_policy(self, folder: str, base: str) -> str:
-        served, is_adapted = Fingerprint(), lora.has_adapters(folder)
-
-        merged = dict(lora.merged_weights(base, folder)) if is_adapted else {}  # read once
-
-        def weights() -> Iterable[tuple[str, Tensor]]:
-            if is_adapted:
-                return merged.items()
-            return lora.base_weights(folder) if folder == base else read_weights(folder)
-
-        def passing() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights():
-                served.add(name, tensor)
-                yield name, tensor
-
-        self.reload_weights(weights_iterator=passing())
-        model = self.model_runner.get_model()
-        _pack_tied_head(model)
-        if differs := _first_difference(model, dict(weights())):
-            raise RuntimeError(_differs(differs, folder))
-        return fingerprint(read_weights(folder)) if is_adapted else served.hexdigest()
+        is_adapted = lora.has_adapters(folder)
+        if is_adapted:
+            weights = dict(lora.merged_weights(base, folder))
+        else:  # mapped into memory
+            weights = dict(lora.base_weights(folder) if folder == base else read_weights(folder))
+        with ThreadPoolExecutor(1) as other_thread:  # sampling stands still meanwhile
+            served = other_thread.submit(fingerprint, read_weights(folder) if is_adapted else weights.items())
+            self.reload_weights(weights_iterator=iter(weights.items()))
+            model = self.model_runner.get_model()
+            _pack_tied_head(model)
+            if differs := _first_difference(model, weights):
+                raise RuntimeError(_differs(differs, folder))
+            return served.result()
 
     def load_adapters(self, name: int, folder: str, base: str, in_flight: set[int]) -> tuple[str, Exception | None]:
         """Takes in a policy's adapters under a name that no other policy had. base: the folder of the model under them.
