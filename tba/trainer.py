@@ -15,8 +15,10 @@ import copy
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,6 +40,8 @@ MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any meaningful ratio, and its s
 NOTHING = [Group([0], [[0]])]  # the group that an empty pass scores
 CHECKPOINT = "trainer.safetensors"
 
+Result = TypeVar("Result")
+
 
 class Trainer:
     """Policy, optimizer and training step. Master weights are float32; the learning rate follows from the step."""
@@ -47,6 +51,8 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._reading: list[Future] = []
         # DeepSpeed was not tried with weights of two types.
         dtype = lora.dtype_of_weights(model) if settings.lora_rank and device else torch.float32
         self._policy = load_policy(model, dtype, settings.gradient_checkpointing)
@@ -99,6 +105,7 @@ class Trainer:
         step = self.step + 1
         learning_rate, beta = schedule.learning_rate(self.settings, step), schedule.beta(self.settings, step)
         totals = self._gradient(draws, len(draws), beta)
+        waited_s = self._await_readers()
         norm = self._apply_gradient(learning_rate)
         skipped = not math.isfinite(norm)
         self.step = step
@@ -120,10 +127,28 @@ class Trainer:
                 "beta": beta,
                 "skipped": skipped,
                 "step_s": time.monotonic() - started,
+                "copy_wait_s": waited_s,
                 "num_response_tokens": sum(len(r) for draw in draws for r in draw.group.responses),
                 "num_unique": sum(len(draw.group.responses) for draw in draws),
             }
         )
+
+    def beside(self, read: Callable[[], Result]) -> "Future[Result]":
+        """Runs `read`, which reads policy or optimizer, in another thread while the next step computes its gradient.
+
+        That step waits for it before it changes them; `copy_wait_s` of its metrics has the seconds.
+        """
+        self._reading.append(self._reader.submit(read))
+        return self._reading[-1]
+
+    def _await_readers(self) -> float:
+        """Returns the seconds that it took."""
+        if not self._reading:
+            return 0.0
+        started = time.monotonic()
+        wait(self._reading)
+        self._reading.clear()
+        return time.monotonic() - started
 
     def _gradient(
         self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)

@@ -5,7 +5,9 @@ The loop reads from Experience and writes to Outbox; flows/trainer/ implements b
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from datetime import UTC, datetime
+from functools import partial
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -48,7 +50,7 @@ class Outbox(Protocol[Record_contra]):
     def record(self, step: int, batch: Batch[Record_contra], metrics: Mapping[str, float | datetime | None]) -> None:
         """Records the step's batch and its row of the training ledger."""
 
-    def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None: ...
+    def publish(self, step: int, weights: Future[dict[str, Tensor]], final: bool) -> None: ...
 
     def has_lost_policy(self) -> bool:
         """Whether the newest published policy is missing where Searchers fetch it."""
@@ -70,20 +72,20 @@ def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Recor
             final = trainer.step >= trainer.settings.steps
             if not final:
                 outbox.checkpoint(trainer.step, trainer)
-            outbox.publish(trainer.step, trainer.weights(final), final=final)
+            _publish(trainer, outbox, final)
+
+
+def _publish(trainer: Trainer, outbox: Outbox, final: bool) -> float:
+    """Hands over the policy, which is copied while the next step computes its gradient. Returns the seconds it took."""
+    started = time.monotonic()
+    outbox.publish(trainer.step, trainer.beside(partial(trainer.weights, final)), final=final)
+    return time.monotonic() - started
 
 
 def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float) -> None:
     settings = trainer.settings
-
-    def publish(final: bool) -> float:
-        """Returns the seconds that training waited for the copy; the outbox writes it beside training."""
-        started = time.monotonic()
-        outbox.publish(trainer.step, trainer.weights(final), final=final)
-        return time.monotonic() - started
-
     # Searchers wait for this policy.
-    stall_s = publish(final=trainer.step >= settings.steps)
+    stall_s = _publish(trainer, outbox, final=trainer.step >= settings.steps)
     experience.sync(trainer.step + 1)
     while trainer.step < settings.steps:
         step = trainer.step + 1
@@ -93,7 +95,7 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
         metrics = trainer.train_step(batch.draws)
         times: dict[str, float | datetime] = {
             "wait_s": wait_s,
-            "publish_stall_s": stall_s,
+            "publish_stall_s": stall_s + metrics.pop("copy_wait_s"),
             "started_at": started_at,
             "ended_at": datetime.now(UTC),
         }
@@ -104,8 +106,8 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
         if not last and step % settings.checkpoint_interval == 0:
             outbox.checkpoint(step, trainer)
         if last or step % settings.sync_interval == 0:
-            experience.sync(step + 1)  # first, because it may go on while the policy is copied
-            stall_s = publish(final=last)
+            experience.sync(step + 1)
+            stall_s = _publish(trainer, outbox, final=last)
 
 
 def _await_batch(
@@ -119,6 +121,6 @@ def _await_batch(
         except TooEarly as reason:
             outbox.status("waiting", step - 1, {"message": str(reason)})
             if outbox.has_lost_policy():  # Searchers would wait for a policy, and this Trainer for their shards
-                outbox.publish(step - 1, trainer.weights(False), final=False)
+                _publish(trainer, outbox, final=False)
         time.sleep(max(poll_s, min(LATE_SHARE * (time.monotonic() - began), LONGEST_PAUSE_S)))
         experience.sync(step)

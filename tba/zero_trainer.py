@@ -12,6 +12,7 @@ Numerics are those of one device (tba/precision.py), with torch's AdamW; only th
 import functools
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tba.batch import Draw, Metrics, passes
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
-from tba.trainer import CHECKPOINT, Trainer
+from tba.trainer import CHECKPOINT, Result, Trainer
 from tba.weights import as_in_a_checkpoint
 
 # While the first process waits for a batch, the others wait for it. The death of a process is noticed at once.
@@ -117,6 +118,12 @@ class ShardedTrainer(Trainer):
             parameters["lr"] = learning_rate
         self._engine.step()  # clips; if the norm is not finite, it does not step, and reports infinity
         return float(self._engine.get_global_grad_norm())
+
+    def beside(self, read: Callable[[], Result]) -> "Future[Result]":
+        """At once, because all processes gather the weights together."""
+        done: Future[Result] = Future()
+        done.set_result(read())
+        return done
 
     @_everywhere
     def weights(self, whole: bool = True) -> dict[str, Tensor]:

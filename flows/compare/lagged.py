@@ -9,6 +9,7 @@ import os
 import shutil
 import statistics
 import tempfile
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,9 +75,9 @@ class LaggedOutbox(StoreOutbox):
         self._held: list[int] = []  # steps of these policies
         self.rewards: list[float] = []  # mean of each round
 
-    def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
+    def publish(self, step: int, weights: Future[dict[str, Tensor]], final: bool) -> None:
         self._path(step).mkdir(parents=True)
-        self.fill_policy(weights, self._path(step))
+        self.fill_policy(weights.result(), self._path(step))
         self._held.append(step)
         while len(self._held) > 1 and (final or self._held[1] <= step - self._lag):
             shutil.rmtree(self._path(self._held.pop(0)))

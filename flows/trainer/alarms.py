@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from storage.queries import query
@@ -23,9 +23,10 @@ class RunAlarms:
     def __init__(self) -> None:
         self._alarms = Alarms()
 
-    def save(self, checkpoint: Path) -> None:
-        """Writes the state into a checkpoint's folder."""
-        (checkpoint / FILE).write_text(json.dumps(self._alarms.state()))
+    def saving(self) -> Callable[[Path], object]:
+        """Writes the state of now into a checkpoint's folder."""
+        state = json.dumps(self._alarms.state())
+        return lambda checkpoint: (checkpoint / FILE).write_text(state)
 
     def load(self, checkpoint: Path, store: RunStore) -> None:
         """Goes on from the state in a checkpoint's folder; of an older version's checkpoint, from the run's rows."""

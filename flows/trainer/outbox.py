@@ -95,7 +95,7 @@ class StoreOutbox:
     def record(self, step: int, batch: Batch[pa.Table], metrics: Mapping[str, float | datetime | None]) -> None:
         self._later(self._writer, self._write_record, step, batch.record, metrics)
 
-    def publish(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
+    def publish(self, step: int, weights: Future[dict[str, Tensor]], final: bool) -> None:
         if final:
             wait(self._pending)  # no process trains the run after its final policy, so its records must be complete
         self._newest_policy.result()
@@ -104,11 +104,13 @@ class StoreOutbox:
     def checkpoint(self, step: int, trainer: Trainer) -> None:
         self._newest_checkpoint.result()
 
+        save_alarms = self._alarms.saving()  # their state of this step
+
         def fill(folder: Path) -> None:
             trainer.save(folder)
-            self._alarms.save(folder)
+            save_alarms(folder)
 
-        folder = filled_folder("checkpoint", self._store.run, fill)
+        folder = trainer.beside(partial(filled_folder, "checkpoint", self._store.run, fill))
         before = list(self._pending)
         self._newest_checkpoint = self._later(self._uploader, self._write_checkpoint, step, folder, before)
 
@@ -141,14 +143,15 @@ class StoreOutbox:
         ledger.record_training_step(self._store, {"attempt": self._attempt, "step": step, **metrics})
         self._trackers.log(step, metrics, rows)
 
-    def _write_checkpoint(self, step: int, folder: tempfile.TemporaryDirectory, before: list[Future]) -> None:
-        with folder:
+    def _write_checkpoint(self, step: int, filled: Future[tempfile.TemporaryDirectory], before: list[Future]) -> None:
+        with filled.result() as folder:
             for future in before:
                 future.result()  # earlier steps are recorded first, because a resumed run does not repeat them
-            checkpoints.save_checkpoint(self._store, step, Path(folder.name), self._attempt)
+            checkpoints.save_checkpoint(self._store, step, Path(folder), self._attempt)
         checkpoints.delete_checkpoints(self._store, KEPT_CHECKPOINTS, self._attempt)
 
-    def _write_policy(self, step: int, weights: dict[str, Tensor], final: bool) -> None:
+    def _write_policy(self, step: int, copied: Future[dict[str, Tensor]], final: bool) -> None:
+        weights = copied.result()
         with filled_folder("policy", self._store.run, partial(self.fill_policy, weights)) as folder:
             policy = policies.policy_ref(step, fingerprint(weights.items()), attempt=self._attempt, final=final)
             cache, before = policy_cache(self._store.run), self._served

@@ -7,6 +7,7 @@
 - Adapters leave the weights alone, are published merged, and resume to the bit.
 - A trajectory drawn twice counts twice though it is computed once.
 - A Trainer that loads what another saved goes on exactly as that one would have.
+- What reads the state beside a step reads the state before that step, however long it takes.
 - A batch with a NaN leaves the weights alone; ten running stop the training.
 - Published weights hold tied ones once, and load with from_pretrained.
 - A mixture of experts is published under the names of its checkpoints.
@@ -15,6 +16,8 @@ python -m pytest tests/tba/test_trainer.py
 """
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import replace
 
 import pytest
@@ -69,6 +72,26 @@ def test_a_group_is_split_into_parts_that_fit():
     group = Group([1, 2], [[3, 4, 5], [6], [7, 8], [9, 9, 9, 9, 9, 9]])  # 2 + 2, 0, 1, 5 tokens
     assert [part.responses for part in group.split(5)] == [[[3, 4, 5], [6], [7, 8]], [[9, 9, 9, 9, 9, 9]]]
     assert group.split(100) == [group]
+
+
+def test_a_step_does_not_change_what_is_still_read(model_folder, tmp_path):
+    trainer, unread = make_trainer(model_folder), threading.Event()
+    before = weights_of(trainer)
+    copied = trainer.beside(lambda: (unread.wait(), weights_of(trainer))[1])
+    saved = trainer.beside(lambda: trainer.save(tmp_path))
+    with ThreadPoolExecutor(1) as other_thread:
+        step = other_thread.submit(trainer.train_step, DRAWS)
+        with pytest.raises(TimeoutError):
+            step.result(1.0)  # the gradient takes milliseconds
+        unread.set()
+        assert step.result()["copy_wait_s"] > 0.5
+    assert saved.result() is None
+    resumed = make_trainer(model_folder)
+    resumed.load(tmp_path)
+    for name, weight in copied.result().items():
+        assert torch.equal(weight, before[name]) and torch.equal(weights_of(resumed)[name], weight), name
+    assert resumed.step == 0 and any((now != before[name]).any() for name, now in weights_of(trainer).items())
+    assert trainer.train_step(DRAWS)["copy_wait_s"] == 0.0
 
 
 def test_after_a_reset_the_policy_is_the_reference(model_folder, tmp_path):

@@ -82,7 +82,6 @@ def test_a_long_wait_costs_few_looks(model_folder, monkeypatch, arrive_s, most_l
 
     monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     recorder = Late()
-    recorder.follows_a_policy = ()  # this clock stands still while it publishes
     train(make_trainer(model_folder, steps=1), recorder, recorder)
     assert arrive_s <= now[0] <= arrive_s + late_s
     assert recorder.calls.count(("waiting", 0)) <= most_looks

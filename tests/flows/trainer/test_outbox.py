@@ -22,13 +22,14 @@ from storage import policies
 from tba.precision import to_bfloat16
 from tba.weights import fingerprint, read_weights
 from tests.faults.memory_store import memory_store
+from tests.futures import done
 
 
 def test_a_policy_has_its_own_weights_and_the_models_other_files(store, outbox, tmp_path):
     """The index of a model's files names files that the policy does not have."""
     for name in ("model.safetensors.index.json", "pytorch_model.bin", "model-00001-of-00002.safetensors", "merges.txt"):
         (tmp_path / "template" / name).write_text("{}")
-    outbox.publish(2, {"weight": torch.zeros(4, dtype=torch.bfloat16)}, final=False)
+    outbox.publish(2, done({"weight": torch.zeros(4, dtype=torch.bfloat16)}), final=False)
     outbox._newest_policy.result()
     folder = store.local_path(policies.policy_path(2, 1))
     names = {"config.json", "merges.txt", "model.safetensors", policies.MANIFEST}
@@ -37,7 +38,7 @@ def test_a_policy_has_its_own_weights_and_the_models_other_files(store, outbox, 
 
 def test_what_is_published_is_what_the_trainer_hands_over(store, outbox, tmp_path):
     published = to_bfloat16(torch.full((1000,), 1 + 2**-10))
-    outbox.publish(7, {"weight": published}, final=False)
+    outbox.publish(7, done({"weight": published}), final=False)
     deadline = time.monotonic() + 30
     while (ref := policies.latest_policy(store)) is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -55,13 +56,13 @@ def test_a_remote_store_gets_the_changes_and_after_a_loss_the_weights(heart, ala
     with contextlib.closing(StoreOutbox(remote, RunConfig(), 1, tmp_path / "template", heart, alarms)) as outbox:
         for step in (7, 9):
             weight[step] += 1
-            outbox.publish(step, {"weight": weight.clone()}, final=False)
+            outbox.publish(step, done({"weight": weight.clone()}), final=False)
             ref = published(outbox, remote)
         delta, manifest = f"{ref.path}/model.safetensors.delta", f"{ref.path}/policy.json"
         assert remote.list(ref.path) == [delta, manifest] and not outbox.has_lost_policy()
         remote.delete(delta)
         assert outbox.has_lost_policy()
-        outbox.publish(9, {"weight": weight}, final=False)
+        outbox.publish(9, done({"weight": weight}), final=False)
         assert remote.list(published(outbox, remote).path) == [f"{ref.path}/model.safetensors", manifest]
     ((_, found),) = read_weights(policies.fetch_policy(remote, ref, tmp_path / "another"))
     assert torch.equal(found, weight)
@@ -75,7 +76,7 @@ def test_each_file_of_a_large_policy_travels_as_its_changes(heart, alarms, tmp_p
     with contextlib.closing(StoreOutbox(remote, RunConfig(), 1, tmp_path / "template", heart, alarms)) as outbox:
         for step in (7, 9):
             weights["a"][step] += 1
-            outbox.publish(step, {name: weight.clone() for name, weight in weights.items()}, final=False)
+            outbox.publish(step, done({name: weight.clone() for name, weight in weights.items()}), final=False)
             ref = published(outbox, remote)
     files = [path.rpartition("/")[2] for path in remote.list(ref.path)]
     deltas = [f"model-0000{number}-of-00002.safetensors.delta" for number in (1, 2)]
@@ -89,7 +90,7 @@ def test_a_policy_by_adapters_is_adapters_and_the_final_one_is_whole(store, outb
         f"base_model.model.layers.0.q_proj.lora_{side}.weight": torch.randn(shape)
         for side, shape in (("A", (2, 6)), ("B", (8, 2)))
     }
-    outbox.publish(2, parts, final=False)
+    outbox.publish(2, done(parts), final=False)
     ref = published(outbox, store)
     folder = policies.fetch_policy(store, ref, tmp_path / "cache")
     assert {file.name for file in folder.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
@@ -97,7 +98,7 @@ def test_a_policy_by_adapters_is_adapters_and_the_final_one_is_whole(store, outb
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj"] and config["r"] == 2
     assert config["base_model_name_or_path"] == str(tmp_path / "template")
-    outbox.publish(3, {"weight": torch.zeros(4, dtype=torch.bfloat16)}, final=True)
+    outbox.publish(3, done({"weight": torch.zeros(4, dtype=torch.bfloat16)}), final=True)
     final = policies.fetch_policy(store, published(outbox, store), tmp_path / "cache")
     assert (final / "model.safetensors").exists() and not list(final.glob("adapter*"))
 
@@ -111,19 +112,19 @@ def published(outbox, store) -> policies.PolicyRef:
 def test_a_trainer_that_waits_notices_that_its_policy_was_removed(store, outbox, monkeypatch, file):
     monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
     assert not outbox.has_lost_policy(), "none was published"
-    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    outbox.publish(7, done({"weight": torch.ones(4).bfloat16()}), final=False)
     ref = published(outbox, store)
     assert not outbox.has_lost_policy()
     store.delete(next(path for path in store.list(ref.path) if path.endswith(file) or file in ("weight",)))
     assert outbox.has_lost_policy()
-    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    outbox.publish(7, done({"weight": torch.ones(4).bfloat16()}), final=False)
     assert published(outbox, store).path == ref.path and not outbox.has_lost_policy()
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": 1}', None])
 def test_a_trainer_that_waits_mends_the_pointer(store, outbox, monkeypatch, content):
     monkeypatch.setattr("flows.trainer.outbox.LOOK_S", 0.0)
-    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    outbox.publish(7, done({"weight": torch.ones(4).bfloat16()}), final=False)
     ref = published(outbox, store)
     store.put(policies.LATEST, content) if content is not None else store.delete(policies.LATEST)
     assert not outbox.has_lost_policy()
@@ -131,7 +132,7 @@ def test_a_trainer_that_waits_mends_the_pointer(store, outbox, monkeypatch, cont
 
 
 def test_it_looks_now_and_then_only(outbox, store, monkeypatch):
-    outbox.publish(7, {"weight": torch.ones(4).bfloat16()}, final=False)
+    outbox.publish(7, done({"weight": torch.ones(4).bfloat16()}), final=False)
     published(outbox, store)
     monkeypatch.setattr(policies, "is_stored", lambda *_: pytest.fail("asked the store"))
     assert not any(outbox.has_lost_policy() for _ in range(100))

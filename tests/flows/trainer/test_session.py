@@ -37,6 +37,7 @@ from storage.schema import TRAINING_STEP
 from storage.store import RunStore
 from tba.batch import Batch
 from tba.training_loop import TooEarly
+from tests.futures import done
 from tests.storage.buffer_runs import commit, distinct, new_buffer
 from tests.storage.helpers import make_batch, make_training_step
 
@@ -175,11 +176,11 @@ def of_rows(checkpoint: Path, before: RunAlarms) -> None:
 
 
 def of_the_checkpoint(checkpoint: Path, before: RunAlarms) -> None:
-    before.save(checkpoint)
+    before.saving()(checkpoint)
 
 
 def of_a_torn_checkpoint(checkpoint: Path, before: RunAlarms) -> None:
-    before.save(checkpoint)
+    before.saving()(checkpoint)
     torn = checkpoint / "alarms.json"
     torn.write_text(torn.read_text()[:-9])
 
@@ -210,7 +211,7 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
     metrics = {k: v for k, v in make_training_step(1, 1).items() if k not in ("attempt", "step")}
     outbox.record(1, Batch([], {}, make_batch([0])), metrics)
-    trainer = SimpleNamespace(save=lambda folder: (folder / "state.json").touch())
+    trainer = SimpleNamespace(save=lambda folder: (folder / "state.json").touch(), beside=lambda read: done(read()))
     outbox.checkpoint(1, trainer)  # returns: training goes on
     time.sleep(0.3)
     assert written == []
@@ -228,7 +229,7 @@ def test_the_final_policy_is_not_published_before_all_that_was_trained_is_on_rec
     monkeypatch.setattr(ledger, "record_training_step", full_disk)
     outbox.record(7, Batch([], {}, make_batch([0])), {})
     with pytest.raises(OSError, match="no space left"):
-        outbox.publish(7, {}, final=True)
+        outbox.publish(7, done({}), final=True)
     assert policies.latest_policy(store) is None
 
 
@@ -261,7 +262,7 @@ def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(outbox, "_write_policy", full_disk)
-    outbox.publish(7, {}, final=False)
+    outbox.publish(7, done({}), final=False)
     with pytest.raises(OSError, match="no space left"):
         for _ in range(100):
             outbox.status("waiting", 7, {"message": "too early"})
