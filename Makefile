@@ -1,4 +1,5 @@
-# A machine needs Linux, make, g++ and Python 3.11 (or 3.12); each target installs the rest. Begin with `make train`.
+# A machine needs Linux, make, g++, openssl, libnuma1 (for a CPU) and Python 3.11 (or 3.12); each target installs the rest.
+# Begin with `make train`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv

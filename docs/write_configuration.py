@@ -23,16 +23,17 @@ be given as `--set name=value`, with a dot for groups:
 `null` means none. A list may be JSON (`search.exploration_top_p=[0.8,1]`). Prefect's form and `run.json` nest the same
 names. An unknown name or a value out of range is refused before anything is started; the message has the setting, the
 value and the rule. A run keeps its settings: the same name with other settings is refused, and the message lists the
-differences.
+differences. Three settings are not kept, because they depend on the machine: `train.processes`, `train.machines` and
+`train.zero_stage`. Give them at each resume; otherwise they have their defaults.
 
 | Environment variable | Meaning |
 |---|---|
-| `TBA_STORE` | root URL of the store, if neither `--store` nor `store` is given |
+| `TBA_STORE` | root URL of the store, if neither `--store` (a folder or a URL) nor `store` (a URL) is given |
 | `TBA_STORE_PATIENCE_MINUTES` | time to wait for a store that is away or full, in minutes; default: 2 |
 | `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of your own Prefect server |
-| `TBA_NO_WORKER` | set: `tba up` starts no worker ([operating.md](operating.md)) |
+| `TBA_NO_WORKER` | set: `tba up` and `tba train` start no worker ([operating.md](operating.md)) |
 | `VLLM_CPU_KVCACHE_SPACE` | the engine's cache of keys and values on a CPU, in GiB; default: 1 |
-| `TMPDIR` | folder of temporary files: policies and checkpoints on their way |
+| `TMPDIR` | folder on a disk: policies and checkpoints on their way; the buffer's tokens, four times as stored |
 | `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
 
 Rules between settings; `tba train` refuses a run that breaks one, and names it:
@@ -45,11 +46,20 @@ Rules between settings; `tba train` refuses a run that breaks one, and names it:
 | `train.objective` `dr_grpo`, `rloo`, `prox_rloo` | `search.temperature` is `train.temperature`, `search.top_p` is 1 |
 | the same | `search.exploration_probability` is 0 |
 | the same, and `online_dpo` | `train.processes` and `train.machines` are 1 |
-| `train.learning_rate_schedule` `warmup-stable-decay` | needs `train.decay_steps` |
+| `train.learning_rate_schedule` `warmup-stable-decay` | needs `train.decay_steps`, which no other one has |
+| `train.beta` 0 | only with `rloo`, `prox_rloo`, `dr_grpo` |
+| `train.beta_steps` | needs `train.beta_final` |
+| `train.reference_reset_interval`, `residual_weight` `plain` | only with `tb` and `tba_prime` |
+| `train.reward_tempering`, `train.fluency_temperature` other than 1 | only with `tb` and `tba_prime` |
+| `train.gradient_checkpointing` `cheap` | not with several processes and `train.zero_stage` 3 |
 | `synchronous` | `searchers` 1, and no `sampling.max_age` or `sampling.samples_per_insert` |
 | the same | one round fills `sampling.min_size` and `sampling.prompts_per_batch` |
 | `sampling.uniform_fraction` | needs `sampling.reward_temperature` |
 | `train.reward_tempering_steps`, `train.fluency_steps` | need `train.reward_tempering`, `train.fluency_temperature` |
+| `search.system_prompts` | needs `search.exploration_probability` |
+| `reward_version` | needs `warm_start` |
+| `task.name` `dataset` | needs `task.rewards` |
+| `task.reward_weights` | one for each of `task.rewards` |
 | `task.data`, `generator`, `reward_model`, `gold_reward_model`, `victim`, `classifier` | a task that uses them |
 """
 OF_THIS_PLACE = {"store": "`.tba/` here"}  # defaults that depend on the working folder

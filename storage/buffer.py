@@ -1,6 +1,6 @@
 """The replay buffer: shards in, batches out.
 
-Before: storage/shards.py reads new shards; after: flows/trainer/experience.py makes draws of a batch's rows.
+Before: storage/intake.py checks new shards; after: flows/trainer/experience.py makes draws of a batch's rows.
 
     shards in the store ──sync──► index (DuckDB: metadata) + word file (tokens, log-probabilities) ──draw──► batch
 

@@ -88,7 +88,7 @@ TRAINING_STEP = pa.schema(
         "ended_at": _TIME,
         "wait_s": pa.float64(),  # without a batch, before this step
         "step_s": pa.float64(),
-        "publish_stall_s": pa.float64(),  # training stood still to copy a policy or a checkpoint
+        "publish_stall_s": pa.float64(),  # training stood still to hand over a policy or a checkpoint
         "loss": pa.float64(),
         "reward_mean": pa.float64(),
         # of all trajectories of the newest sync; null before this attempt's first sync

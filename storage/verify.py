@@ -1,8 +1,7 @@
 """Checks that a run's store is whole: `tba verify RUN`.
 
-    shards       each is whole and valid, has its own name and is not refused; no round is missing; no trajectory is
-    there
-                 twice
+    shards       each is whole and valid, has its own name and is not refused; no round is missing; no trajectory
+                 is there twice
     ledger       each trained trajectory is stored, each step that counts is recorded, syncs match the shards
     policies     each stored one has the published files and weights; latest.json and best.json name one; each
                  trajectory of this run was sampled by a published policy

@@ -4,7 +4,7 @@ Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.p
 
     produces      one shard of trajectories a round
     consumes      prompts of the task, and the newest policy
-    waits for     nothing: Trajectory Balance learns from the responses of any policy
+    waits for     the first policy, then nothing: Trajectory Balance learns from the responses of any policy
     unblocks      the Trainer's first batch; later no process waits for it
 
 The engine does not wait, either, unless the Searcher has one core only. A whole round of prompts waits in it, and they

@@ -4,7 +4,7 @@ The loop reads from Experience and writes to Outbox; flows/trainer/ implements b
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
@@ -75,17 +75,22 @@ def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Recor
             _publish(trainer, outbox, final)
 
 
-def _publish(trainer: Trainer, outbox: Outbox, final: bool) -> float:
-    """Hands over the policy, which is copied while the next step computes its gradient. Returns the seconds it took."""
-    started = time.monotonic()
+def _publish(trainer: Trainer, outbox: Outbox, final: bool) -> None:
+    """Hands over the policy, which is copied while the next step computes its gradient."""
     outbox.publish(trainer.step, trainer.beside(partial(trainer.weights, final)), final=final)
+
+
+def _timed(work: Callable[..., None], *arguments) -> float:
+    """Returns the seconds that a call took."""
+    started = time.monotonic()
+    work(*arguments)
     return time.monotonic() - started
 
 
 def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float) -> None:
     settings = trainer.settings
     # Searchers wait for this policy.
-    stall_s = _publish(trainer, outbox, final=trainer.step >= settings.steps)
+    stall_s = _timed(_publish, trainer, outbox, trainer.step >= settings.steps)
     experience.sync(trainer.step + 1)
     while trainer.step < settings.steps:
         step = trainer.step + 1
@@ -104,10 +109,10 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
         outbox.status("training", step, metrics | batch.facts)
         last = step == settings.steps
         if not last and step % settings.checkpoint_interval == 0:
-            outbox.checkpoint(step, trainer)
+            stall_s += _timed(outbox.checkpoint, step, trainer)
         if last or step % settings.sync_interval == 0:
             experience.sync(step + 1)
-            stall_s = _publish(trainer, outbox, final=last)
+            stall_s += _timed(_publish, trainer, outbox, last)
 
 
 def _await_batch(

@@ -13,7 +13,7 @@ COMMENT ON COLUMN training_steps.started_at IS 'When the batch was drawn and tra
 COMMENT ON COLUMN training_steps.ended_at IS 'When the step ended, UTC.';
 COMMENT ON COLUMN training_steps.wait_s IS 'Seconds that training waited for a batch before the step.';
 COMMENT ON COLUMN training_steps.step_s IS 'Seconds of forward, backward and optimizer.';
-COMMENT ON COLUMN training_steps.publish_stall_s IS 'Seconds that training waited before the step while a policy was copied for publishing; NULL in runs of an older version.';
+COMMENT ON COLUMN training_steps.publish_stall_s IS 'Seconds that training stood still, before the step and in it, to hand over a policy or a checkpoint; NULL in runs of an older version.';
 COMMENT ON COLUMN training_steps.loss IS 'Loss of the objective; Trajectory Balance''s is scaled by beta / 2.';
 COMMENT ON COLUMN training_steps.reward_mean IS 'Mean reward of the batch.';
 COMMENT ON COLUMN training_steps.fresh_reward_mean IS 'Mean reward of all trajectories that the newest sync took in, repeated responses included; with rewards of 0 and 1, the accuracy of sampling. NULL before the first sync of a resumed Trainer.';
