@@ -130,7 +130,9 @@ def _tables(
         minus = f"{of} of {study.compared_with} minus that of each other arm, by seed."
         return by_lag(f"{minus} {JOINT.format(len(ahead))}", others, values)
 
-    lost_row = [[f"loss from lag {study.lags[0]} to {study.lags[-1]}, paired by seed", *lost.values()]] if lost else []
+    fall = f"loss from lag {study.lags[0]} to {study.lags[-1]}, paired by seed"
+    joint = "; these intervals hold at once" if len(lost) > 1 else ""
+    lost_row = [[fall + joint, *lost.values()]] if lost else []
     spread = {arm: f"{statistics.stdev(of_arm.values()):.3f}" for arm, of_arm in seeds.items() if len(of_arm) > 1}
     each = "mean over seeds with its 95 % confidence interval (Student's t)"
     return [
@@ -160,7 +162,7 @@ def plot_study(study: Study, accuracies: dict[str, Interval], file: Path) -> Non
         places = [lag * 1.04**offset for lag in study.lags] if len(study.lags) > 1 else [offset]
         axes.errorbar(places, [p.mean for p in points], yerr=half_widths, marker="o", capsize=3, label=label)
     if len(study.lags) > 1:
-        axes.set_xscale("log", base=2)
+        axes.set_xscale("log" if min(study.lags) > 0 else "symlog", base=2)
         axes.set_xticks(study.lags, [str(lag) for lag in study.lags])
         axes.set_xlabel("policy steps between sampling and learning")
         axes.legend()

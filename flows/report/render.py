@@ -72,11 +72,18 @@ def _state(config: dict, summary: dict | None, totals: dict) -> dict:
     return {"word": "not finished", "kind": "neutral", "text": f"{text} when this page was made"}
 
 
+def _since(before: float | None, newest: dict | None) -> str:
+    """The remark on the newest evaluation. before: accuracy of policy step 0, which a warm start may leave out."""
+    if newest is None or newest["policy_step"] == 0:
+        return "before training"
+    return f"policy step {newest['policy_step']:,}" if before is None else f"from {percent(before)} before training"
+
+
 def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | None) -> list[dict]:
     """The numbers at the top of the page: label, value and remark of each."""
     evaluations = tables["evaluations"]
-    before = evaluations[0]["accuracy"] if evaluations else None
-    after = evaluations[-1] if len(evaluations) > 1 else None
+    newest = evaluations[-1] if evaluations else None
+    before = next((row["accuracy"] for row in evaluations if row["policy_step"] == 0), None)
     moments = [totals[name] for name in ("first_round_at", "first_step_at", "last_round_at", "last_step_at")]
     there = [moment for moment in moments if moment]
     wall = (max(there) - min(there)).total_seconds() if there else None
@@ -85,9 +92,8 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
     tiles = [
         {
             "label": "held-out accuracy",
-            "value": "–" if before is None else percent(after["accuracy"] if after else before),
-            "remark": (f"from {percent(before)} before training" if after else "before training")
-            + (f"; best policy {percent(best.accuracy)}" if after and best else ""),
+            "value": percent(newest["accuracy"]) if newest else "–",
+            "remark": _since(before, newest) + (f"; best policy {percent(best.accuracy)}" if best else ""),
         },
         {
             "label": "newest sampled reward",

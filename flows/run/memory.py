@@ -119,7 +119,8 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     of_searcher = searcher_parts(shape, config.search.num_devices, machine, cache)
     searcher = ProcessPlan("Searcher", config.searchers, of_searcher)
     trained = config.train.lora_rank * shape.num_sides if config.train.lora_rank else shape.num_parameters
-    files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": 12 * trained}
+    of_checkpoint = 16 if config.train.reference_reset_interval else 12  # the reference, after a reset
+    files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": of_checkpoint * trained}
     if config.train.lora_rank and shape.is_bfloat16:  # others are published whole
         files["a policy's adapters"] = (2 if machine.has_bfloat16 else 4) * trained
     return MemoryPlan([trainer, searcher], machine, num_tokens, files)

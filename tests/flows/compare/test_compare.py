@@ -127,7 +127,8 @@ def test_what_is_written_says_what_came_out(tmp_path):
     assert f"- published: {STALENESS.published}" in text and "- task: addition" in text
     assert "| Lag | tb | tb_plain | dr_grpo | prox_rloo |" in text
     assert "| 128 | 0.650 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 | 0.850 ± 0.635 |" in text
-    assert "| loss from lag 1 to 128, paired by seed | 0.200 ± " in text
+    # 0.1 times t of 1 degree of freedom at 1 - 0.05 / 4 / 2
+    assert "| loss from lag 1 to 128, paired by seed; these intervals hold at once | 0.200 ± 5.092 |" in text
     assert "The 15 intervals hold at once" in text
     assert text.count("| 128 | 0.000 ± 0.000 | 0.000 ± 0.000 | 0.000 ± 0.000 |") == 1  # distinct right responses
     assert "| 128 | 0.071 | 0.071 | 0.071 | 0.071 |" in text  # 0.7 and 0.6, 0.8 and 0.9: standard deviations

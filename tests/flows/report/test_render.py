@@ -55,6 +55,15 @@ def page(run_store) -> str:
     return render(run_store)
 
 
+def test_an_accuracy_is_called_that_before_training_for_the_first_policy_alone(tmp_path):
+    store = RunStore(tmp_path.as_uri(), "warm")
+    generate_run(store, 256, rows_per_shard=64, num_steps=8, num_response_tokens=8)
+    assert "before training" in render(store)
+    store.delete("metrics/evaluations/step=00000000.parquet")
+    page = render(store)
+    assert "before training" not in page and "policy step 8" in page
+
+
 def test_the_page_is_one_file_with_everything(page):
     assert len(page) < 1_000_000
     assert "<script" not in page and "default-src 'none'" in page

@@ -200,6 +200,14 @@ def test_bfloat16_products_are_found_as_torch_finds_them():
     assert has_bfloat16() == (compute_dtype() == torch.bfloat16)
 
 
+def test_a_checkpoint_has_the_reference_that_a_reset_made():
+    resets = RunConfig.model_validate({"train": {"reference_reset_interval": 50}})
+    without, with_it = (
+        plan_of(config, SEVEN_B, Lengths(2, 0, 2)).files["a checkpoint"] for config in (RunConfig(), resets)
+    )
+    assert without == 12 * SEVEN_B.num_parameters and with_it == 16 * SEVEN_B.num_parameters
+
+
 def test_the_command_tells_it_for_a_run_that_is_not_begun():
     result = CliRunner().invoke(app, ["plan", "--set", "train.lora_rank=4", "--json"])
     found = json.loads(result.stdout)
