@@ -40,12 +40,34 @@ def evaluate_policy(
     """Evaluates the run's best policy, or its newest. Returns the figures.
 
     `num_problems`: None: task.num_heldout. `samples`: samples of each problem, for pass@k; with redteam, number of
-    attacks; 0: greedy accuracy only. `newest`: evaluates the newest policy. Raises: ValueError: no policy is published.
+    attacks; 0: greedy accuracy only. `newest`: evaluates the newest policy. Raises: ValueError: see `check`.
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
+    check(run_store, config, samples)
     searcher = start_searcher_task(config, "evaluate", 0)
     return measure_policy_task(run_store, config, searcher, num_problems or config.task.num_heldout, samples, newest)
+
+
+def check(store: RunStore, config: RunConfig, samples: int) -> None:
+    """Raises: ValueError: no policy has been published, or the gold reward model or the sentence encoder is missing.
+
+    Before an engine starts, which takes minutes.
+    """
+    if policies.latest_policy(store) is None:
+        raise ValueError(f"run {store.run} has published no policy yet")
+    if config.task.name == "tldr":
+        _gold(config).check()
+    if config.task.name == "redteam" and samples:
+        from tba import diversity
+
+        if diversity.encoder_folder() is None:
+            raise ValueError(f"--samples with redteam compares attacks by {diversity.ENCODER}, which is not installed")
+
+
+def _gold(config: RunConfig):
+    """The judge of tldr's win rate."""
+    return judge(config.task.gold_reward_model or config.task.reward_model, "task.gold_reward_model")
 
 
 def measure_policy(
@@ -53,17 +75,16 @@ def measure_policy(
 ) -> dict:
     """The figures of the best policy; of the newest, if `newest` is set or no policy was evaluated. Also stores them.
 
-    Raises: ValueError: no policy has been published. RuntimeError: its weights differ from the published ones.
+    Raises: RuntimeError: its weights differ from the published ones.
     """
     best = None if newest else policies.best_policy(store)
     policy = best or policies.latest_policy(store)
-    if policy is None:
-        raise ValueError(f"run {store.run} has published no policy yet")
     folder = policies.fetch_policy(store, policy, policy_cache(store.run))
     load_once_more(store, searcher, folder, policy, log.warning)
     figures = {"policy": policy.path, "policy_step": policy.step} | measure(searcher, config, num_problems, samples)
     figures["created_at"] = datetime.now(UTC).isoformat()
-    store.put(f"evaluations/{Path(policy.path).name}.json", json.dumps(figures, indent=1).encode())
+    name = Path(policy.path).name + (f"-samples={samples}" if samples else "")
+    store.put(f"evaluations/{name}.json", json.dumps(figures, indent=1).encode())
     return figures
 
 
@@ -81,7 +102,7 @@ def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples:
         "mean_response_tokens": statistics.fmean(len(response.tokens) for response in responses),
     }
     if config.task.name == "tldr":
-        gold = judge(config.task.gold_reward_model or config.task.reward_model, "task.gold_reward_model")
+        gold = _gold(config)
         texts = [searcher.text(response) for response in responses]
         references = [problem.answer for problem in problems]
         figures["win_rate"] = win_rate(gold.rewards(problems, texts), gold.rewards(problems, references))

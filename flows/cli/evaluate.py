@@ -36,12 +36,13 @@ def evaluate(
     from prefect.logging import disable_run_logger
 
     from flows.config import load_run
-    from flows.evaluate import measure_policy
+    from flows.evaluate import check, measure_policy
     from flows.searcher.start import start_searcher
     from storage.errors import StoreError
 
     try:
         config = load_run(run_store)
+        check(run_store, config, samples)
         with disable_run_logger():
             searcher = start_searcher(config, "evaluate", 0)
             problems = problems or config.task.num_heldout

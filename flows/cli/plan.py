@@ -83,20 +83,20 @@ def _memory(given: dict, settings: list[str]) -> "MemoryPlan":
 
 
 def _durations(run: str, store: str | None, searchers: list[int]) -> list[dict]:
-    """A row for each number of Searchers. Exits if the run is too young."""
+    """A row for each number of Searchers. Exits if the run is too young, or has settings that are not simulated."""
     from dataclasses import replace
     from statistics import fmean
 
     from flows.config import load_run
     from flows.plan.simulator import Loop, simulate, synchronous_seconds
-    from flows.plan.times import TooFewTimes, measured_outcome, measured_times, resumes
+    from flows.plan.times import measured_outcome, measured_times, resumes
     from storage.errors import StoreError
 
     run_store = existing_run(run, store)
     try:
-        times, measured, resumed = measured_times(run_store), measured_outcome(run_store), resumes(run_store)
         loop = Loop.of(load_run(run_store))
-    except (StoreError, TooFewTimes) as error:
+        times, measured, resumed = measured_times(run_store), measured_outcome(run_store), resumes(run_store)
+    except (StoreError, ValueError) as error:
         fail(str(error), status=2)
     if resumed:
         say(f"Run {run!r} was resumed {len(resumed)} times; the first row has the time in between, too.", err=True)

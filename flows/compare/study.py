@@ -166,6 +166,10 @@ class Study(Settings):
             | {"train": train | sections["train"], "sampling": {"min_size": 1} | sections["sampling"]}
         )
 
+    @property
+    def steps_by_arm(self) -> dict[str, int]:
+        return {label: self.configuration(label).train.steps for label in self.arms}
+
     def arms_at_each_lag(self) -> list[Arm]:
         kept = None if self.model is None else OF_RUN | {"model"}
         settings = {label: self.configuration(label).model_dump(mode="json", include=kept) for label in self.arms}
@@ -184,7 +188,7 @@ def read_study(name: str, seeds: int | None = None, steps: int | None = None) ->
     file = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
     instead = {key: value for key, value in {"seeds": seeds, "steps": steps}.items() if value is not None}
     try:
-        return Study(**tomllib.loads(file.read_text()) | instead)
+        study = Study(**tomllib.loads(file.read_text()) | instead)
     except FileNotFoundError as error:
         known = f"sync, {', '.join(study_names())}"
         raise ValueError(f"there is no study {name!r}; known are {known}, or a .toml file of your own") from error
@@ -192,3 +196,6 @@ def read_study(name: str, seeds: int | None = None, steps: int | None = None) ->
         raise ValueError(f"{file}: {error}") from error
     except ValidationError as error:
         raise ValueError(f"{file}:\n{explanation(error, Study)}") from error
+    if steps is not None and set(study.steps_by_arm.values()) != {steps}:
+        raise ValueError(f"--steps: got {steps}, but the arms of {name} have their own numbers of steps")
+    return study

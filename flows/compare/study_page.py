@@ -36,13 +36,19 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
         arms = bench.tune(arms) if study.model is None else arms
         outcomes = bench.run([(arm, seed) for seed in range(study.seeds) for arm in arms])
     about = _policy_and_task(study) | {
-        "steps": study.steps,
+        "steps": _steps(study),
         "seeds": study.seeds,
         "accuracy before training": f"{statistics.fmean(outcome.accuracy_before for outcome in outcomes):.3f}",
         "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
         "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
     }
     return write_study(out, name, study, outcomes, about | hardware())
+
+
+def _steps(study: Study) -> int | str:
+    by_arm = study.steps_by_arm
+    same = len(set(by_arm.values())) == 1
+    return study.steps if same else ", ".join(f"{label} {steps}" for label, steps in by_arm.items())
 
 
 def _policy_and_task(study: Study) -> dict:

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from flows.compare.results import confidence_interval, results_about, table_lines, write_numbers
-from storage.attempts import first_attempt_at
+from storage.attempts import first_attempt_at, latest_attempt
 from storage.queries import query
 from storage.store import RunStore
 from storage.summary import read_summary
@@ -37,6 +37,7 @@ SUMMARISED = {
 }
 TIMES = ("wall_s", "seconds_a_step", "seconds_to_common")
 WINDOW = 1024  # trajectories in a mean of sampled accuracy: 128 prompts of the default round
+LEAST_STEPS = 8  # of a synchronous run, whose steps have 128 trajectories each, so that it has a window
 POLL_S = 5.0  # between two checks whether a run has trained enough; a check takes time of a core
 
 
@@ -59,8 +60,11 @@ def turns(
     about: `conditions`, and further facts for the page. train: runs a command to its end, and returns status
     and output; default: `run_to_its_end`. name: of the comparison, in the names of the files.
 
-    Raises: ValueError: a run failed; the message has the end of its output. The same call continues from there.
+    Raises: ValueError: too few steps; a run failed, and the message has the end of its output; or a run was
+    interrupted, so its times have a pause. The same call continues after the last whole run.
     """
+    if about["steps"] < LEAST_STEPS:
+        raise ValueError(f"--steps: got {about['steps']}; sync needs {LEAST_STEPS}, for means of {WINDOW} trajectories")
     rows, curves = [], []
     for seed, (mode, settings) in product(range(about["seeds"]), MODES.items()):
         run = f"{mode}-seed{seed}"
@@ -71,6 +75,10 @@ def turns(
             raise ValueError(f"tba train {run} ended with status {status}:\n{output[-3000:]}")
         run_store = RunStore(store, run)
         summary = read_summary(run_store)
+        if summary is None or latest_attempt(run_store) > 1:
+            raise ValueError(
+                f"run {run} in {store} was interrupted, so its times have a pause: delete its folder, and go on"
+            )
         curves.append(sampled_accuracy(run_store))
         rows.append(summary | {"mode": mode, "seed": seed, "seconds_a_step": seconds_a_step(run_store)})
         say(f"{run}: accuracy {summary['accuracy_after']:.3f}, {summary['wall_s']:.0f} s")

@@ -32,6 +32,16 @@ class Loop:
 
     @staticmethod
     def of(config: RunConfig) -> "Loop":
+        """Raises: ValueError: the run's Trainer or Searchers wait by a rule that the simulation does not have."""
+        others = {
+            "synchronous": config.synchronous,
+            "sampling.max_age": config.sampling.max_age is not None,
+            "warm_start": bool(config.warm_start),
+        }
+        if unknown := [name for name, is_set in others.items() if is_set]:
+            raise ValueError(
+                f"tba plan does not simulate {', '.join(unknown)}, which run {config.run} has; plan with a run without"
+            )
         search, sampling, train = config.search, config.sampling, config.train
         return Loop(
             searchers=config.searchers,

@@ -3,7 +3,8 @@
 - Greedy accuracy, perplexity under the reference, pass@k for k = 1, 2, 4; of tldr the win rate; of redteam success and
   diversity.
 - The best policy is evaluated, the newest where that is asked for or none was measured, and the figures stay in the
-  run's store. A run without a policy is refused; so are weights that are not the published ones.
+  run's store. A run without a policy is refused, and a missing judge or encoder named, before an engine starts; weights
+  that are not the published ones are refused.
 - Training evaluates the first policy and the last, and in between as much as its share of the Searcher's time allows.
 - The best policy stays in the store while the Trainer prunes, also where the Searcher is killed at any moment; the
   summary says which it is, and what share of the time evaluations took.
@@ -143,8 +144,6 @@ def publish(store: RunStore, folder, step: int, attempt: int = 1, final: bool = 
 
 def test_the_best_policy_is_evaluated_and_its_figures_stay(tmp_path):
     store, told = RunStore(tmp_path.as_uri(), "told"), Told()
-    with pytest.raises(ValueError, match="run told has published no policy yet"):
-        evaluate.measure_policy(store, config(tmp_path), told, 2, 0)
     refs = [publish(store, tmp_path / "policy", 12), publish(store, tmp_path / "policy", 14, attempt=2)]
     figures = evaluate.measure_policy(store, config(tmp_path), told, 2, 0)
     assert told.loaded == figures["policy_step"] == 14  # nothing was measured yet
@@ -154,6 +153,24 @@ def test_the_best_policy_is_evaluated_and_its_figures_stay(tmp_path):
         assert told.loaded == figures["policy_step"] == step
         assert figures["policy"] == f"policies/{name}"
         assert json.loads(store.get(f"evaluations/{name}.json")) == figures
+    with_samples = evaluate.measure_policy(store, config(tmp_path), told, 2, 4, newest=True)
+    assert json.loads(store.get("evaluations/step=00000014-a0002-samples=4.json")) == with_samples
+    assert json.loads(store.get("evaluations/step=00000014-a0002.json")) == figures  # of another call
+
+
+def test_what_an_evaluation_lacks_is_said_before_an_engine_starts(tmp_path, monkeypatch):
+    store = RunStore(tmp_path.as_uri(), "told")
+    with pytest.raises(ValueError, match="run told has published no policy yet"):
+        evaluate.check(store, config(tmp_path), 0)
+    publish(store, tmp_path / "policy", 12)
+    evaluate.check(store, config(tmp_path), 4)
+    tldr = config(tmp_path, name="tldr", data="none.jsonl", gold_reward_model=str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"task.gold_reward_model: '.*nowhere' does not load"):
+        evaluate.check(store, tldr, 0)
+    monkeypatch.setattr("tba.diversity.encoder_folder", lambda: None)
+    evaluate.check(store, config(tmp_path, name="redteam"), 0)
+    with pytest.raises(ValueError, match=r"--samples with redteam compares attacks by .*, which is not installed"):
+        evaluate.check(store, config(tmp_path, name="redteam"), 4)
 
 
 def test_other_weights_than_published_are_not_evaluated(tmp_path):

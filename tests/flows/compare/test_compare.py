@@ -203,6 +203,22 @@ def test_interrupted_it_lets_its_run_stop_in_order(tmp_path):
     assert (tmp_path / "stopped").exists()
 
 
+def test_turns_refuse_too_few_steps_and_a_run_with_a_pause(tmp_path):
+    def interrupted(command: list[str]) -> tuple[int, str]:
+        for _ in range(2):
+            start_attempt(RunStore(tmp_path.as_uri(), command[4]), 0, OWNER)
+        return 0, ""
+
+    def compare(steps: int) -> None:
+        turns.turns(tmp_path.as_uri(), tmp_path, turns.conditions("m", 1, steps), print, interrupted)
+
+    with pytest.raises(ValueError, match="--steps: got 7; sync needs 8"):
+        compare(7)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"run asynchronous-seed0 in file:.* was interrupted, .*: delete its folder"):
+        compare(8)
+
+
 def test_equal_accuracy_is_what_all_runs_came_to():
     curves = [[(10.0, 0.2), (20.0, 0.6), (30.0, 0.5)], [(5.0, 0.1), (50.0, 0.4)]]
     assert turns.common_accuracy(curves) == 0.4

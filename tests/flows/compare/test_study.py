@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from flows.cli.compare import compare
+from flows.compare import study_page
 from flows.compare.replay import experience
 from flows.compare.study import Configuration, Study, read_study, study_names
 from tba import testbed
@@ -67,6 +68,13 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
 def test_what_would_have_no_effect_is_refused(changes, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         Study(**ONE_ARM | changes)
+
+
+def test_arms_with_steps_of_their_own_take_no_other_number():
+    with pytest.raises(ValueError, match="--steps: got 10, but the arms of searchers_equal have their own"):
+        read_study("searchers_equal", steps=10)
+    assert study_page._steps(read_study("searchers_equal")).startswith("searchers_1 640, searchers_2 320, ")
+    assert study_page._steps(read_study("searchers", steps=10)) == 10
 
 
 def test_an_unknown_study_and_a_file_of_ones_own(tmp_path):

@@ -138,6 +138,13 @@ def test_a_run_without_times_is_refused(tmp_path):
     assert result.exit_code == 2
 
 
+def test_a_run_that_waits_by_another_rule_is_refused(tmp_path):
+    store = RunStore(tmp_path.as_uri(), "old")
+    store.create_run(RunConfig.model_validate({"run": "old", "sampling": {"max_age": 4}}).recorded())
+    result = CliRunner().invoke(app, ["plan", "old", "--store", store.url])
+    assert result.exit_code == 2 and "does not simulate sampling.max_age, which run old has" in result.output
+
+
 def test_the_command_prints_the_measured_run_beside_simulated_ones(store):
     command = ["plan", "planned", "--store", store.url, "--searchers", "2", "--searchers", "4"]
     result = CliRunner().invoke(app, [*command, "--json"])
