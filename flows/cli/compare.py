@@ -39,7 +39,7 @@ def compare(
 
     from flows.compare import study_page, turns
     from flows.compare.study import read_study
-    from storage.errors import StoreError
+    from storage.errors import RunConfigMismatch, StoreError
     from tba.models import EMBEDDED_MODEL
 
     if model is not None and study != "sync":
@@ -56,6 +56,9 @@ def compare(
             page = turns.turns(root, out, turns.conditions(model or EMBEDDED_MODEL, seeds or 3, steps or 50), say)
         else:
             page, numbers = study_page.run_study(Path(study).stem, read, root, out, say)
+    except RunConfigMismatch as error:
+        differs = str(error).partition(". ")[0]
+        fail(f"compare: {differs}. Give another --store, or the settings and --steps of the runs in this one", status=2)
     except (StoreError, ValueError) as error:
         fail(str(error))
     say(f"Written: {page}")

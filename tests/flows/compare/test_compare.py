@@ -16,7 +16,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli.app import app
 from flows.compare import study_page, turns
 from flows.compare.bench import Bench, Outcome, rates_to_try, with_rate
 from flows.compare.results import confidence_interval, paired_differences
@@ -44,6 +46,19 @@ def test_an_arm_is_run_once(tmp_path):
         changed = Arm("tb", 2, arm.settings | {"reward": "exact"})
         with pytest.raises(RunConfigMismatch, match="reward"):
             bench.run([(changed, 0)])
+
+
+def test_runs_of_another_number_of_steps_ask_for_another_store(tmp_path, monkeypatch):
+    def found_another(name, study, store, *_):
+        run_store = RunStore(store, name)
+        for steps in (3, study.steps):
+            run_store.create_run({"steps": steps})
+
+    monkeypatch.setattr(study_page, "run_study", found_another)
+    result = CliRunner().invoke(app, ["compare", "staleness", "--store", str(tmp_path)])
+    assert result.exit_code == 2
+    message = " ".join(result.output.split())
+    assert "steps" in message and "Give another --store" in message and "tba train" not in message
 
 
 @pytest.mark.parametrize(
