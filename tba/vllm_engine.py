@@ -38,7 +38,7 @@ ENVIRONMENT = {  # of vLLM, unless the user has set a variable
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt that vLLM has."""
+    """A response that vLLM samples, or is to sample."""
 
     prompt: list[int]
     sampling: Sampling
@@ -94,9 +94,10 @@ class VllmEngine:
         self._policies: list[ServedPolicy] = []  # each that was loaded; its place is its version's name in vLLM
         self._numbers = count()
         self._max_sequences = limits["max_sequences"]
-        self._waiting: deque[tuple[str, list[int], Sampling]] = deque()  # prompts that vLLM does not have yet, by name
-        self._asked: dict[str, Asked] = {}  # prompts that vLLM has
-        self._batches: dict[int, list[list[Response] | None]] = {}  # each prompt's responses; None: not sampled yet
+        # Responses that vLLM does not have yet: name (batch/prompt/sample), prompt, sampling.
+        self._waiting: deque[tuple[str, list[int], Sampling]] = deque()
+        self._asked: dict[str, Asked] = {}  # by name
+        self._batches: dict[int, list[list[Response | None]]] = {}  # each prompt's responses; None: not sampled yet
         self._finished: list = []  # outputs of vLLM that `step` has not taken in
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
@@ -164,16 +165,21 @@ class VllmEngine:
 
     def start(self, prompts: list[list[int]], sampling: Sequence[Sampling], *, first: bool) -> int:
         number = next(self._numbers)
-        asked = zip(range(len(prompts)), prompts, sampling, strict=True)
-        waiting = [(f"{number}/{place}", prompt, of_prompt) for place, prompt, of_prompt in asked]
-        self._batches[number] = [None] * len(prompts)
+        waiting = [
+            (f"{number}/{place}/{sample}", prompt, of_prompt)
+            for place, (prompt, of_prompt) in enumerate(zip(prompts, sampling, strict=True))
+            for sample in range(of_prompt.num_samples)
+        ]
+        self._batches[number] = [[None] * of_prompt.num_samples for of_prompt in sampling]
         self._waiting.extendleft(reversed(waiting)) if first else self._waiting.extend(waiting)
         return number
 
     def _fill(self) -> None:
-        """Hands prompts to vLLM while it has room: those that still wait begin with a policy that is loaded meanwhile.
+        """Hands responses to vLLM, each as a request, while it has room: those that still wait begin with a policy that
+        is loaded meanwhile.
 
-        The salt keeps the keys and values that another policy computed for the same prompt from a new response.
+        The salt keeps the keys and values that another policy computed for the same prompt from a new response. So no
+        response may wait in vLLM, as some would if all of a prompt's were handed over when one has room.
         """
         while self._waiting and self._has_room():
             name, prompt, sampling = self._waiting.popleft()
@@ -198,7 +204,6 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            n=sampling.num_samples,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
@@ -211,16 +216,17 @@ class VllmEngine:
     def step(self) -> dict[int, list[list[Response]]]:
         self._fill()
         finished, self._finished = self._finished + self._engine.step(), []
+        touched = set()
         for output in finished:
-            number, place = map(int, output.request_id.split("/"))
-            completions = sorted(output.outputs, key=lambda completion: completion.index)
-            asked = self._asked.pop(output.request_id)
-            self._batches[number][place] = [self._response(completion, asked) for completion in completions]
-        whole = [number for number, found in self._batches.items() if None not in found]
-        return {number: self._batches.pop(number) for number in whole}
+            number, place, sample = map(int, output.request_id.split("/"))
+            (completion,) = output.outputs
+            self._batches[number][place][sample] = self._response(completion, self._asked.pop(output.request_id))
+            touched.add(number)
+        whole = [number for number in touched if all(None not in of_prompt for of_prompt in self._batches[number])]
+        return {number: self._batches.pop(number) for number in sorted(whole)}
 
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len({name.rpartition("/")[0] for name, _, _ in self._waiting})
 
     def abort(self) -> None:
         self._engine.abort_request(list(self._asked))

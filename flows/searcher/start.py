@@ -47,7 +47,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
     engine = make_engine(
         folder,
         max_tokens=max(map(len, prompts)) + max_response_tokens,
-        max_sequences=config.search.prompts_per_round * config.search.samples_per_prompt,
+        max_sequences=min(config.search.prompts_per_round, len(task_.train)) * config.search.samples_per_prompt,
         # Not the run's seed alone: different Searchers, and restarts of one, need different random numbers.
         seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
         threads=threads,

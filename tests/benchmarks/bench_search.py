@@ -119,7 +119,8 @@ def run_bare(engine, searcher, rounds: range) -> dict:
     questions = [question for number in rounds for question in searcher._questions(number)]
     for place, question in enumerate(questions):
         asked = {"prompt_token_ids": question.prompt_tokens}
-        engine._engine.add_request(str(place), asked, engine._parameters(question.sampling))
+        for sample in range(SAMPLES):
+            engine._engine.add_request(f"{place}/{sample}", asked, engine._parameters(question.sampling))
     began, ended = time.monotonic(), None
     while engine._engine.has_unfinished_requests():
         busy = min(engine._engine.get_num_unfinished_requests(), PROMPTS * SAMPLES)

@@ -35,7 +35,7 @@ from tests.storage.travelling import BOTH, DELTA, NUMBERS, WHOLE, Killed, Traine
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 9_999, 10_000, 10_001, 35_000])
-def test_what_the_deltas_make_of_a_file_is_the_other_file(tmp_path, num_bytes):
+def test_what_the_deltas_make_of_a_file_is_the_other_file(tmp_path, small_chunks, num_bytes):
     random = np.random.default_rng(num_bytes)
     names = [tmp_path / str(number) for number in range(4)]
     for file in names:

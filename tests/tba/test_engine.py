@@ -161,10 +161,12 @@ def test_transformers_samples_with_their_logprobs(base, tokens):
 def check_swap(base: Path, moved: Path, tokens: list[list[int]]) -> None:
     """In float32, so that rounding hides nothing.
 
-    The engine has room for 16 of 24 responses: some begin with the one policy, some with the other one.
+    The engine has room for 16 of 24 responses: some begin with the one policy, some with the other one. The prompts are
+    longer than two blocks of vLLM's cache, which have keys and values of the policy that came to the prompt first.
     """
     compute_in_float32()
-    engine = make_engine(base, **LIMITS)
+    tokens = [[*prompt, *prompt, *prompt] for prompt in tokens]
+    engine = make_engine(base, **LIMITS | {"max_tokens": 160})
     sampling = Sampling(6, 0.7, 1.0, 12, [2])
     first = engine.load(base, 1)
     number = engine.start([*tokens, *tokens], [sampling] * 4, first=False)
@@ -182,15 +184,16 @@ def check_swap(base: Path, moved: Path, tokens: list[list[int]]) -> None:
     mixed = [(prompt, response) for prompt, response in responses if len(response.policies) == 2]
     assert len(mixed) >= 8
     right, wrong = [], []
+    for prompt, response in responses:
+        right.append((torch.tensor(response.logprobs) - mixture_logprobs(models, prompt, response)).abs())
     for prompt, response in mixed:
         sampled = torch.tensor(response.logprobs)
-        right.append((sampled - mixture_logprobs(models, prompt, response)).abs())
         for one in (first, second):
             alone = Response(response.tokens, [], "", [(0, one)])
             wrong.append((sampled - mixture_logprobs(models, prompt, alone)).abs().mean())
-    print("nats a token:", torch.cat(right).max().item(), "by one policy:", torch.stack(wrong).min().item())
+    print("nats a token:", torch.cat(right).max().item(), "by one policy:", torch.stack(wrong).mean().item())
     assert torch.cat(right).max() < 0.02, f"{torch.cat(right).max()} nats a token"
-    assert torch.stack(wrong).min() > 0.02, "neither policy alone sampled them"
+    assert torch.stack(wrong).mean() > 0.02, "neither policy alone sampled them"
 
 
 @torch.inference_mode()
