@@ -83,6 +83,7 @@ class Generator:
             for number, responses in self._engine.step().items():
                 self._batches.pop(number).set_result((responses, datetime.now(UTC)))
         except BaseException as error:
+            self._engine.abort()
             for batch in self._batches.values():
                 batch.set_exception(error)
             self._batches.clear()
