@@ -216,14 +216,12 @@ class VllmEngine:
     def step(self) -> dict[int, list[list[Response]]]:
         self._fill()
         finished, self._finished = self._finished + self._engine.step(), []
-        touched = set()
         for output in finished:
             number, place, sample = map(int, output.request_id.split("/"))
             (completion,) = output.outputs
             self._batches[number][place][sample] = self._response(completion, self._asked.pop(output.request_id))
-            touched.add(number)
-        whole = [number for number in touched if all(None not in of_prompt for of_prompt in self._batches[number])]
-        return {number: self._batches.pop(number) for number in sorted(whole)}
+        whole = [number for number, found in self._batches.items() if all(None not in of for of in found)]
+        return {number: self._batches.pop(number) for number in whole}
 
     def num_waiting(self) -> int:
         return len({name.rpartition("/")[0] for name, _, _ in self._waiting})

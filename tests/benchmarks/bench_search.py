@@ -1,22 +1,25 @@
 """How well does a Searcher fill its engine? `make bench-search`: beside bare vLLM with the same requests.
 
-    ROUNDS=6 make bench-search
+    ROUNDS=6 TURNS=3 make bench-search
     PROMPTS=16 SAMPLES=16 LONGEST=1024 MODEL=<folder> make bench-search
 
 SmolLM2-135M-Instruct, rounds of 16 prompts and 4 responses, of 4 to 256 tokens (geometric), a reward of 2 ms each, and
-the reference policy on the second core, or on the GPU. Three sides take turns in one process, on one engine:
+the reference policy on the second core, or on the GPU. Three sides, in one process and on one engine. `rounds` comes once;
+then the other two take turns, because a machine's speed may change within minutes:
 
     bare      vLLM's own queue has all requests from the start
     rounds    one round after the other: the engine waits for its longest response, and for scoring
     ahead     the next rounds' prompts wait in the engine, as in a run; a policy is loaded in the middle of each round
 
-A side is measured while requests wait, or are due. The last line is one JSON object:
+A side is measured while requests wait, or are due. A line a turn, then one JSON object with means over turns:
 
-    tokens_per_s         tokens a second of `ahead`, without its loads
-    tokens_per_s_ratio   the same over those of `bare`
-    underfilled_share    of the time of `ahead`, without its loads: fewer than half of the sequences are busy
-    before               the same of `rounds`
-    swap_pause_s         median time for which the engine does not sample because it loads a policy
+    tokens_per_s             tokens a second of `ahead`, without its loads
+    tokens_per_s_ratio       the same over those of `bare`, by turn
+    ratio_half_width         half the width of its 95 % confidence interval over turns (Student's t); null with one turn
+    underfilled_share        of the time of `ahead`, without its loads: fewer than half of the sequences are busy
+    underfilled_share_worst  the same, of the worst turn
+    before                   both of `rounds`, its ratio to the mean of `bare`
+    swap_pause_s             median time for which the engine does not sample because it loads a policy
 """
 
 import json
@@ -24,8 +27,9 @@ import os
 import random
 import time
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
+from flows.compare.results import confidence_interval
 from tba.config import SearchSettings
 from tba.models import embedded_model
 
@@ -151,32 +155,44 @@ def main() -> None:
     engine = make_engine(folder)
     searcher = make_searcher(engine, folder)
     searcher.load(folder, 0)
-    number = int(os.environ.get("ROUNDS", "6"))
+    rounds = range(1, int(os.environ.get("ROUNDS", "6")) + 1)
     searcher.score(searcher.sample(0))  # warms up
-    sides = {
-        "bare": run_bare(engine, searcher, range(1, number + 1)),
-        "rounds": run_rounds(engine, searcher, range(1, number + 1), None),
-        "ahead": run_rounds(engine, searcher, range(1, number + 1), folder),
-    }
-    for name, found in sides.items():
-        print(name, json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
-    ahead = sides["ahead"]
-    sampling_s = ahead["seconds"] - ahead["paused_s"]
-    tokens_per_s = ahead["tokens_per_s"] * ahead["seconds"] / sampling_s
+    before = run_rounds(engine, searcher, rounds, None)
+    print("rounds", json.dumps(before), flush=True)
+    turns = []
+    for _ in range(int(os.environ.get("TURNS", "3"))):
+        turns.append(compared(run_bare(engine, searcher, rounds), run_rounds(engine, searcher, rounds, folder)))
+        print("turn", json.dumps(turns[-1]), flush=True)
+    ratio = confidence_interval([turn["tokens_per_s_ratio"] for turn in turns])
+    bare = fmean(turn["bare_tokens_per_s"] for turn in turns)
     print(
         json.dumps(
             {
-                "tokens_per_s": tokens_per_s,
-                "tokens_per_s_ratio": tokens_per_s / sides["bare"]["tokens_per_s"],
-                "underfilled_share": ahead["underfilled_share"] - ahead["paused_s"] / ahead["seconds"],
+                "tokens_per_s": fmean(turn["tokens_per_s"] for turn in turns),
+                "tokens_per_s_ratio": ratio.mean,
+                "ratio_half_width": ratio.half_width,
+                "underfilled_share": fmean(turn["underfilled_share"] for turn in turns),
+                "underfilled_share_worst": max(turn["underfilled_share"] for turn in turns),
                 "swap_pause_s": median(engine.pauses[1:]),
                 "before": {
-                    "tokens_per_s_ratio": sides["rounds"]["tokens_per_s"] / sides["bare"]["tokens_per_s"],
-                    "underfilled_share": sides["rounds"]["underfilled_share"],
+                    "tokens_per_s_ratio": before["tokens_per_s"] / bare,
+                    "underfilled_share": before["underfilled_share"],
                 },
             }
         )
     )
+
+
+def compared(bare: dict, ahead: dict) -> dict:
+    """The figures of one turn; the time of `ahead` is without its loads."""
+    sampling_s = ahead["seconds"] - ahead["paused_s"]
+    tokens_per_s = ahead["tokens_per_s"] * ahead["seconds"] / sampling_s
+    return {
+        "bare_tokens_per_s": bare["tokens_per_s"],
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_ratio": tokens_per_s / bare["tokens_per_s"],
+        "underfilled_share": ahead["underfilled_share"] - ahead["paused_s"] / ahead["seconds"],
+    }
 
 
 if __name__ == "__main__":

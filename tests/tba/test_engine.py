@@ -165,7 +165,7 @@ def check_swap(base: Path, moved: Path, tokens: list[list[int]]) -> None:
     longer than two blocks of vLLM's cache, which have keys and values of the policy that came to the prompt first.
     """
     compute_in_float32()
-    tokens = [[*prompt, *prompt, *prompt] for prompt in tokens]
+    tokens = [[*tokens[1], *tokens[0]], [*tokens[0], *tokens[1]]]
     engine = make_engine(base, **LIMITS | {"max_tokens": 160})
     sampling = Sampling(6, 0.7, 1.0, 12, [2])
     first = engine.load(base, 1)
@@ -191,9 +191,9 @@ def check_swap(base: Path, moved: Path, tokens: list[list[int]]) -> None:
         for one in (first, second):
             alone = Response(response.tokens, [], "", [(0, one)])
             wrong.append((sampled - mixture_logprobs(models, prompt, alone)).abs().mean())
-    print("nats a token:", torch.cat(right).max().item(), "by one policy:", torch.stack(wrong).mean().item())
+    print("nats a token:", torch.cat(right).max().item(), "by one policy:", torch.stack(wrong).min().item())
     assert torch.cat(right).max() < 0.02, f"{torch.cat(right).max()} nats a token"
-    assert torch.stack(wrong).mean() > 0.02, "neither policy alone sampled them"
+    assert torch.stack(wrong).min() > 0.02, "neither policy alone sampled them"
 
 
 @torch.inference_mode()
