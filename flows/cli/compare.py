@@ -39,16 +39,12 @@ def compare(
     from importlib.util import find_spec
 
     from flows.compare import study_page, turns
-    from flows.compare.study import read_study
     from storage.errors import RunConfigMismatch, StoreError
     from tba.models import EMBEDDED_MODEL
 
     if model is not None and study != "sync":
         fail(f"--model: got {model!r}, but a study's file names its model; only sync takes one", status=2)
-    try:
-        read = read_study(study, seeds, steps) if study != "sync" else None
-    except ValueError as error:
-        fail(f"compare: {error}", status=2)
+    read = _read(study, seeds, steps) if study != "sync" else None
     if find_spec("matplotlib") is None:
         fail("compare draws its plot with matplotlib, which is not installed: pip install matplotlib", status=2)
     root, numbers = store_url(store or ".tba/compare"), None
@@ -65,3 +61,12 @@ def compare(
     say(f"Written: {page}")
     if numbers:
         typer.echo(json.dumps(numbers))
+
+
+def _read(study: str, seeds: int | None, steps: int | None):
+    from flows.compare.study import read_study
+
+    try:
+        return read_study(study, seeds, steps)
+    except ValueError as error:
+        fail(f"compare: {error}", status=2)

@@ -47,8 +47,9 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
 
 def _steps(study: Study) -> int | str:
     by_arm = study.steps_by_arm
-    same = len(set(by_arm.values())) == 1
-    return study.steps if same else ", ".join(f"{label} {steps}" for label, steps in by_arm.items())
+    if len(set(by_arm.values())) == 1:
+        return by_arm[study.compared_with]
+    return ", ".join(f"{label} {steps}" for label, steps in by_arm.items())
 
 
 def _policy_and_task(study: Study) -> dict:

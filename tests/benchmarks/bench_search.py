@@ -4,8 +4,8 @@
     PROMPTS=16 SAMPLES=16 LONGEST=1024 MODEL=<folder> make bench-search
 
 SmolLM2-135M-Instruct, rounds of 16 prompts and 4 responses, of 4 to 256 tokens (geometric), a reward of 2 ms each, and
-the reference policy on the second core, or on the GPU. Three sides, in one process and on one engine. `rounds` comes once;
-then the other two take turns, because a machine's speed may change within minutes:
+the reference policy on the second core, or on the GPU. Three sides, in one process and on one engine. `rounds` comes
+once; then the other two take turns, because a machine's speed may change within minutes:
 
     bare      vLLM's own queue has all requests from the start
     rounds    one round after the other: the engine waits for its longest response, and for scoring

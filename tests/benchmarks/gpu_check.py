@@ -107,6 +107,7 @@ def generation(is_small: bool, num_sequences: int) -> dict:
             "SAMPLES": samples,
             "LONGEST": longest,
             "ROUNDS": 2,
+            "TURNS": 1,
             "MODEL": model,
         }
         said = run_module("tests.benchmarks.bench_search", environment={name: str(of) for name, of in asked.items()})

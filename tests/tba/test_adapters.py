@@ -193,7 +193,7 @@ def check_vllm(base: Path, policies: dict[str, Path], tokens: list[list[int]]) -
                 assert not any(engine.step() for _ in range(5))
                 pause = engine._pause
 
-                def until_the_short_one_ended(pause=pause, name=f"{short}/0") -> None:
+                def until_the_short_one_ended(pause=pause, name=f"{short}/0/0") -> None:
                     while not any(output.request_id == name for output in engine._finished):
                         engine._finished += engine._engine.step()
                     pause()
