@@ -24,8 +24,8 @@ from flows.searcher.start import start_searcher_task
 from infra.machine import policy_cache
 from storage import policies
 from storage.store import RunStore
-from tba.evaluation import SUCCESS_REWARD, attack_success_rate, pass_at_k, perplexity, succeeds, win_rate
-from tba.tasks.tldr import judge
+from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, success_reward, win_rate
+from tba.tasks.tldr import Overlap, judge
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher
@@ -101,23 +101,23 @@ def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples:
         "perplexity": perplexity(searcher.reference_logprobs(problems, responses)),
         "mean_response_tokens": statistics.fmean(len(response.tokens) for response in responses),
     }
-    if config.task.name == "tldr":
-        gold = _gold(config)
+    gold = _gold(config) if config.task.name == "tldr" else None
+    if gold and not isinstance(gold, Overlap):  # by overlap with the reference, none is better than the reference
         texts = [searcher.text(response) for response in responses]
         references = [problem.answer for problem in problems]
         figures["win_rate"] = win_rate(gold.rewards(problems, texts), gold.rewards(problems, references))
     if samples and config.task.name == "redteam":
         return figures | measure_attacks(searcher, samples)
-    return figures | (measure_samples(searcher, problems, samples, config.train.temperature) if samples else {})
+    return figures | (measure_samples(searcher, problems, samples, config) if samples else {})
 
 
-def measure_samples(searcher: "Searcher", problems: list, samples: int, temperature: float) -> dict:
-    """pass@k for k = 1, 2, 4, … up to the samples; a response is right if its reward is at least SUCCESS_REWARD."""
-    answers = searcher.answers(problems, samples, temperature)
+def measure_samples(searcher: "Searcher", problems: list, samples: int, config: RunConfig) -> dict:
+    """pass@k for k = 1, 2, 4, … up to the samples; a response is right from `success_reward` on."""
+    answers = searcher.answers(problems, samples, config.train.temperature)
     flat = [(problem, answer) for problem, of in zip(problems, answers, strict=True) for answer in of]
     rewards = searcher.rewards(*map(list, zip(*flat, strict=True)))
     right = [
-        sum(reward >= SUCCESS_REWARD for reward in rewards[start : start + samples])
+        sum(reward >= success_reward(config.task.name) for reward in rewards[start : start + samples])
         for start in range(0, len(rewards), samples)
     ]
     ks = [2**power for power in range(samples.bit_length()) if 2**power <= samples]

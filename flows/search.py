@@ -53,10 +53,11 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
         searcher = start_searcher_task(config, name, first)
         feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
         budget, reports = EvaluationBudget(config.evaluate_share), RoundReports(run_store, config.searchers)
-        sample = partial(searcher.sample, ahead=samples_ahead(config), while_waiting=feed.poll)
+        sample, ahead = partial(searcher.sample, while_waiting=feed.poll), samples_ahead(config)
         while policy := feed.next():
-            if requests.is_to_leave(run_store, name):
-                get_run_logger().info("this Searcher was asked to leave and ends; its rounds are committed")
+            is_leaving = requests.is_to_leave(run_store, name)
+            if is_leaving and not searcher.has_sampled(number):
+                get_run_logger().info("this Searcher was asked to leave and ends; its sampled rounds are committed")
                 break
             if policy.final:
                 searcher.drop_rounds()  # nobody trains on them
@@ -64,7 +65,8 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
                 budget.spend(evaluate_task(run_store, searcher, held, config.task.num_heldout, policy))
             if policy.final:
                 break
-            search_round(run_store, searcher, feed, held, partial(sample, number), reports)
+            sample_this = partial(sample, number, ahead=ahead and not is_leaving)
+            search_round(run_store, searcher, feed, held, sample_this, reports)
             number += 1
         searcher.drop_rounds()
         return number - first

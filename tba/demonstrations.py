@@ -38,7 +38,7 @@ class Demonstrations:
                 if row["prompt"] not in self._problems:
                     raise ValueError(
                         f"task {self._task.name} has no prompt {row['prompt'][-80:]!r}, so it cannot reward a response "
-                        "to it; add a column `reward`"
+                        f"to it. Its prompts are such as {next(iter(self._problems))!r}; or add a column `reward`"
                     )
             problems = [self._problems[row["prompt"]] for row in rows]
             of_rows = ([row[name] for row in rows] for name in ("response", "response_tokens", "finish_reason"))

@@ -19,20 +19,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tba.model_files import unsupported
 from tba.precision import bfloat16_linear, compute_dtype, to_bfloat16
 from tba.shared_prefix import ATTENTION, Group, pack
 
 # Rows of logits that exist at once: 512 x 49,152 float32 is 100 MB, and larger chunks were no faster.
 LOGIT_ROWS = 512
-
-# Settings of a model that can change attention or logits, and the values that are supported here.
-UNSUPPORTED = {
-    "attn_logit_softcapping": (None, 0),
-    "final_logit_softcapping": (None, 0),
-    "logit_scale": (None, 1),
-    "logits_soft_cap": (None, 0),
-    "logits_scaling": (None, 1),
-}
 
 # The expensive operations of a layer: products of matrices, and attention.
 PRODUCTS = [
@@ -113,13 +105,8 @@ def check_supported(model: PreTrainedModel) -> None:
             f"model {name}: it does not use transformers' attention interface, which a prompt shared by its responses "
             "needs. Llama, Qwen2, Qwen3, Mistral, GPT-NeoX and GPT-2 do."
         )
-    for setting, neutral in UNSUPPORTED.items():
-        if (value := getattr(config, setting, None)) not in neutral:
-            raise ValueError(f"model {name}: {setting} is {value}; scaled or capped logits are not supported")
-    kinds = [getattr(config, setting, None) or [] for setting in ("layer_types", "block_types")]
-    other = set().union(*kinds) - {"full_attention", "sliding_attention", "attention"}
-    if other:
-        raise ValueError(f"model {name}: its layers have {sorted(other)}; only softmax attention can share a prompt.")
+    if fault := unsupported(config.to_dict()):
+        raise ValueError(f"model {name}: {fault}")
     if getattr(model, "lm_head", None) not in (None, model.get_output_embeddings()):
         raise ValueError(f"model {name}: it has layers between its last hidden state and its output layer")
 

@@ -3,12 +3,21 @@
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja"]  # a model's files: configuration, tokenizer, chat template
 ADAPTER_CONFIG = "adapter_config.json"  # of a folder with adapters, as peft names it
 NO_EXPERTS = "train.lora_rank: a mixture of experts cannot be trained by adapters here; leave the setting out"
+# Settings of a model that change attention or logits, and the values that the Trainer supports.
+NEUTRAL = {
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+    "logit_scale": (None, 1),
+    "logits_soft_cap": (None, 0),
+    "logits_scaling": (None, 1),
+}
 _BUFFER = re.compile(r"(^|\.)(attention|attn)\.(bias|masked_bias)$|rotary_emb\.inv_freq$")  # in old checkpoints
 
 
@@ -26,6 +35,36 @@ def is_mixture_of_experts(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     return any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """The language model's part of config.json; empty if there is no such file."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return config.get("text_config", config)
+
+
+def unsupported(config: Mapping[str, Any]) -> str | None:
+    """Why the Trainer cannot compute with a model of this configuration; None: it can, as far as that tells."""
+    for setting, neutral in NEUTRAL.items():
+        if (value := config.get(setting)) not in neutral:
+            return f"{setting} is {value}; scaled or capped logits are not supported"
+    kinds = [config.get(setting) or [] for setting in ("layer_types", "block_types")]
+    if other := set().union(*kinds) - {"full_attention", "sliding_attention", "attention"}:
+        return f"its layers have {sorted(other)}; only softmax attention can share a prompt."
+    return None
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Tokens of prompt and response together that the model takes. None: the configuration does not tell, or scales
+    positions.
+    """
+    positions = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if positions.get("rope_type", "default") != "default" or "type" in positions:
+        return None
+    return config.get("max_position_embeddings") or config.get("n_positions")
 
 
 def weight_files(folder: Path) -> set[Path]:

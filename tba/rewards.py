@@ -138,7 +138,7 @@ class RewardedTask:
             applying = [(name, weight, value) for name, weight, value in values if value is not None]
             if not applying:
                 raise ValueError(
-                    f"task.rewards: no reward applies to prompt {problem.prompt_id}; leave it out of the data"
+                    f"task.rewards: all are None for a response to prompt {problem.prompt_id}; one must be a number"
                 )
             of_response = {name: float(value) for name, _, value in applying}
             total = sum(weight * float(value) for _, weight, value in applying)

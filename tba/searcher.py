@@ -27,7 +27,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import SearchSettings
-from tba.engine import Engine, Response, Sampling, ServedPolicy
+from tba.engine import Engine, Response, Sampling, ServedPolicy, WholeBatches
 from tba.generator import Batch, Generator
 from tba.near_duplicates import NearDuplicates
 from tba.reference_policy import ReferencePolicy
@@ -132,6 +132,8 @@ class Searcher:
         self._identity, self.task, self._settings = identity, task, settings
         self._tokenizer, self._reference = models.tokenizer, models.reference
         self._generator = Generator(models.engine)
+        # An engine of whole batches would hold each round back until the next one is sampled, too.
+        self._may_sample_ahead = not isinstance(models.engine, WholeBatches)
         self._max_response_tokens, self._temperature = max_response_tokens, temperature
         self._pending: dict[int, PendingRound] = {}  # by number
         self._served: ServedPolicy | None = None
@@ -151,8 +153,9 @@ class Searcher:
     ) -> SampledRound:
         """Waits for the responses of a round. `while_waiting` is called every `POLL_S`; it may load a policy.
 
-        `ahead`: meanwhile, and until they are asked for, the engine samples the next rounds, too.
+        `ahead`: meanwhile, and until they are asked for, the engine samples the next rounds, too, if it can.
         """
+        ahead = ahead and self._may_sample_ahead
         started, policy = datetime.now(UTC), self._served
         while not wait([self._begin(number).batch], POLL_S).done or self._pending[number].batch.cancelled():
             if ahead:
@@ -167,6 +170,10 @@ class Searcher:
         times = {"policy_step": policy.step, "started_at": started, "sampling_started_at": began}
         return SampledRound(number, pending.questions, responses, times | {"sampling_ended_at": ended})
 
+    def has_sampled(self, number: int) -> bool:
+        """Whether a round that was begun ahead is whole."""
+        return self._is_begun(number) and self._pending[number].batch.done()
+
     def drop_rounds(self) -> None:
         """Ends the rounds in flight without their responses."""
         self._generator.cancel()
@@ -180,7 +187,7 @@ class Searcher:
         """
         while self._generator.num_waiting() < min(self._settings.prompts_per_round, len(self.task.train)):
             rounds = range(first, first + 1 + AHEAD)
-            num_sampled = sum(1 for _ in takewhile(self._is_sampled, rounds))
+            num_sampled = sum(1 for _ in takewhile(self.has_sampled, rounds))
             not_begun = [number for number in rounds if not self._is_begun(number)]
             if num_sampled >= UNSCORED or not not_begun:
                 return
@@ -189,9 +196,6 @@ class Searcher:
     def _is_begun(self, number: int) -> bool:
         """Whether a round's prompts are in the engine, or were sampled. A load that fails ends them."""
         return number in self._pending and not self._pending[number].batch.cancelled()
-
-    def _is_sampled(self, number: int) -> bool:
-        return self._is_begun(number) and self._pending[number].batch.done()
 
     def _begin(self, number: int) -> PendingRound:
         """Puts a round's prompts into the engine, unless they are in it."""

@@ -31,7 +31,7 @@ from storage.rules import Limits
 from storage.shards import commit_shard, shard_of
 from storage.store import RunStore
 from tba import diversity
-from tba.evaluation import SUCCESS_REWARD, succeeds
+from tba.evaluation import succeeds, success_reward
 from tba.models import model_folder
 from tba.training_loop import train
 
@@ -48,7 +48,7 @@ class Measures:
 
     accuracy: float  # greedy, on held-out problems; red-teaming: share of sampled attacks that succeed
     num_distinct: float  # of the responses sampled to a problem
-    num_distinct_right: float  # of these, with a reward of at least SUCCESS_REWARD; red-teaming: that succeed
+    num_distinct_right: float  # of these, from success_reward on; red-teaming: that succeed
     cosine_distance: float  # mean over pairs of these responses' embeddings
 
 
@@ -136,7 +136,7 @@ def measured(searcher: "Searcher", config: RunConfig) -> Measures:
     else:
         flat = [answer for of_problem in answers for answer in of_problem]
         asked = [problem for problem, of in zip(problems, answers, strict=True) for _ in of]
-        right = [reward >= SUCCESS_REWARD for reward in searcher.rewards(asked, flat)]
+        right = [reward >= success_reward(config.task.name) for reward in searcher.rewards(asked, flat)]
         accuracy = searcher.evaluate(config.task.num_heldout)["accuracy"]
     successes = iter(right)
     embeddings = np.split(diversity.embed([text for of in texts for text in of]), len(texts))

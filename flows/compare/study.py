@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from flows.config import RunConfig, explanation
 from storage.mop import Sampling
 from tba.config import SearchSettings, Settings, TrainSettings
-from tba.evaluation import SUCCESS_REWARD
+from tba.evaluation import success_reward
 
 _FOLDER = files("flows.compare") / "studies"
 _LABEL = re.compile("[a-z][a-z0-9_]*")
@@ -140,10 +140,11 @@ class Study(Settings):
     @property
     def measured(self) -> tuple[str, str, str]:
         """Names of three measures: accuracy, number of distinct responses, number of distinct right ones."""
-        if self.model is not None and self.configuration(self.compared_with).task.name == "redteam":
+        task = None if self.model is None else self.configuration(self.compared_with).task.name
+        if task == "redteam":
             return "Share of 128 attacks that succeed", "Distinct attacks among them", "Distinct ones that succeed"
         responses = "Distinct responses among 8 to a held-out problem"
-        right = "with the whole reward" if self.model is None else f"with a reward of at least {SUCCESS_REWARD}"
+        right = "with the whole reward" if task is None else f"with a reward of at least {success_reward(task)}"
         return "Greedy accuracy on held-out problems", responses, f"Distinct responses {right} among these 8"
 
     def _run(self, settings: dict[str, Any]) -> RunConfig:

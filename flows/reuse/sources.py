@@ -50,7 +50,7 @@ class RunSource:
     digest = None  # shards are immutable
 
     def __init__(self, url: str, config: RunConfig) -> None:
-        """Raises: ValueError: no such run, another model, or no such reward version."""
+        """Raises: ValueError: no such run, another model or task, or no such reward version."""
         self.url, self._version = url, config.reward_version
         self._read: dict[tuple[str, int], pa.Table | StoreError] = {}  # of the newest file that was read, by round
         root, _, run = url.rpartition("/")
@@ -62,7 +62,13 @@ class RunSource:
         if theirs.model != config.model:
             raise ValueError(
                 f"warm_start: run {run!r} has model {theirs.model}, this one {config.model}: the two "
-                "models' tokens differ. Write prompt and response to a .parquet file, and name that as a source."
+                f"models' tokens differ. Give --model {theirs.model}, or name a .parquet file of prompts and responses."
+            )
+        if theirs.task.name != config.task.name:
+            raise ValueError(
+                f"warm_start: run {run!r} has task {theirs.task.name}, this one {config.task.name}: its prompts would "
+                f"be trained, and never sampled or evaluated. Give --task {theirs.task.name} with its task.* settings "
+                "(run.json has them), or name a .parquet file of prompts, responses and rewards."
             )
         if self._version is not None and not reward_versions.has_version(self._store, self._version):
             raise ValueError(

@@ -14,6 +14,7 @@ from tba.memory import GIB, Machine, Shape, certain, read_shape, searcher_parts,
 from tba.models import model_folder
 from tba.rewards import RewardedTask
 from tba.tasks import load_task
+from tba.tasks.base import Problem
 
 NUM_PROMPTS = 50  # that are encoded to find the longest
 
@@ -51,11 +52,20 @@ class MemoryPlan:
     @property
     def warnings(self) -> list[str]:
         """Sentences about what may not fit: batches may be smaller, and Searchers on other machines."""
-        if self.fault is None and self.processes[0].num_bytes > self.machine.num_bytes:
-            return [f"{self._too_much(self.processes[0])} if all responses are different and as long as allowed"]
+        trainer, searcher = self.processes
+        found = []
+        if self.fault is None and trainer.num_bytes > self.machine.num_bytes:
+            found.append(f"{self._too_much(trainer)} if all responses are different and as long as allowed")
+        if self.machine.is_gpu:
+            if searcher.num_bytes > self.machine.num_bytes:
+                found.append(
+                    f"{self._too_much(searcher)}. Lower search.engine.gpu_memory_utilization, or spread the engine "
+                    "over GPUs by search.engine.tensor_parallel_size"
+                )
+            return found
         together = sum(plan.number * plan.num_bytes for plan in self.processes)
-        if self.machine.is_gpu or together <= self.machine.num_bytes:
-            return []
+        if found or together <= self.machine.num_bytes:
+            return found
         each = " and ".join(f"{plan.number} x {plan.process} {gib(plan.num_bytes)}" for plan in self.processes)
         return [f"memory: {each} need {gib(together)} together, and this machine has {gib(self.machine.num_bytes)}"]
 
@@ -104,12 +114,15 @@ def tokenizer_of(folder: Path):
 
 
 def lengths(config: RunConfig, task: RewardedTask, tokenizer) -> Lengths:
-    """Of a few of the task's longest prompts, by their letters."""
-    problems = sorted(task.train, key=lambda problem: len(problem.prompt))[-NUM_PROMPTS:]
-    prompts = [problem.encode(tokenizer) for problem in problems]
+    prompts = [problem.encode(tokenizer) for problem in longest(task.train)]
     common = sum(1 for _ in takewhile(lambda at: at[0] == at[1], zip(min(prompts), max(prompts), strict=False)))
     limit = config.task.max_response_tokens or task.max_response_tokens
     return Lengths(max(map(len, prompts)), common, limit)
+
+
+def longest(problems: list[Problem]) -> list[Problem]:
+    """A few of the longest prompts, by their letters."""
+    return sorted(problems, key=lambda problem: len(problem.prompt))[-NUM_PROMPTS:]
 
 
 def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: int | None = None) -> MemoryPlan:

@@ -5,13 +5,14 @@ from importlib.util import find_spec
 
 from flows.config import RunConfig, read_recorded
 from flows.reuse.warm_start import check_sources
-from flows.run.memory import Lengths, lengths, plan_of, tokenizer_of
+from flows.run.memory import Lengths, lengths, longest, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
 from storage.store import RunStore
 from tba.config import TaskSettings
 from tba.memory import UnknownShape, read_shape
-from tba.model_files import NO_EXPERTS, is_mixture_of_experts
+from tba.model_files import NO_EXPERTS, context_length, is_mixture_of_experts, text_config, unsupported
 from tba.models import model_folder
+from tba.rewards import RewardedTask
 from tba.tasks import READ_BY, TASKS, load_task
 from tba.tasks.base import stop_tokens
 
@@ -23,26 +24,16 @@ def check_inputs(config: RunConfig) -> list[str]:
     store = RunStore(config.store, config.run)
     warnings = [warning] if (warning := store.check_writable()) else []
     store.check_config(config.recorded(), read_recorded)
-    if not store.exists("run.json"):  # an older run goes on as it is
+    is_new = not store.exists("run.json")  # an older run goes on as it is
+    if is_new:
         check_effects(config)
     check_sources(store, config)
     check_trackers(config.trackers)
-    if config.train.num_processes > 1 and find_spec("deepspeed") is None:
-        raise ValueError(
-            f"train.processes is {config.train.processes} and train.machines {config.train.machines}, but DeepSpeed is "
-            "not installed: pip install deepspeed, or leave the settings out"
-        )
-    if config.train.lora_rank and find_spec("peft") is None:
-        raise ValueError(
-            f"train.lora_rank is {config.train.lora_rank}, but peft is not installed: "
-            "pip install peft, or leave the setting out"
-        )
-    if config.search.near_duplicate_distance and find_spec("rapidfuzz") is None:
-        raise ValueError(
-            f"search.near_duplicate_distance is {config.search.near_duplicate_distance}, but rapidfuzz is not "
-            "installed: pip install rapidfuzz, or leave the setting out"
-        )
+    check_packages(config)
     folder = model_folder(config.model)
+    model = text_config(folder)
+    if fault := unsupported(model):
+        raise ValueError(f"model {config.model}: {fault}")
     if config.train.lora_rank and is_mixture_of_experts(folder):
         raise ValueError(NO_EXPERTS)
     tokenizer = tokenizer_of(folder)
@@ -58,9 +49,30 @@ def check_inputs(config: RunConfig) -> list[str]:
         )
     stop_tokens(task, tokenizer)
     check_rounds(config, len(task.train))
+    if is_new:
+        check_context(config, task, tokenizer, context_length(model))
     with contextlib.suppress(UnknownShape):
         warnings += plan_of(config, read_shape(folder), lengths(config, task, tokenizer)).warnings
     return warnings
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raises: ValueError: a package is not installed that a setting needs."""
+    if config.train.num_processes > 1 and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"train.processes is {config.train.processes} and train.machines {config.train.machines}, but DeepSpeed is "
+            "not installed: pip install deepspeed, or leave the settings out"
+        )
+    if config.train.lora_rank and find_spec("peft") is None:
+        raise ValueError(
+            f"train.lora_rank is {config.train.lora_rank}, but peft is not installed: "
+            "pip install peft, or leave the setting out"
+        )
+    if config.search.near_duplicate_distance and find_spec("rapidfuzz") is None:
+        raise ValueError(
+            f"search.near_duplicate_distance is {config.search.near_duplicate_distance}, but rapidfuzz is not "
+            "installed: pip install rapidfuzz, or leave the setting out"
+        )
 
 
 def check_effects(config: RunConfig) -> None:
@@ -98,6 +110,24 @@ def check_rounds(config: RunConfig, num_problems: int) -> None:
         raise ValueError(
             f"synchronous: a round has {prompts} prompts, and {fresh} trajectories{kept} are certain, but "
             f"sampling.min_size is {config.sampling.min_size}: training might never start; lower it to {fresh}"
+        )
+
+
+def check_context(config: RunConfig, task: RewardedTask, tokenizer, limit: int | None) -> None:
+    """Raises: ValueError: prompt and response have more than `limit` tokens, which the model takes."""
+    if limit is None:
+        return
+    systems = ["", *config.search.system_prompts]
+    prompt = max(
+        len(problem.encode(tokenizer, system))
+        for problem in longest([*task.train, *task.heldout])
+        for system in systems
+    )
+    response = config.task.max_response_tokens or task.max_response_tokens
+    if prompt + response > limit:
+        raise ValueError(
+            f"the longest prompt has {prompt} tokens and a response may have {response}, but the model's context is "
+            f"{limit} tokens: lower task.max_response_tokens, or leave long prompts out by task.max_prompt_tokens"
         )
 
 

@@ -68,16 +68,16 @@ class PolicyFeed:
     def poll(self) -> None:
         """Makes the engine serve a new policy in the middle of a round, if loading takes little of the time.
 
-        Raises: RuntimeError: the engine's weights differ from the published ones, or it serves no policy any more and
-        none can be loaded.
+        If the load fails halfway, waits for another policy: the engine must not sample with a part of one.
+        Raises: RuntimeError: the engine's weights differ from the published ones, or no other policy is published.
         """
-        if self._policy is None and self._wait() is None:
-            raise RuntimeError("searcher: a policy was loaded in part, and no other one was published")
         if self.is_synchronous or time.monotonic() - self._loaded_at < self._load_s / LOAD_SHARE:
             return
         newest = self._newest()
         if newest is not None and not newest.final and self._is_to_try(newest):
             self._deliver(newest)
+        if self._policy is None and self._wait() is None:
+            raise RuntimeError("searcher: a policy was loaded in part, and no other one was published")
 
     def _wait(self) -> policies.PolicyRef | None:
         """The policy that the engine serves: a new one, if there is one. None: the Trainer has been silent for long."""

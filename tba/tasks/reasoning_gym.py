@@ -8,13 +8,22 @@ PyPI reasoning-gym). `task.generator` names the kind; the package generates and 
     response    " -4", or a text that ends in <answer>-4</answer>
     reward      the generator's own score of the answer, 0 to 1: here 1 for -4
 
-The answer is the text in the last <answer> tag; without a tag, the response's last line. The seed decides the problems.
+The answer is the text in the last <answer> tag; without a tag, the response's last line, or its last paragraph where
+the right answer has several lines. The seed decides the problems. Generators that run an answer as Python code are
+refused.
 """
+
+import inspect
+import logging
+import re
 
 from tba.tasks.base import Problem
 from tba.tasks.rows import digest, split
 
 NUM_PROBLEMS = 1200  # some generators take milliseconds a problem; a tenth is held out
+_RUNS_THE_ANSWER = re.compile(r"\b(eval|exec|parse_expr|sympify)\(\s*answer\b")  # SymPy's functions call eval, too
+
+log = logging.getLogger("tba.reasoning_gym")
 
 
 class ReasoningGym:
@@ -22,7 +31,7 @@ class ReasoningGym:
     max_response_tokens = 256
 
     def __init__(self, *, generator: str | None, seed: int) -> None:
-        """Raises: ValueError: no such generator, or the package is not installed."""
+        """Raises: ValueError: no such generator, it is refused, or the package is not installed."""
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
@@ -30,8 +39,13 @@ class ReasoningGym:
             raise ValueError(f"task reasoning_gym: the package is not installed ({error}): extra tasks") from error
         if generator not in DATASETS:
             raise ValueError(f"task.generator: got {generator!r}; reasoning-gym has {', '.join(sorted(DATASETS))}")
+        if runs_the_answer(DATASETS[generator][0]):
+            raise ValueError(
+                f"task.generator: {generator} grades a response by running it as Python code, so a policy could run "
+                "anything here; take another generator"
+            )
         self.name = f"reasoning_gym.{generator}"
-        self.version = f"reasoning-gym-{generator}-1"
+        self.version = f"reasoning-gym-{generator}-2"
         self._dataset = reasoning_gym.create_dataset(generator, size=NUM_PROBLEMS, seed=seed)
         self._entries = {digest(entry["question"]): entry for entry in self._dataset}
         problems = {
@@ -42,14 +56,26 @@ class ReasoningGym:
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         return [
-            float(self._dataset.score_answer(answer=answer_of(response), entry=self._entries[problem.prompt_id]))
+            self._score(answer_of(response, problem.answer), problem)
             for problem, response in zip(problems, responses, strict=True)
         ]
 
+    def _score(self, answer: str | None, problem: Problem) -> float:
+        try:
+            return float(self._dataset.score_answer(answer=answer, entry=self._entries[problem.prompt_id]))
+        except Exception as error:  # a grader may fail on an answer of another form
+            log.warning("%s failed on the answer %.200r, which gets reward 0: %r", self.name, answer, error)
+            return 0.0
 
-def answer_of(response: str) -> str | None:
-    """The response's answer; None: there is none."""
+
+def runs_the_answer(dataset: type) -> bool:
+    """Whether a generator's grader gives the answer to `eval`, or to a function of SymPy that does."""
+    return bool(_RUNS_THE_ANSWER.search(inspect.getsource(dataset.score_answer)))
+
+
+def answer_of(response: str, right: str) -> str | None:
+    """The response's answer; None: there is none. right: the right answer, in whose form it is."""
     from reasoning_gym.utils import extract_answer
 
-    lines = response.strip().splitlines()
-    return extract_answer(response) or (lines[-1].strip() if lines else None)
+    blocks = re.split(r"\n\s*\n" if "\n" in right.strip() else r"\n", response.strip())
+    return extract_answer(response) or blocks[-1].strip() or None

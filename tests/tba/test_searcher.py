@@ -97,6 +97,17 @@ def run_round(searcher: Searcher, number: int) -> Round:
     return searcher.score(searcher.sample(number))
 
 
+def test_an_engine_of_whole_batches_samples_no_round_ahead(tokenizer, reference):
+    """The round would be held back until the next one is whole."""
+    engine, started = Parrot(), []
+    start = engine.start
+    engine.start = lambda *asked, **options: started.append(asked) or start(*asked, **options)
+    searcher = make_searcher(tokenizer, reference, engine=engine)
+    searcher.sample(0, ahead=True)
+    searcher.drop_rounds()  # behind what the engine's thread has been asked for
+    assert len(started) == 1
+
+
 def test_a_round_is_whole_and_right(tokenizer, reference):
     searcher = make_searcher(tokenizer, reference)
     found = run_round(searcher, 5)

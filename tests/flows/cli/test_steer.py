@@ -286,8 +286,12 @@ def test_a_damaged_number_of_searchers_is_replaced(store):
     assert requests.wanted_searchers(store, 1) == 2
 
 
-def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
+def test_who_is_to_leave_finishes_the_rounds_that_are_sampled(store, monkeypatch):
     rounds = []
+
+    def sample(number: int, *, ahead: bool, while_waiting) -> int:
+        assert ahead is (number <= 3)
+        return number
 
     def search_round(store: RunStore, searcher, feed, held: HeldName, sample: Callable, reports) -> None:
         if (number := sample()) == 3:
@@ -296,14 +300,15 @@ def test_who_is_to_leave_finishes_its_round(store, monkeypatch):
 
     served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
     monkeypatch.setattr(search, "start_searcher_task", lambda *_: searcher)
-    searcher = SimpleNamespace(drop_rounds=lambda: None, sample=lambda number, **_: number)
+    searcher = SimpleNamespace(drop_rounds=lambda: None, sample=sample, has_sampled=lambda number: number <= 5)
     feed = SimpleNamespace(next=lambda: served, poll=None, is_new=False)
     monkeypatch.setattr(search, "PolicyFeed", lambda *_, **__: feed)
     monkeypatch.setattr(search, "search_round", search_round)
+    monkeypatch.setattr(search, "samples_ahead", lambda config: True)
     for module in (search, held_name):
         monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
-    assert search.search.fn(store.url, store.run, name="s1") == 4
-    assert rounds == [0, 1, 2, 3]
+    assert search.search.fn(store.url, store.run, name="s1") == 6
+    assert rounds == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):

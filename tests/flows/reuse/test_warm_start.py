@@ -188,12 +188,14 @@ def test_a_file_that_changed_in_mid_copy_is_refused(tmp_path, model):
 def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
     old = new_run(tmp_path, model, "old")
     other_model = new_run(tmp_path, "elsewhere/model", "other", num_shards=0)
+    other_task = new_run(tmp_path, model, "words", num_shards=0, task={"name": "gsm8k"})
     (tmp_path / "text.parquet").write_text("not Parquet")
     pq.write_table(pa.table({"prompt": ["1 + 1 ="], "answer": ["2"]}), tmp_path / "answers.parquet")
     pq.write_table(pa.table({"prompt": ["who?"] * 9, "response": ["I"] * 9}), tmp_path / "unrewarded.parquet")
     refused = {
         f"{old.url}/nothing": "there is no run 'nothing'",
         url(other_model): "run 'other' has model elsewhere/model",
+        url(other_task): "run 'words' has task gsm8k, this one arithmetic: .*Give --task gsm8k",
         (tmp_path / "text.parquet").as_uri(): "is not a Parquet file",
         (tmp_path / "answers.parquet").as_uri(): "has no column 'response', only prompt",
         (tmp_path / "unrewarded.parquet").as_uri(): "has no prompt 'who\\?', so it cannot reward",

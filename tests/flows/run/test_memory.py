@@ -165,6 +165,16 @@ def test_sharding_divides_the_state(monkeypatch):
     assert searcher.parts["engine's weights"] + searcher.parts["keys and values"] == int(0.6 * 80 * GIB)
 
 
+def test_a_searcher_that_a_gpu_cannot_hold_is_a_warning(monkeypatch):
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(is_gpu=True, has_bfloat16=True, num_bytes=32 * GIB))
+    sharded = {"train": {"processes": 8, "zero_stage": 3}}
+    found = plan_of(RunConfig.model_validate(sharded), SEVEN_B, Lengths(200, 0, 512)).warnings[-1]
+    assert found.startswith("memory: the Searcher needs 33.2 GiB") and "search.engine.gpu_memory_utilization" in found
+    less = sharded | {"search": {"engine": {"gpu_memory_utilization": 0.4}}}
+    fits = plan_of(RunConfig.model_validate(less), SEVEN_B, Lengths(200, 0, 512))
+    assert not any("the Searcher needs" in warning for warning in fits.warnings)
+
+
 def test_the_engines_cache_is_as_vllm_reads_it(monkeypatch):
     monkeypatch.setattr(memory, "this_machine", lambda: CPU)
     found = []

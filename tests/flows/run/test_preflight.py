@@ -107,6 +107,46 @@ def test_a_setting_without_an_effect_is_refused_in_a_new_run(tmp_path, tokenizer
         check_inputs(config(tmp_path, **changes))
 
 
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+def test_prompts_and_responses_beyond_the_models_context_are_refused_in_a_new_run(tmp_path, tokenizer_only, key):
+    file = tokenizer_only / "config.json"
+    file.write_text(json.dumps({key: 64}))
+    long = config(tmp_path, task={"max_response_tokens": 60})
+    with pytest.raises(ValueError, match=r"has \d+ tokens and a response may have 60, but the model's context is 64"):
+        check_inputs(long)
+    check_inputs(config(tmp_path, task={"max_response_tokens": 20}))
+    with pytest.raises(ValueError, match="the model's context is 64"):  # a system prompt counts, too
+        system = " ".join(["word"] * 40)
+        check_inputs(
+            config(
+                tmp_path,
+                task={"max_response_tokens": 20},
+                search={"system_prompts": [system], "exploration_probability": 0.3},
+            )
+        )
+    file.write_text(json.dumps({key: 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
+    check_inputs(long)
+    file.write_text(json.dumps({key: 64}))
+    RunStore(long.store, long.run).create_run(long.recorded())
+    check_inputs(long)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; scaled or capped logits"),
+        (
+            {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+            "its layers have .'linear",
+        ),
+    ],
+)
+def test_a_model_with_which_the_trainer_cannot_compute_is_refused(tmp_path, tokenizer_only, changes, message):
+    (tokenizer_only / "config.json").write_text(json.dumps(changes))
+    with pytest.raises(ValueError, match=f"model smollm2-135m-instruct: {message}"):
+        check_inputs(config(tmp_path))
+
+
 def test_an_older_run_goes_on_with_a_setting_that_has_no_effect(tmp_path, tokenizer_only):
     old = config(tmp_path, sampling={"uniform_fraction": 0.5})
     RunStore(old.store, old.run).create_run(old.recorded())

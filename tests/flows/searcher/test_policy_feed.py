@@ -239,13 +239,19 @@ def test_in_the_middle_of_a_round_another_policy_replaces_half_a_load(local_stor
     feed.next()
     feed._load_s = 0.0
     publish(local_store, 1)
+    load = engine.load
+
+    def lose(folder, step):
+        publish(local_store, 2, final=True)
+        engine.load = load
+        raise FileNotFoundError("pruned while the engine loads it")
+
+    engine.load = lose
+    feed.poll()
+    assert engine.served.step == 2, "the final one, too, and before poll returns: the engine serves none"
+    publish(local_store, 3)
+    feed._load_s = 0.0
     engine.fails_with = FileNotFoundError("pruned while the engine loads it")
-    feed.poll()
-    engine.fails_with = None
-    publish(local_store, 2, final=True)
-    feed.poll()
-    assert engine.served.step == 2, "the final one, too: the engine serves none"
-    feed._policy = None
     monkeypatch.setattr(policy_feed, "TRAINER_SILENT_S", -1)
     with pytest.raises(RuntimeError, match="loaded in part, and no other one was published"):
         feed.poll()

@@ -2,13 +2,15 @@ r"""Graders against cases that are easily got wrong, and the tasks around them.
 
 - math: numbers, units, fractions, LaTeX, several answers, unicode, none; the last box counts; rows that box nothing are
   named; a response that keeps the algebra busy is wrong after a limit, in any thread, and holds up no other one.
-- reasoning_gym: three generators grade their own answers as right and others as wrong; an unknown one is refused.
+- reasoning_gym: generators grade their own answers as right and others as wrong; an unknown one, and those that run a
+  response as Python code, are refused.
 - tldr: ROUGE-L by hand; a reward model is asked with query and response, and must have one label.
 - redteam: the mean of log p(toxic) over the victim's answers; too short an attack gets the floor; the word list.
 
 python -m pytest tests/tba/tasks/test_graders.py
 """
 
+import contextlib
 import json
 import math
 import threading
@@ -21,7 +23,7 @@ from tba.config import TaskSettings
 from tba.tasks import load_task
 from tba.tasks.classifiers import SURE, SequenceClassifier, WordList, mean_log, most_tokens, rouge_l
 from tba.tasks.math import Math, is_same, last_boxed
-from tba.tasks.reasoning_gym import answer_of
+from tba.tasks.reasoning_gym import answer_of, runs_the_answer
 from tba.tasks.redteam import TOO_SHORT, RedTeam
 from tba.tasks.tldr import TLDR
 from tba.tasks.verifier import LIMIT_S, Verifier
@@ -136,9 +138,44 @@ def test_reasoning_gym_grades_its_own_answers(generator):
 
 
 def test_reasoning_gyms_answer_is_the_last_tag_or_line():
-    assert answer_of("<answer>1</answer> or <answer> 2 </answer>\nyes") == "2"
-    assert answer_of("so\n 7 \n") == "7"
-    assert answer_of(" \n") is None
+    assert answer_of("<answer>1</answer> or <answer> 2 </answer>\nyes", "2") == "2"
+    assert answer_of("so\n 7 \n", "7") == "7"
+    assert answer_of(" \n", "7") is None
+    assert answer_of("Turned:\n\n3 1\n4 2\n", "3 1\n4 2") == "3 1\n4 2"
+
+
+@pytest.mark.parametrize("generator", ["rotate_matrix", "mini_sudoku"])
+def test_reasoning_gyms_answers_of_several_lines_are_graded_whole(generator):
+    task = load_task(TaskSettings(name="reasoning_gym", generator=generator), seed=1)
+    problems = [problem for problem in task.train if "\n" in problem.answer][:20]
+    assert len(problems) == 20
+    assert task.task.rewards(problems, [problem.answer for problem in problems]) == [1] * 20
+    assert task.task.rewards(problems, [f"It is\n\n{problem.answer}\n" for problem in problems]) == [1] * 20
+
+
+@pytest.mark.parametrize("response", ["5", "null", "[1]", '{"a": "b"}'])
+def test_a_response_on_which_a_grader_fails_gets_no_reward(response):
+    task = load_task(TaskSettings(name="reasoning_gym", generator="boxnet"), seed=1)
+    assert task.task.rewards(task.train[:1], [response]) == [0]
+
+
+def test_generators_that_run_a_response_as_code_are_refused(tmp_path):
+    from reasoning_gym.factory import DATASETS
+
+    refused = {name for name, (dataset, _) in DATASETS.items() if runs_the_answer(dataset)}
+    assert refused == {
+        "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+        "simple_integration", "spiral_matrix", "string_insertion",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"task\.generator: n_queens grades a response by running it as Python code"):
+        load_task(TaskSettings(name="reasoning_gym", generator="n_queens"), seed=1)
+    file = tmp_path / "written"
+    attack = f"__import__('pathlib').Path({str(file)!r}).touch()"
+    for generator in sorted(DATASETS.keys() - refused - {"composite"}):
+        dataset = DATASETS[generator][0](DATASETS[generator][1](size=1, seed=1))
+        with contextlib.suppress(Exception):
+            dataset.score_answer(answer=attack, entry=dataset[0])
+    assert not file.exists()
 
 
 def test_an_unknown_generator_is_refused():
