@@ -129,7 +129,7 @@ def publish_policy(
             shutil.copytree, copy_function=link_or_copy, dirs_exist_ok=True, ignore=lambda *_: manifest.deltas
         )
         with suppress(OSError):  # if the disk is full, Searchers download it
-            into_cache(_cached(ref, cache_dir), partial(copy, local_folder))
+            into_cache(_cached(ref, cache_dir), partial(copy, local_folder), waits_for_room=False)
     point_to(store, ref)
     if is_anchor_due(manifest):  # after the pointer, so that no Searcher waits for it
         make_whole(store, ref.path, local_folder, before_last=check)

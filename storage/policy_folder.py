@@ -162,18 +162,21 @@ def cached_path(path: str, fingerprint: str, cache_dir: str | Path) -> Path:
     return inside(Path(cache_dir), f"{Path(path).name}-{fingerprint[:16]}")
 
 
-def into_cache(cached: Path, fill: Callable[[Path], object]) -> Path:
+def into_cache(cached: Path, fill: Callable[[Path], object], *, waits_for_room: bool = True) -> Path:
     """The cache's copy at this path. If there is none, or it is damaged, `fill` writes one into an empty folder.
 
     Of several processes of this machine one fills, and the others wait for it. A kill leaves the copy whole or absent.
+    waits_for_room: if the disk is full, for up to patience_s. Raises: StoreFull: it was full for all that time.
+    OSError: without waits_for_room, it is full.
     """
-    with_room(lambda: cached.parent.mkdir(parents=True, exist_ok=True), cached.name, cached.parent)
+    room = with_room if waits_for_room else lambda write, *_: write()
+    room(lambda: cached.parent.mkdir(parents=True, exist_ok=True), cached.name, cached.parent)
     with _one_process(cached.parent / f".tmp-lock-{cached.name}"):
         if cached.is_dir() and (fault := _copy_fault(cached)):
             logger.warning("the copy %s of a policy is damaged and is fetched again: %s", cached, fault)
             drop(cached)
         if not cached.is_dir():
-            with_room(lambda: _fill(cached, fill), f"policy {cached.name}", cached.parent)
+            room(lambda: _fill(cached, fill), f"policy {cached.name}", cached.parent)
             _trim(cached.parent)
     return cached
 

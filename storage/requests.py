@@ -3,7 +3,7 @@ machine that sees the store can make one.
 
 control/stop.json         the Trainer ends after its current step, and deletes this file
 control/searchers.json    number of Searchers that the flow keeps running, also after a resume
-control/leaving/<name>    this Searcher ends after its current round
+control/leaving/<name>    this Searcher ends after the rounds that it has sampled
 """
 
 import contextlib
@@ -32,6 +32,10 @@ class _Wanted:
 
 def ask_to_stop(store: RunStore) -> None:
     store.put(STOP, b"{}")
+
+
+def is_to_stop(store: RunStore) -> bool:
+    return store.exists(STOP)
 
 
 def take_back_stop(store: RunStore) -> bool:

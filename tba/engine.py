@@ -3,7 +3,8 @@
 Before: tba/generator.py asks for responses; after: tba/vllm_engine.py or tba/transformers_engine.py samples them.
 
 vLLM samples several batches of prompts at once, a token a step, and takes in a policy between two steps: a response in
-flight goes on with the new weights and the keys and values that it has, or with the adapters that it began with. Each
+flight goes on with the new weights and the keys and values that it has, or with the adapters that it began with. (If
+memory is short, vLLM drops keys and values of a response, and the new weights compute them again.) Each
 token's log-probability is that of the weights that sampled it. Such a mixture of policies is a behavior policy like any
 other to the Trajectory Balance loss.
 """

@@ -105,7 +105,9 @@ def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machin
     }
     if settings.reference_reset_interval:  # each process has it whole
         parts["reference after a reset"] = parts["weights"] if size == 1 else 4 * shape.num_parameters
-    if not machine.is_gpu:
+    if machine.is_gpu:
+        parts["largest tensor, copied for Searchers"] = 2 * shape.V * shape.D
+    else:
         parts["copy for Searchers"] = 2 * shape.num_parameters
         parts["process"] = PROCESS
     return parts

@@ -126,7 +126,7 @@ class Trainer:
                 "learning_rate": learning_rate,
                 "beta": beta,
                 "skipped": skipped,
-                "step_s": time.monotonic() - started,
+                "step_s": time.monotonic() - started - waited_s,
                 "copy_wait_s": waited_s,
                 "num_response_tokens": sum(len(r) for draw in draws for r in draw.group.responses),
                 "num_unique": sum(len(draw.group.responses) for draw in draws),
@@ -136,8 +136,10 @@ class Trainer:
     def beside(self, read: Callable[[], Result]) -> "Future[Result]":
         """Runs `read`, which reads policy or optimizer, in another thread while the next step computes its gradient.
 
-        That step waits for it before it changes them; `copy_wait_s` of its metrics has the seconds.
+        That step waits for it before it changes them; `copy_wait_s` of its metrics has the seconds. On a GPU the copy
+        and the gradient take turns.
         """
+        self._reading = [each for each in self._reading if not each.done()]  # a finished one keeps its copy in memory
         self._reading.append(self._reader.submit(read))
         return self._reading[-1]
 

@@ -105,7 +105,9 @@ class VllmEngine:
         self._pause()
         by_adapters = self._serves_adapters and lora.has_adapters(folder)
         if self._policies and by_adapters != (self._adapters is not None):
-            self._begin_again()
+            self._begin_again(set(self._asked))  # the weights under adapters change, or adapters come
+        elif not by_adapters:
+            self._begin_again(self._not_begun())
         fingerprint = self._load_adapters(str(folder)) if by_adapters else self._load_weights(str(folder))
         self._policies.append(ServedPolicy(policy_step, fingerprint))
         self._engine.set_weight_version(self._version)
@@ -140,12 +142,17 @@ class VllmEngine:
         ((fingerprint, _),) = set(found)
         return fingerprint
 
-    def _begin_again(self) -> None:
-        """Prompts in flight wait again: the weights under their adapters change, or adapters come that they lack."""
+    def _not_begun(self) -> set[str]:
+        """Responses that wait in vLLM: for memory, or for a step with room for their prompt."""
+        states = self._engine.output_processor.request_states.values()
+        return {state.external_req_id for state in states if state.is_prefilling}
+
+    def _begin_again(self, names: set[str]) -> None:
+        """These responses wait again, outside vLLM; those that are whole stay."""
         finished = {output.request_id for output in self._finished}
-        in_flight = {name: asked for name, asked in self._asked.items() if name not in finished}
-        self._engine.abort_request(list(in_flight))
-        for name, asked in reversed(in_flight.items()):
+        again = {name: asked for name, asked in self._asked.items() if name in names - finished}
+        self._engine.abort_request(list(again))
+        for name, asked in reversed(again.items()):
             self._waiting.appendleft((name, asked.prompt, asked.sampling))
             del self._asked[name]
 
@@ -178,8 +185,8 @@ class VllmEngine:
         """Hands responses to vLLM, each as a request, while it has room: those that still wait begin with a policy that
         is loaded meanwhile.
 
-        The salt keeps the keys and values that another policy computed for the same prompt from a new response. So no
-        response may wait in vLLM, as some would if all of a prompt's were handed over when one has room.
+        The salt keeps the keys and values that another policy computed for the same prompt from a new response. So a
+        load takes back those that wait in vLLM. They are few, because each is a request of its own.
         """
         while self._waiting and self._has_room():
             name, prompt, sampling = self._waiting.popleft()

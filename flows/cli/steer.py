@@ -65,7 +65,7 @@ def searchers(
 ) -> None:
     """Change the number of a run's Searchers, now or, if it does not train now, when it is resumed.
 
-    A new Searcher joins when its engine has loaded. A leaving one first finishes and commits its round.
+    A new Searcher joins when its engine has loaded. A leaving one first commits the rounds that it has sampled.
 
     Example: tba searchers arithmetic +1
     """

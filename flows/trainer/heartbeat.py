@@ -1,6 +1,7 @@
 """The Trainer's heartbeat: its step and remaining time, written every two seconds by a thread beside training.
 
-The thread also reads stop requests. If the flow's process has died, the thread ends the Trainer's process at once.
+The thread also looks for a stop request, which stays until it is obeyed: a Trainer that is started again obeys it. If
+the flow's process has died, the thread ends the Trainer's process at once.
 """
 
 import contextlib
@@ -46,6 +47,8 @@ class Heartbeat:
         self._beat = self._beat | {"state": state, "message": message}
         with contextlib.suppress(Superseded):  # another Trainer writes the heartbeat now
             self.write()
+            if state in ("stopped", "finished"):
+                requests.take_back_stop(self._store)
 
     def _beat_on(self) -> None:
         """The first heartbeat is written at once: another Trainer that starts now must see that the run has one."""
@@ -54,7 +57,7 @@ class Heartbeat:
                 os._exit(1)  # the flow was killed: no process would end the run
             try:
                 self.write()
-                if requests.take_back_stop(self._store):
+                if requests.is_to_stop(self._store):
                     self.stop.set()
             except Superseded as error:
                 log.error(error)

@@ -12,6 +12,7 @@
 import errno
 import json
 import os
+import tempfile
 
 import pytest
 
@@ -106,6 +107,15 @@ def test_on_another_filesystem_it_is_copied(s3_store, publish, tmp_path, monkeyp
 def test_a_cache_without_room_does_not_hinder_publishing(s3_store, publish, tmp_path):
     (tmp_path / "cache").write_text("a file where a folder should be")
     assert publish(s3_store, 4, cache_dir=tmp_path / "cache") == latest_policy(s3_store)
+
+
+@pytest.mark.s3
+def test_a_full_disk_of_the_cache_does_not_hinder_publishing(s3_store, publish, small_disk, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # temporary files have room
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "ballast").write_bytes(bytes(2 << 20))
+    assert publish(s3_store, 4, cache_dir=small_disk / "cache") == latest_policy(s3_store)
+    assert "step=00000004" not in str(list((small_disk / "cache").iterdir()))
 
 
 @pytest.mark.s3

@@ -158,19 +158,22 @@ def test_transformers_samples_with_their_logprobs(base, tokens):
     check_samples(TransformersEngine(base, **LIMITS), base, tokens)
 
 
-def check_swap(base: Path, moved: Path, tokens: list[list[int]]) -> None:
+def check_swap(base: Path, moved: Path, tokens: list[list[int]], num_blocks: int | None, least_mixed: int) -> None:
     """In float32, so that rounding hides nothing.
 
     The engine has room for 16 of 24 responses: some begin with the one policy, some with the other one. The prompts are
     longer than two blocks of vLLM's cache, which have keys and values of the policy that came to the prompt first.
+    num_blocks: of this cache; None: enough.
     """
     compute_in_float32()
     tokens = [[*tokens[1], *tokens[0]], [*tokens[0], *tokens[1]]]
-    engine = make_engine(base, **LIMITS | {"max_tokens": 160})
+    arguments = {"num_gpu_blocks_override": num_blocks} if num_blocks else {}
+    engine = make_engine(base, arguments=arguments, **LIMITS | {"max_tokens": 160})
     sampling = Sampling(6, 0.7, 1.0, 12, [2])
     first = engine.load(base, 1)
     number = engine.start([*tokens, *tokens], [sampling] * 4, first=False)
     assert not any(engine.step() for _ in range(5))
+    assert len(engine._not_begun()) >= 4 if num_blocks else not engine._not_begun()
     second, found = engine.load(moved, 2), {}
     while not found:
         found = engine.step()
@@ -182,7 +185,7 @@ def check_swap(base: Path, moved: Path, tokens: list[list[int]]) -> None:
     for model in models.values():
         model.set_attn_implementation("sdpa")
     mixed = [(prompt, response) for prompt, response in responses if len(response.policies) == 2]
-    assert len(mixed) >= 8
+    assert len(mixed) >= least_mixed
     right, wrong = [], []
     for prompt, response in responses:
         right.append((torch.tensor(response.logprobs) - mixture_logprobs(models, prompt, response)).abs())
@@ -263,8 +266,9 @@ def test_vllm_swaps_policies_in_place_agrees_with_transformers_and_refuses_one_o
 
 
 @pytest.mark.slow
-def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path):
-    run_apart(check_swap, base, moved_weights(base, tmp_path), tokens)
+@pytest.mark.parametrize(("num_blocks", "least_mixed"), [(None, 8), (12, 4)])  # 12: responses wait in vLLM for memory
+def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path, num_blocks, least_mixed):
+    run_apart(check_swap, base, moved_weights(base, tmp_path), tokens, num_blocks, least_mixed)
 
 
 def check_experts(base: Path, first: Path, tokens: list[list[int]]) -> None:

@@ -321,9 +321,12 @@ def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
         given = store, RunConfig(), 1, Path(), heart, RunAlarms()
         with contextlib.closing(StoreOutbox(*given)) as outbox, pytest.raises(Stopped):
             outbox.status("training", 4, {})
-        assert not requests.take_back_stop(store)
     finally:
-        heart.end("stopped")
+        heart.end("failed")
+    again = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
+    assert again.stop.wait(10), "a Trainer that is started again obeys the request"
+    again.end("stopped")
+    assert not requests.take_back_stop(store)
 
 
 @pytest.mark.parametrize(
