@@ -29,6 +29,7 @@ def analyze(
 @task(cache_policy=NO_CACHE, persist_result=False)
 def measure(stores: list[RunStore], sample: int, embedded: int, success_reward: float) -> None:
     found = diversity.measure_runs(stores, sample=sample, embedded=embedded, success_reward=success_reward)
+    diversity.store_runs(stores, found)
     for run, rows in found.items():
         for row in rows:
             if row["grouping"] == "run":

@@ -1,7 +1,7 @@
 """Requests to a running run: stop, change the number of Searchers. Each is a small file in the run's store, so any
 machine that sees the store can make one.
 
-control/stop.json         the Trainer ends after its current step, and deletes this file
+control/stop.json         the Trainer ends after its current step, and then deletes this file
 control/searchers.json    number of Searchers that the flow keeps running, also after a resume
 control/leaving/<name>    this Searcher ends after the rounds that it has sampled
 """

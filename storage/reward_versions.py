@@ -34,17 +34,25 @@ def check_version(version: str) -> str:
     return version
 
 
-def begin_version(store: RunStore, version: str, reward: str) -> None:
-    """Records that `reward` scores this version. Raises: ValueError: another reward does; versions are never mixed."""
+def begin_version(store: RunStore, version: str, reward: str, source: str) -> None:
+    """Records that `reward` scores this version. source: a digest of its source.
+
+    Raises: ValueError: another reward does, or an earlier source of this one; versions are never mixed.
+    """
     path = f"rewards/{check_version(version)}/{VERSION}"
     try:
-        store.put_new(path, json.dumps({"version": version, "reward": reward}).encode())
+        store.put_new(path, json.dumps({"version": version, "reward": reward, "source": source}).encode())
     except AlreadyExists:
-        recorded = (store.read_json(path, dict[str, str]) or {}).get("reward")
-        if recorded != reward:
+        recorded = store.read_json(path, dict[str, str]) or {}
+        if (scored_by := recorded.get("reward")) != reward:
             raise ValueError(
-                f"reward version {version!r} of run {store.run} was scored by {recorded}; {reward} cannot "
+                f"reward version {version!r} of run {store.run} was scored by {scored_by}; {reward} cannot "
                 "continue it. Choose another version."
+            ) from None
+        if recorded.get("source", source) != source:
+            raise ValueError(
+                f"reward version {version!r} of run {store.run} was scored by {reward} before its source was changed. "
+                "Choose another version."
             ) from None
 
 

@@ -46,7 +46,10 @@ def diversity(
         fail(str(error), status=2)
     if as_json:
         typer.echo(json.dumps(found, default=str, indent=1))
-        return
-    out = console()
-    for table in measures.tables(found):
-        out.print(table)
+    else:
+        for table in measures.tables(found):
+            console().print(table)
+    try:
+        measures.store_runs(stores, found)
+    except StoreError as error:
+        say(f"WARNING: the values are not stored: {error}", err=True)

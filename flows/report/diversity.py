@@ -26,14 +26,19 @@ SEED = 0
 def measure_runs(
     stores: list[RunStore], *, sample: int = SAMPLE, embedded: int = EMBEDDED, success_reward: float = SUCCESS_REWARD
 ) -> dict[str, list[dict]]:
-    """Measures the runs with equal numbers of responses to a prompt, stores each run's rows and returns them by run."""
+    """Measures the runs with equal numbers of responses to a prompt. Returns each run's rows by its name."""
     m, found = min(map(usual_responses_per_prompt, stores)), {}
     for store in stores:
         found[store.run] = measure_diversity(
             store, sample=sample, embedded=embedded, responses_per_prompt=m, success_reward=success_reward
         )
-        stored.record_diversity(store, found[store.run])
     return found
+
+
+def store_runs(stores: list[RunStore], found: dict[str, list[dict]]) -> None:
+    """Stores each run's rows with it."""
+    for store in stores:
+        stored.record_diversity(store, found[store.run])
 
 
 def measure_diversity(

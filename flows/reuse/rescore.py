@@ -29,7 +29,8 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     version = version or (task.version if reward == TASK else reward.partition(":")[2])
     problems = {problem.prompt_id: problem for problem in [*task.train, *task.heldout]}
     num_scored, said_at = 0, time.monotonic()
-    reward_versions.begin_version(store, version, f"{task.name} {task.version}" if reward == TASK else reward)
+    name = f"{task.name} {task.version}" if reward == TASK else reward
+    reward_versions.begin_version(store, version, name, source=rewarding.version)
     for searcher, rounds in reward_versions.unscored_shards(store, version).items():
         for number, shard in each_shard(store, searcher, rounds):
             asked = list(zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True))

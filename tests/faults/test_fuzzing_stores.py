@@ -257,7 +257,7 @@ RECORDS = {
     "stop": (requests.STOP, {"asked": 1}, readers(requests.take_back_stop)),
     "refusal": (shards.refusal_path("s0", 0), REFUSAL, readers(intake.refusals)),
     "reward version": ("rewards/v2/version.json", {"version": "v2", "reward": "math:sqrt"}, readers(
-        lambda store: begin_version(store, "v2", "math:sqrt"))),
+        lambda store: begin_version(store, "v2", "math:sqrt", source=""))),
     "warm start": (WARM_START, {"run": "other"}, readers(lambda store: store.read_json(WARM_START, list[dict]))),
     "summary": ("summary.json", {"steps": 3, "trajectories": 4}, readers(status.run_status)),
 }  # fmt: skip

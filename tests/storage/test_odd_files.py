@@ -268,7 +268,7 @@ def test_a_mark_of_another_program_deletes_no_shard(run):
 
 
 def test_verify_goes_on_though_rewards_are_deleted_meanwhile(run, monkeypatch):
-    reward_versions.begin_version(run, "v2", "a:b")
+    reward_versions.begin_version(run, "v2", "a:b", source="")
     reward_versions.record_rewards(run, "v2", make_shard("s0", 0), [1.0] * 4)
     get = RunStore.get
 

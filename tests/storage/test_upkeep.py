@@ -81,7 +81,7 @@ def test_min_size_trajectories_stay_whatever_is_asked(run):
 
 
 def test_marked_shards_are_deleted_after_the_grace(run):
-    reward_versions.begin_version(run, "v2", "f")
+    reward_versions.begin_version(run, "v2", "f", source="")
     for number in range(5):
         reward_versions.record_rewards(run, "v2", make_shard("s0", number), [0.5] * 4)
     upkeep.expire(run, timedelta(hours=3), None, min_size=1)

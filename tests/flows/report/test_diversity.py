@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from flows.cli.app import app
 from flows.report.diversity import measure_diversity, tables
+from storage.errors import StoreError
 from storage.queries import query
 from storage.store import RunStore
 from tba import diversity
@@ -111,6 +112,17 @@ def test_the_command_stores_the_newest_measurement_and_compares_runs(run_store):
     stored = query(run_store, "SELECT count(DISTINCT measured_at), count(*) FROM diversity").to_pylist()[0]
     assert list(stored.values()) == [1, 3 * 7]  # three groups, seven measures
     assert len(run_store.list("diversity")) == 2
+
+
+def test_a_run_that_may_only_be_read_is_measured(run_store, monkeypatch):
+    def refuse(store, rows):
+        raise StoreError("permission denied")
+
+    monkeypatch.setattr("storage.measurements.record_diversity", refuse)
+    arguments = ["diversity", "small", "--store", run_store.url, "--sample", "240", "--embedded", "0"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 0 and "±" in done.stdout
+    assert "WARNING: the values are not stored: permission denied" in done.stderr
 
 
 def test_too_few_responses_are_refused(run_store):

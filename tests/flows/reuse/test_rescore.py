@@ -1,11 +1,14 @@
 """Stored trajectories scored by another reward. Run: pytest tests/flows/reuse/test_rescore.py
 
 - Rescoring writes one file a shard and touches no shard; a second time it scores only what came since.
-- A version belongs to one reward. NaN, a wrong count, an unknown function: refused, by name.
+- A version belongs to one reward, and to one source of it. NaN, a wrong count, an unknown function: refused, by name.
 - The run's own reward scores the run's own prompts, also those without an answer, and no others.
 """
 
+import importlib
 import json
+import linecache
+import sys
 
 import pytest
 
@@ -81,6 +84,14 @@ def test_a_version_belongs_to_one_reward(tmp_path, model, module):
             rescore(store, reward, None, silent)
     with pytest.raises(ValueError, match=r"reward version: got '\.\./v3'"):
         rescore(store, f"{module}:brief", "../v3", silent)
+    file = tmp_path / "own_rewards.py"
+    file.write_text(file.read_text().replace("- len(text)", "- 2 * len(text)"))
+    sys.modules.pop(module)
+    importlib.invalidate_caches()
+    linecache.checkcache()
+    with pytest.raises(ValueError, match=r"'v2' .* was scored by own_rewards:brief before its source was changed"):
+        rescore(store, f"{module}:brief", "v2", silent)
+    assert rescore(store, f"{module}:brief", "v3", silent)[1] > 0
 
 
 def test_a_reward_without_answers_scores_its_own_prompts(tmp_path, model, module):
