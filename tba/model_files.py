@@ -28,15 +28,6 @@ def copy_beside_weights(source: Path, folder: Path) -> None:
             shutil.copy(file, folder)
 
 
-def is_mixture_of_experts(folder: Path) -> bool:
-    """Whether a folder's config.json has a number of experts."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        return False
-    return any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
 def text_config(folder: Path) -> dict[str, Any]:
     """The language model's part of config.json; empty if there is no such file."""
     try:
@@ -46,6 +37,11 @@ def text_config(folder: Path) -> dict[str, Any]:
     return config.get("text_config", config)
 
 
+def is_mixture_of_experts(folder: Path) -> bool:
+    """Whether a folder's config.json has a number of experts."""
+    return any(text_config(folder).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """Why the Trainer cannot compute with a model of this configuration; None: it can, as far as that tells."""
     for setting, neutral in NEUTRAL.items():
@@ -53,7 +49,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
             return f"{setting} is {value}; scaled or capped logits are not supported"
     kinds = [config.get(setting) or [] for setting in ("layer_types", "block_types")]
     if other := set().union(*kinds) - {"full_attention", "sliding_attention", "attention"}:
-        return f"its layers have {sorted(other)}; only softmax attention can share a prompt."
+        return f"its layers have {sorted(other)}; only softmax attention can share a prompt"
     return None
 
 

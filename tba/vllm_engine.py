@@ -186,7 +186,7 @@ class VllmEngine:
         is loaded meanwhile.
 
         The salt keeps the keys and values that another policy computed for the same prompt from a new response. So a
-        load takes back those that wait in vLLM. They are few, because each is a request of its own.
+        load takes back those that wait in vLLM.
         """
         while self._waiting and self._has_room():
             name, prompt, sampling = self._waiting.popleft()

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.cli.common import fail, not_empty, say, store_url
+
+if TYPE_CHECKING:
+    from flows.compare.study import Study
 
 app = typer.Typer()
 
@@ -63,7 +66,7 @@ def compare(
         typer.echo(json.dumps(numbers))
 
 
-def _read(study: str, seeds: int | None, steps: int | None):
+def _read(study: str, seeds: int | None, steps: int | None) -> "Study":
     from flows.compare.study import read_study
 
     try:

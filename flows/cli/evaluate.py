@@ -26,9 +26,9 @@ def evaluate(
     """Evaluate a run's best policy on held-out problems: greedy accuracy, and pass@k with --samples.
 
     The best policy is the one with the highest accuracy that training measured; before the first measurement, the
-    newest policy is evaluated. tldr with a reward model: also the win rate. redteam: the attack success
-    rate. The run's store keeps the figures under evaluations/. `prefect deployment run evaluate/policy` does the same
-    on a worker.
+    newest policy is evaluated. tldr with a reward model: also the win rate against the reference summaries. redteam:
+    the attack success rate. The run's store keeps the figures under evaluations/. `prefect deployment run
+    evaluate/policy` does the same on a worker.
 
     Example: tba evaluate arithmetic --samples 16
     """
