@@ -384,8 +384,7 @@ def _delete_weights(store: RunStore, folder: str, files: list[str]) -> None:
     store.put(manifest, json.dumps((published or {}) | {"pruned": True}, indent=2).encode())
     for path in files:
         if path != manifest:
-            with suppress(NotFound):  # another process prunes, too
-                store.delete(path)
+            store.discard(path)
 
 
 def _evaluated(store: RunStore) -> set[str]:

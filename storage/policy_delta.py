@@ -4,14 +4,14 @@ Before: storage/policies.py publishes or fetches a policy; after: storage/policy
 
 policies/step=00000040/model.safetensors          whole: the first policy of an attempt, the final one
 policies/step=00000042/model.safetensors.delta    what differs from the policy before; so for a large tokenizer.json
-policies/step=00000056/model.safetensors{,.delta} both: every eighth, and the best one; published as a delta, then whole
+policies/step=00000072/model.safetensors{,.delta} both: every 16th, and the best one; published as a delta, then whole
 
 policy.json has the chain, which is the policies before this one, and the digests of the rebuilt files. The last policy
 of the chain is the delta's base. A machine begins with the newest policy of the chain in its cache, or with the newest
 whole one (the anchor), and applies the deltas after it. A delta is the XOR of two files of one size. So all deltas are
 applied in one pass, and one digest shows whether the anchor or a delta is damaged or was replaced.
 
-The weights of every eighth policy are uploaded after latest.json names it, so that no Searcher waits for them. Those of
+The weights of every 16th policy are uploaded after latest.json names it, so that no Searcher waits for them. Those of
 the best policy are uploaded by the Searcher that evaluated it, before best.json names it: so from_pretrained loads it
 from the store as it is, and pruning keeps no chain for it. In a local folder all policies are whole, because their
 files are used in place. If a run was copied there from S3, its deltas are rebuilt in the cache.
@@ -52,10 +52,11 @@ from storage.policy_folder import (
 )
 from storage.store import RunStore, transfer_all
 
-# A machine that joins fetches an anchor and at most eight deltas, of about 1 % each. The Trainer uploads an eighth of
-# the weights' bytes for anchors. Twice as many deltas would save it 6 %, and cost the machine twice as many requests.
-ANCHOR_EVERY = 8
-_CHUNK_BYTES = 2**24  # four chunks are in memory, whatever the policy's size
+# A machine that joins fetches an anchor and at most 16 deltas, of 1 to 5 % each. The Trainer uploads a sixteenth of the
+# weights' bytes for anchors. Twice as many deltas would save it 3 %, and could double what the machine fetches.
+ANCHOR_EVERY = 16
+_CHUNK_BYTES = 2**24  # compressed together; four are in memory, whatever the policy's size
+_PIECE_BYTES = 2**20  # stays in the processor's cache while it is digested and compared
 _ANCHOR_TRIES = 3
 _LARGEST_SHARE = 0.5  # of the files' bytes; a larger delta is not worth its chain
 # Larger files travel as deltas, too: a tokenizer, which does not change, may have more bytes than the weights' delta.
@@ -84,14 +85,21 @@ def write_delta(base: Path, file: Path, delta: Path) -> tuple[str, str]:
     Of each chunk: the number of bytes, 4 of them, and the XOR of both files, compressed by zstd.
     """
     digests = blake3(), blake3()
-    with open(base, "rb") as before, open(file, "rb") as after, open(delta, "wb") as out:
-        while chunk := after.read(_CHUNK_BYTES):
-            old = before.read(len(chunk))
-            digests[0].update(old)
-            digests[1].update(chunk)
-            changes = np.frombuffer(old, np.uint8) ^ np.frombuffer(chunk, np.uint8)
+    chunk, old = np.empty(_CHUNK_BYTES, np.uint8), np.empty(_PIECE_BYTES, np.uint8)
+    with open(base, "rb", buffering=0) as before, open(file, "rb", buffering=0) as after, open(delta, "wb") as out:
+        left = file.stat().st_size
+        while left:
+            changes = chunk[:left]
+            for begin in range(0, changes.size, _PIECE_BYTES):
+                piece = changes[begin : begin + _PIECE_BYTES]
+                after.readinto(piece)
+                before.readinto(old[: piece.size])
+                digests[0].update(old[: piece.size])
+                digests[1].update(piece)
+                piece ^= old[: piece.size]
             frame = _CODEC.compress(changes, asbytes=True)
             out.write(len(frame).to_bytes(4, "little") + frame)
+            left -= changes.size
     return digests[0].hexdigest(), digests[1].hexdigest()
 
 
@@ -209,18 +217,28 @@ def make_whole(store: RunStore, path: str, folder: Path, before_last: Callable[[
 
 
 def can_be_fetched(store: RunStore, policy: Link) -> bool:
-    """Whether a policy and all that its weights are rebuilt from are stored, by the files' names."""
+    """Whether a policy and all that its weights are rebuilt from are stored, by the files' names.
+
+    Takes one listing and reads two policy.json, however long the chain is.
+    """
     with suppress(DamagedRecord):
-        manifest = store.read_json(f"{policy.path}/{MANIFEST}", Manifest)
-        return manifest is not None and all(transfer_all(partial(_is_complete, store), [policy, *manifest.needs]))
+        if (manifest := _unpruned(store, policy)) is None:
+            return False
+        needed = {link.path: {*manifest.deltas, MANIFEST} for link in manifest.needs} | {policy.path: manifest.stored}
+        if manifest.needs:
+            anchor = _unpruned(store, manifest.needs[0])
+            if anchor is None or not anchor.whole:
+                return False
+            needed[manifest.needs[0].path] = set(anchor.files)
+        found = set(store.list("policies", start_after=min(needed)))
+        return all(f"{folder}/{name}" in found for folder, names in needed.items() for name in names)
     return False
 
 
-def _is_complete(store: RunStore, link: Link) -> bool:
+def _unpruned(store: RunStore, link: Link) -> Manifest | None:
+    """The policy's policy.json; None: it was removed or pruned, or is another policy's. Raises: DamagedRecord."""
     manifest = store.read_json(f"{link.path}/{MANIFEST}", Manifest)
-    if manifest is None or manifest.pruned or manifest.fingerprint != link.fingerprint:
-        return False
-    return {f"{link.path}/{name}" for name in manifest.stored} <= set(store.list(link.path))
+    return manifest if manifest and not manifest.pruned and manifest.fingerprint == link.fingerprint else None
 
 
 # --- a machine that needs a policy ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from storage.patience import with_room
 MANIFEST = "policy.json"
 POLICY_NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4}))?")
 DELTA = ".delta"  # suffix of a file that holds the changes of another (storage/policy_delta.py)
-LONGEST_CHAIN = 16  # links; two anchors are among them (storage/policy_delta.py)
+LONGEST_CHAIN = 32  # links; two anchors are among them (storage/policy_delta.py)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # The served policy and the next one. So the base of a delta is there: the policy that this machine had before.
 _CACHED_POLICIES = 2

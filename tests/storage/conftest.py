@@ -36,12 +36,19 @@ def memory_run() -> RunStore:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Small chunks, so that a file has several, the last one shorter."""
+    """Small chunks and pieces, so that a file has several, the last one shorter."""
     monkeypatch.setattr(policy_delta, "_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(policy_delta, "_PIECE_BYTES", 3_000)
 
 
 @pytest.fixture
-def trainer(memory_run, small_chunks, tmp_path) -> Trainer:
+def anchors(monkeypatch):
+    """Every eighth policy is whole, so that a short chain suffices."""
+    monkeypatch.setattr(policy_delta, "ANCHOR_EVERY", 8)
+
+
+@pytest.fixture
+def trainer(memory_run, small_chunks, anchors, tmp_path) -> Trainer:
     return Trainer(memory_run, tmp_path / "trainer")
 
 

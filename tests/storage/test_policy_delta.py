@@ -61,7 +61,7 @@ def test_the_changes_travel_instead_of_the_weights(trainer, memory_run, tmp_path
 
 
 @pytest.mark.s3
-def test_on_a_real_server_as_well(s3_store, tmp_path):
+def test_on_a_real_server_as_well(s3_store, anchors, tmp_path):
     trainer = Trainer(s3_store, tmp_path)
     refs = [trainer.publish(step) for step in range(10)]
     assert files(s3_store, refs[7]) == DELTA and files(s3_store, refs[8]) == BOTH
