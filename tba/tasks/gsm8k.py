@@ -36,7 +36,7 @@ _NUMBER = re.compile(
 
 class GSM8K:
     name = "gsm8k"
-    version = "last-number-1"
+    version = "last-number-2"
     stop = ()
     max_response_tokens = 512
 
@@ -60,7 +60,7 @@ class GSM8K:
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text; None: there is none. Thousands separators, units and a final full stop are ignored."""
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(text.replace("{,}", ","))  # a separator in LaTeX
     return Decimal(re.sub(r"[$,]", "", numbers[-1]).replace("−", "-")) if numbers else None
 
 
