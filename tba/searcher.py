@@ -35,7 +35,9 @@ from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 
 POLL_S = 0.5  # between two looks for a policy while a round is sampled
-AHEAD = 5  # rounds that are begun, at most, while a long response of an earlier one is sampled
+# Rounds that are begun, at most, while a long response of an earlier one is sampled. So the engine stays full if the
+# longest response is seven times as long as the mean one.
+AHEAD = 8
 UNSCORED = 3  # sampled rounds that wait to be scored: while there are so many, no round begins
 
 
