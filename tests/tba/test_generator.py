@@ -161,13 +161,13 @@ def test_the_next_round_is_in_the_engine_while_one_is_scored(searcher, engine):
 
 def test_a_long_response_does_not_leave_the_engine_idle(searcher, engine, monkeypatch):
     monkeypatch.setattr("tba.searcher.POLL_S", 0.01)
-    engine.longer, sampled = {0: 16}, []  # as long as four of the next rounds
+    engine.longer, sampled = {0: 28}, []  # as long as seven of the next rounds
     waiting = in_thread(sampled, searcher.sample, 0, ahead=True)
-    for _ in range(16):
+    for _ in range(28):
         wait_until(lambda: len(engine.batches) >= 2)
         engine.steps(1)
     waiting.join(WAIT_S)
-    assert sampled[0].number == 0 and engine.busy == [2] * 16
+    assert sampled[0].number == 0 and engine.busy == [2] * 28
 
 
 def test_a_whole_round_waits_while_one_is_scored(searcher, engine):
