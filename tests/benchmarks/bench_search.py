@@ -4,10 +4,11 @@
     PROMPTS=16 SAMPLES=16 LONGEST=1024 MODEL=<folder> make bench-search
 
 SmolLM2-135M-Instruct, rounds of 16 prompts and 4 responses, of 4 to 256 tokens (geometric), a reward of 2 ms each, and
-the reference policy on the second core, or on the GPU. Three sides, in one process and on one engine. `rounds` comes
-once; then the other two take turns, because a machine's speed may change within minutes:
+the reference policy on the second core, or on the GPU. Four sides, in one process and on one engine. `rounds` comes
+once; then the others take turns, because a machine's speed may change within minutes:
 
     bare      vLLM's own queue has all requests from the start
+    beside    the same, and the responses of `rounds` are scored meanwhile: what the machine allows
     rounds    one round after the other: the engine waits for its longest response, and for scoring
     ahead     the next rounds' prompts wait in the engine, as in a run; a policy is loaded in the middle of each round
 
@@ -15,7 +16,8 @@ A side is measured while requests wait, or are due. A line a turn, then one JSON
 
     tokens_per_s             tokens a second of `ahead`, without its loads
     tokens_per_s_ratio       the same over those of `bare`, by turn
-    ratio_half_width         half the width of its 95 % confidence interval over turns (Student's t); null with one turn
+    ratio_to_beside          the same over those of `beside`
+    half_widths              of both ratios' 95 % confidence intervals over turns (Student's t); null with one turn
     underfilled_share        of the time of `ahead`, without its loads: fewer than half of the sequences are busy
     underfilled_share_worst  the same, of the worst turn
     before                   both of `rounds`, its ratio to the mean of `bare`
@@ -26,12 +28,15 @@ import json
 import os
 import random
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, median
 
 from flows.compare.results import confidence_interval
 from tba.config import SearchSettings
 from tba.models import embedded_model
+from tba.searcher import SampledRound
 
 PROMPTS, SAMPLES = int(os.environ.get("PROMPTS", "16")), int(os.environ.get("SAMPLES", "4"))
 SHORTEST, LONGEST = 4, int(os.environ.get("LONGEST", "256"))
@@ -119,7 +124,17 @@ def measured(engine, began: float, ended: float) -> dict:
     }
 
 
-def run_bare(engine, searcher, rounds: range) -> dict:
+def run_bare(engine, searcher, rounds: range, scored: Sequence[SampledRound] = ()) -> dict:
+    """`scored`: rounds that are scored meanwhile, in another thread."""
+    with ThreadPoolExecutor(1) as thread:
+        scoring = [thread.submit(searcher.score, sampled) for sampled in scored]
+        found = _run_bare(engine, searcher, rounds)
+    for each in scoring:
+        each.result()  # raises what failed
+    return found
+
+
+def _run_bare(engine, searcher, rounds: range) -> dict:
     questions = [question for number in rounds for question in searcher._questions(number)]
     for place, question in enumerate(questions):
         asked = {"prompt_token_ids": question.prompt_tokens}
@@ -136,16 +151,17 @@ def run_bare(engine, searcher, rounds: range) -> dict:
     return measured(engine, began, ended)
 
 
-def run_rounds(engine, searcher, rounds: range, folder: Path | None) -> dict:
+def run_rounds(engine, searcher, rounds: range, folder: Path | None) -> tuple[dict, list[SampledRound]]:
     """`folder`: of a policy that is loaded before each round; None: one round after the other, and no policy."""
-    paused, began = len(engine.pauses), time.monotonic()
+    paused, began, sampled = len(engine.pauses), time.monotonic(), []
     for number in rounds:
         if folder and number > rounds[0]:
             searcher.load(folder, number)
-        searcher.score(searcher.sample(number, ahead=folder is not None))
+        sampled.append(searcher.sample(number, ahead=folder is not None))
+        searcher.score(sampled[-1])
     ended = time.monotonic()
     searcher.drop_rounds()
-    return measured(engine, began, ended) | {"paused_s": sum(engine.pauses[paused:])}
+    return measured(engine, began, ended) | {"paused_s": sum(engine.pauses[paused:])}, sampled
 
 
 def main() -> None:
@@ -157,20 +173,22 @@ def main() -> None:
     searcher.load(folder, 0)
     rounds = range(1, int(os.environ.get("ROUNDS", "6")) + 1)
     searcher.score(searcher.sample(0))  # warms up
-    before = run_rounds(engine, searcher, rounds, None)
+    before, sampled = run_rounds(engine, searcher, rounds, None)
     print("rounds", json.dumps(before), flush=True)
     turns = []
     for _ in range(int(os.environ.get("TURNS", "3"))):
-        turns.append(compared(run_bare(engine, searcher, rounds), run_rounds(engine, searcher, rounds, folder)))
+        bare, beside = run_bare(engine, searcher, rounds), run_bare(engine, searcher, rounds, sampled)
+        turns.append(compared(bare, beside, run_rounds(engine, searcher, rounds, folder)[0]))
         print("turn", json.dumps(turns[-1]), flush=True)
-    ratio = confidence_interval([turn["tokens_per_s_ratio"] for turn in turns])
+    names = ("tokens_per_s_ratio", "ratio_to_beside")
+    ratios = {name: confidence_interval([turn[name] for turn in turns]) for name in names}
     bare = fmean(turn["bare_tokens_per_s"] for turn in turns)
     print(
         json.dumps(
             {
                 "tokens_per_s": fmean(turn["tokens_per_s"] for turn in turns),
-                "tokens_per_s_ratio": ratio.mean,
-                "ratio_half_width": ratio.half_width,
+                **{name: ratio.mean for name, ratio in ratios.items()},
+                "half_widths": {name: ratio.half_width for name, ratio in ratios.items()},
                 "underfilled_share": fmean(turn["underfilled_share"] for turn in turns),
                 "underfilled_share_worst": max(turn["underfilled_share"] for turn in turns),
                 "swap_pause_s": median(engine.pauses[1:]),
@@ -183,7 +201,7 @@ def main() -> None:
     )
 
 
-def compared(bare: dict, ahead: dict) -> dict:
+def compared(bare: dict, beside: dict, ahead: dict) -> dict:
     """The figures of one turn; the time of `ahead` is without its loads."""
     sampling_s = ahead["seconds"] - ahead["paused_s"]
     tokens_per_s = ahead["tokens_per_s"] * ahead["seconds"] / sampling_s
@@ -191,6 +209,7 @@ def compared(bare: dict, ahead: dict) -> dict:
         "bare_tokens_per_s": bare["tokens_per_s"],
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_ratio": tokens_per_s / bare["tokens_per_s"],
+        "ratio_to_beside": tokens_per_s / beside["tokens_per_s"],
         "underfilled_share": ahead["underfilled_share"] - ahead["paused_s"] / ahead["seconds"],
     }
 

@@ -111,7 +111,7 @@ def generation(is_small: bool, num_sequences: int) -> dict:
             "MODEL": model,
         }
         said = run_module("tests.benchmarks.bench_search", environment={name: str(of) for name, of in asked.items()})
-    return {name: said[name] for name in ("tokens_per_s", "tokens_per_s_ratio", "swap_pause_s")}
+    return {name: said[name] for name in ("tokens_per_s", "tokens_per_s_ratio", "ratio_to_beside", "swap_pause_s")}
 
 
 def step(is_small: bool) -> dict:
