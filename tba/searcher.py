@@ -35,8 +35,8 @@ from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 
 POLL_S = 0.5  # between two looks for a policy while a round is sampled
-# Rounds that are begun, at most, while a long response of an earlier one is sampled. So the engine stays full if the
-# longest response is seven times as long as the mean one.
+# Rounds that are begun, at most, while a long response of an earlier one is sampled. The engine stays full if that
+# response takes as long as seven rounds.
 AHEAD = 8
 UNSCORED = 3  # sampled rounds that wait to be scored: while there are so many, no round begins
 

@@ -8,7 +8,7 @@ the reference policy on the second core, or on the GPU. Four sides, in one proce
 once; then the others take turns, because a machine's speed may change within minutes:
 
     bare      vLLM's own queue has all requests from the start
-    beside    the same, and the responses of `rounds` are scored meanwhile: what the machine allows
+    beside    the same, and the responses of `rounds` are scored meanwhile, as in `ahead`: two cores may slow each other
     rounds    one round after the other: the engine waits for its longest response, and for scoring
     ahead     the next rounds' prompts wait in the engine, as in a run; a policy is loaded in the middle of each round
 

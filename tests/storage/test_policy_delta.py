@@ -2,7 +2,8 @@
 
 - what is rebuilt is what was published, to the bit, whatever the sizes; a delta takes a small part of the bytes
 - a machine fetches what it lacks: one delta, several, or anchor and deltas; nobody waits for an anchor's weights
-- the final, the best and every eighth policy are whole in the store; after a loss and in a new attempt the next one is
+- the final, the best and every 16th policy (here every eighth) are whole in the store; after a loss and in a new
+  attempt the next one is
 - pruning keeps what a kept policy is rebuilt from, and nothing else
 - of many processes one downloads, and processes that rebuild several policies of a chain do not wait for each other
 """
@@ -58,6 +59,17 @@ def test_the_changes_travel_instead_of_the_weights(trainer, memory_run, tmp_path
     assert manifest["chain"] == [{"path": first.path, "fingerprint": first.fingerprint, "whole": True}]
     assert manifest["files"]["model.safetensors"] == sizes[0] and not manifest["whole"]
     assert latest_policy(memory_run) == second and is_right(fetch_policy(memory_run, second, tmp_path / "cache"), 2)
+
+
+def test_every_policy_can_be_fetched_with_the_intervals_of_a_run(memory_run, small_chunks, tmp_path):
+    trainer, every = Trainer(memory_run, tmp_path / "trainer"), policy_delta.ANCHOR_EVERY
+    refs = [trainer.publish(step) for step in range(2 * every + 2)]
+    assert [ref.step for ref in refs if files(memory_run, ref) == BOTH] == [every, 2 * every]
+    cache = tmp_path / "cache"
+    for step in (0, 2 * every - 1):  # from a copy that is as old as the chain allows
+        assert is_right(fetch_policy(memory_run, refs[step], cache), step)
+    for step in (every - 1, 2 * every - 1, 2 * every + 1):  # from nothing
+        assert is_right(fetch_policy(memory_run, refs[step], tmp_path / f"cache-{step}"), step)
 
 
 @pytest.mark.s3
