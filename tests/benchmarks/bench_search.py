@@ -8,11 +8,12 @@ the reference policy on the second core, or on the GPU. Four sides, in one proce
 once; then the others take turns, because a machine's speed may change within minutes:
 
     bare      vLLM's own queue has all requests from the start
-    beside    the same, and the responses of `rounds` are scored meanwhile, as in `ahead`: two cores may slow each other
+    beside    the same, and another thread scores each round as soon as its requests are sampled, as in `ahead`
     rounds    one round after the other: the engine waits for its longest response, and for scoring
     ahead     the next rounds' prompts wait in the engine, as in a run; a policy is loaded in the middle of each round
 
-A side is measured while requests wait, or are due. A line a turn, then one JSON object with means over turns:
+A side is measured from its first request until the last round is sampled; requests of later rounds wait until then, as
+in a run. A line a turn, then one JSON object with means over turns:
 
     tokens_per_s             tokens a second of `ahead`, without its loads
     tokens_per_s_ratio       the same over those of `bare`, by turn
@@ -36,7 +37,7 @@ from statistics import fmean, median
 from flows.compare.results import confidence_interval
 from tba.config import SearchSettings
 from tba.models import embedded_model
-from tba.searcher import SampledRound
+from tba.searcher import AHEAD, SampledRound
 
 PROMPTS, SAMPLES = int(os.environ.get("PROMPTS", "16")), int(os.environ.get("SAMPLES", "4"))
 SHORTEST, LONGEST = 4, int(os.environ.get("LONGEST", "256"))
@@ -125,29 +126,29 @@ def measured(engine, began: float, ended: float) -> dict:
 
 
 def run_bare(engine, searcher, rounds: range, scored: Sequence[SampledRound] = ()) -> dict:
-    """`scored`: rounds that are scored meanwhile, in another thread."""
+    """`scored`: these rounds; each is scored in another thread as soon as its requests are sampled here."""
+    followed = range(rounds.start, rounds.stop + AHEAD)  # in a run, too, requests wait behind the last round
+    names = [f"{number}/{place}" for number in followed for place in range(PROMPTS * SAMPLES)]
+    questions = [question for number in followed for question in searcher._questions(number) for _ in range(SAMPLES)]
+    for name, question in zip(names, questions, strict=True):
+        asked = {"prompt_token_ids": question.prompt_tokens}
+        engine._engine.add_request(name, asked, engine._parameters(question.sampling))
+    left = dict.fromkeys(rounds, PROMPTS * SAMPLES)  # requests of each round
+    to_score, scoring = {sampled.number: sampled for sampled in scored}, []
     with ThreadPoolExecutor(1) as thread:
-        scoring = [thread.submit(searcher.score, sampled) for sampled in scored]
-        found = _run_bare(engine, searcher, rounds)
+        began = time.monotonic()
+        while any(left.values()):
+            start = time.monotonic()
+            finished = [int(output.request_id.split("/")[0]) for output in engine._engine.step()]
+            engine.steps.append((start, time.monotonic(), PROMPTS * SAMPLES))
+            for number in set(finished) & set(rounds):
+                left[number] -= finished.count(number)
+                if not left[number] and number in to_score:
+                    scoring.append(thread.submit(searcher.score, to_score[number]))
+        ended = time.monotonic()
+        engine._engine.abort_request(names)
     for each in scoring:
         each.result()  # raises what failed
-    return found
-
-
-def _run_bare(engine, searcher, rounds: range) -> dict:
-    questions = [question for number in rounds for question in searcher._questions(number)]
-    for place, question in enumerate(questions):
-        asked = {"prompt_token_ids": question.prompt_tokens}
-        for sample in range(SAMPLES):
-            engine._engine.add_request(f"{place}/{sample}", asked, engine._parameters(question.sampling))
-    began, ended = time.monotonic(), None
-    while engine._engine.has_unfinished_requests():
-        busy = min(engine._engine.get_num_unfinished_requests(), PROMPTS * SAMPLES)
-        if busy < PROMPTS * SAMPLES:
-            ended = ended or time.monotonic()  # no request waits any more
-        start = time.monotonic()
-        engine._engine.step()
-        engine.steps.append((start, time.monotonic(), busy))
     return measured(engine, began, ended)
 
 
@@ -158,8 +159,8 @@ def run_rounds(engine, searcher, rounds: range, folder: Path | None) -> tuple[di
         if folder and number > rounds[0]:
             searcher.load(folder, number)
         sampled.append(searcher.sample(number, ahead=folder is not None))
+        ended = time.monotonic()
         searcher.score(sampled[-1])
-    ended = time.monotonic()
     searcher.drop_rounds()
     return measured(engine, began, ended) | {"paused_s": sum(engine.pauses[paused:])}, sampled
 
