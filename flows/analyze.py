@@ -14,12 +14,13 @@ def analyze(
     runs: list[str],
     sample: int = diversity.SAMPLE,
     embedded: int = diversity.EMBEDDED,
-    success_reward: float = diversity.SUCCESS_REWARD,
+    success_reward: float | None = None,
 ) -> None:
     """Measures the runs with equal settings and stores each run's values with it, as `tba diversity` does.
 
     sample: number of responses of each run to measure; embedded: number of these to embed, 0: none, which is needed
-    where the encoder's package is missing; success_reward: smallest reward of a success.
+    where the encoder's package is missing; success_reward: smallest reward of a success; None: that of
+    the run's task.
     """
     if not runs:
         raise ValueError("runs: got an empty list; name at least one run")
@@ -27,7 +28,7 @@ def analyze(
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
-def measure(stores: list[RunStore], sample: int, embedded: int, success_reward: float) -> None:
+def measure(stores: list[RunStore], sample: int, embedded: int, success_reward: float | None) -> None:
     found = diversity.measure_runs(stores, sample=sample, embedded=embedded, success_reward=success_reward)
     diversity.store_runs(stores, found)
     for run, rows in found.items():

@@ -20,7 +20,9 @@ def diversity(
     embedded: Annotated[
         int | None, typer.Option(min=0, help="Number of these responses to embed; default: 4,000; 0: no embeddings.")
     ] = None,
-    success_reward: Annotated[float, typer.Option(help="Smallest reward of a success.")] = 0.5,
+    success_reward: Annotated[
+        float | None, typer.Option(help="Smallest reward of a success; default: that of the run's task.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how different the responses to one prompt are: by policy, by Searcher, between runs.

@@ -10,7 +10,7 @@ import numpy as np
 from flows.config import load_run
 from storage import measurements as stored
 from storage.store import RunStore
-from tba.evaluation import SUCCESS_REWARD
+from tba import evaluation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +24,7 @@ SEED = 0
 
 
 def measure_runs(
-    stores: list[RunStore], *, sample: int = SAMPLE, embedded: int = EMBEDDED, success_reward: float = SUCCESS_REWARD
+    stores: list[RunStore], *, sample: int = SAMPLE, embedded: int = EMBEDDED, success_reward: float | None = None
 ) -> dict[str, list[dict]]:
     """Measures the runs with equal numbers of responses to a prompt. Returns each run's rows by its name."""
     m, found = min(map(usual_responses_per_prompt, stores)), {}
@@ -47,16 +47,19 @@ def measure_diversity(
     sample: int = SAMPLE,
     embedded: int = EMBEDDED,
     responses_per_prompt: int | None = None,
-    success_reward: float = SUCCESS_REWARD,
+    success_reward: float | None = None,
     seed: int = SEED,
 ) -> list[dict]:
     """One run's values as storage.schema.DIVERSITY rows, in the order of groups.
 
     sample, embedded: numbers of responses to measure and, of these, to embed; embedded=0: no measures by embeddings.
     responses_per_prompt: None: 8, or the number that a round of this run samples if that is smaller.
+    success_reward: smallest reward of a success; None: that of the run's task.
     Raises: ValueError: no prompt has so many responses. ModuleNotFoundError: the sentence encoder is not installed.
     """
     m = responses_per_prompt or usual_responses_per_prompt(store)
+    if success_reward is None:
+        success_reward = evaluation.success_reward(load_run(store).task.name)
     chosen = stored.choose_diversity_sample(
         store, num_bins=NUM_BINS, responses_per_prompt=m, num_responses=sample, seed=seed
     )

@@ -5,6 +5,7 @@ Claims
 - of samples of it, the 95 % intervals contain those exact values about that often
 - groups are spans of policies, Searchers and the run; each takes about its share of the sample
 - a measurement is stored and read back by `tba sql`, the newest where there are several
+- success begins at the reward at which an evaluation of the run's task has it begin
 - tables for people fit 80 columns, with every heading and value whole
 - prompts with too few responses are refused with the reason
 
@@ -16,6 +17,7 @@ import json
 import re
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -24,9 +26,12 @@ from flows.cli.app import app
 from flows.report.diversity import measure_diversity, tables
 from storage.errors import StoreError
 from storage.queries import query
+from storage.schema import TRAJECTORY
+from storage.shards import commit_shard
 from storage.store import RunStore
 from tba import diversity
 from tests.benchmarks.generated_run import generate_run
+from tests.storage.helpers import make_shard
 
 METRICS = [
     "distinct-1", "distinct-2", "self-BLEU", "cosine distance", "distinct answers", "success clusters", "entropy",
@@ -123,6 +128,27 @@ def test_a_run_that_may_only_be_read_is_measured(run_store, monkeypatch):
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 0 and "±" in done.stdout
     assert "WARNING: the values are not stored: permission denied" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "rewards", "num_clusters"),
+    [("redteam", [-0.6, -0.8], 1), ("reasoning_gym", [1.0, 0.9], 1), ("math", [0.5, 0.4], 1)],
+)
+def test_success_is_that_of_the_task(tmp_path, task, rewards, num_clusters):
+    """Red-teaming's reward is a mean log-probability; Reasoning Gym has near misses."""
+    store = RunStore(tmp_path.as_uri(), "small")
+    store.create_run({"run": "small", "task": {"name": task}})
+    texts = ["a first response", "another one"]
+    shard = make_shard(num_rows=2, prompt_id="p0").set_column(*_column("response", texts))
+    commit_shard(store, shard.set_column(*_column("reward", rewards)))
+    found = of_run(measure_diversity(store, responses_per_prompt=2))
+    assert found["success clusters"]["value"] == num_clusters
+
+
+def _column(name: str, values: list) -> tuple:
+    """Arguments of pyarrow.Table.set_column."""
+    place = TRAJECTORY.get_field_index(name)
+    return place, TRAJECTORY.field(place), pa.array(values, TRAJECTORY.field(place).type)
 
 
 def test_too_few_responses_are_refused(run_store):
