@@ -23,6 +23,7 @@ MEASURES = (
     "accuracy_after",
     "num_distinct",
     "num_distinct_right",
+    "cosine_distance",
     "wall_s",
     "seconds_to_common",
     "seconds_a_step",
@@ -35,7 +36,7 @@ def values_by_arm(runs: list[dict], measure: str) -> list[list[float]]:
     """Of each arm, in the order of seeds."""
     arms: dict[str, list[float]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
-        if measure in run:
+        if run.get(measure) is not None:
             arms.setdefault(run.get("arm") or run["mode"], []).append(run[measure])
     return list(arms.values())
 
