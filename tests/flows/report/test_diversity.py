@@ -17,7 +17,6 @@ import json
 import re
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -26,7 +25,6 @@ from flows.cli.app import app
 from flows.report.diversity import measure_diversity, tables
 from storage.errors import StoreError
 from storage.queries import query
-from storage.schema import TRAJECTORY
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tba import diversity
@@ -138,17 +136,10 @@ def test_success_is_that_of_the_task(tmp_path, task, rewards, num_clusters):
     """Red-teaming's reward is a mean log-probability; Reasoning Gym has near misses."""
     store = RunStore(tmp_path.as_uri(), "small")
     store.create_run({"run": "small", "task": {"name": task}})
-    texts = ["a first response", "another one"]
-    shard = make_shard(num_rows=2, prompt_id="p0").set_column(*_column("response", texts))
-    commit_shard(store, shard.set_column(*_column("reward", rewards)))
+    for number, reward in enumerate(rewards):
+        commit_shard(store, make_shard("s0", number, 1, prompt_id="p0", response=f"response {number}", reward=reward))
     found = of_run(measure_diversity(store, responses_per_prompt=2))
     assert found["success clusters"]["value"] == num_clusters
-
-
-def _column(name: str, values: list) -> tuple:
-    """Arguments of pyarrow.Table.set_column."""
-    place = TRAJECTORY.get_field_index(name)
-    return place, TRAJECTORY.field(place), pa.array(values, TRAJECTORY.field(place).type)
 
 
 def test_too_few_responses_are_refused(run_store):
