@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor
 
 from flows.config import RunConfig
@@ -31,6 +32,7 @@ from storage.rules import Limits
 from storage.shards import commit_shard, shard_of
 from storage.store import RunStore
 from tba import diversity
+from tba.batch import Batch
 from tba.evaluation import succeeds, success_reward
 from tba.models import model_folder
 from tba.training_loop import train
@@ -95,17 +97,22 @@ class LaggedOutbox(StoreOutbox):
 
 
 class PunctualExperience(StoredExperience):
-    """A StoredExperience whose every sync ends before the next step."""
+    """A StoredExperience that syncs before each draw, so a step has what was sampled behind the last policy."""
 
     def sync(self, step: int) -> None:
-        self._is_training = False
+        """Does nothing: in the Trainer's loop a sync comes before the policy, and so before its samples."""
+
+    def draw(self, step: int) -> Batch[pa.Table]:
+        self._is_training = False  # so this sync ends before the step
         super().sync(step)
+        return super().draw(step)
 
 
 def run_with_lag(config: RunConfig, lag: int) -> Lagged:
-    """Trains `config.train.steps` steps; step t by rounds of the policy of step max(0, t - 1 - lag), lag >= 1.
+    """Trains `config.train.steps` steps; step t has new rounds by the policy of step max(0, t - 1 - lag).
 
-    `config.searchers` rounds come in at each step. config.store: for this run alone.
+    `config.searchers` rounds come in at each step. With lag 0 they are the newest policy's, as in synchronous training.
+    config.store: for this run alone.
     """
     store, template = RunStore(config.store, config.run), model_folder(config.model)
     start_attempt(store, 0, this_process())
@@ -115,8 +122,7 @@ def run_with_lag(config: RunConfig, lag: int) -> Lagged:
     heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms()
     with tempfile.TemporaryDirectory() as folder, trainer_of(template, config.train, config.seed) as trainer:
         buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
-        # A sync precedes each publication, so what is sampled behind a policy is drawn a step later.
-        of_search = {"searcher": searcher, "num_rounds": config.searchers, "lag": lag - 1, "folder": Path(folder)}
+        of_search = {"searcher": searcher, "num_rounds": config.searchers, "lag": lag, "folder": Path(folder)}
         outbox = LaggedOutbox(store, config, 1, template, heart, alarms, **of_search)
         with contextlib.closing(outbox), contextlib.closing(PunctualExperience(store, buffer, 1, alarms)) as experience:
             train(trainer, experience, outbox)

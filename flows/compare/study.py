@@ -113,8 +113,6 @@ class Study(Settings):
                 raise ValueError(f"arm {label}: {error}") from error
         if len(self.arms) * len(self.lags) < 2:
             raise ValueError("arms: got one at one lag; a study compares several arms, or several lags")
-        if self.model is not None and min(self.lags) < 1:
-            raise ValueError(f"lags: got {min(self.lags)}; a model's samples are at least 1 step old")
         if min(self.lags) < 0:
             raise ValueError(f"lags: got {min(self.lags)}; samples are of this policy step, 0, or of an earlier one")
         if self.compared_with not in self.arms:

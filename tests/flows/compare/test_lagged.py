@@ -1,6 +1,6 @@
 """A run with samples of an enforced age, by the real parts and a model with random weights.
 
-- Step t trains on responses of the policy of step max(0, t - 1 - lag), and of no other.
+- Step t trains on new responses of the policy of step max(0, t - 1 - lag), and of no other.
 - Each Searcher's round comes in at each step.
 - With adapters the engine serves each policy's; the final policy, which is stored, has them merged.
 - Its measures are of the first and of the final policy; red-teaming's are of attacks on the victim.
@@ -37,28 +37,39 @@ def model(tmp_path) -> str:
     return str(save_character_model(tmp_path / "model", string.printable, **shape))
 
 
-def study(model: str, **common: dict) -> Study:
+def study(model: str, lag: int = 2, **common: dict) -> Study:
     arms = {"a": {}, "b": {"train": {"residual_weight": "plain"}}}
-    about = {"title": "t", "published": "p", "expected": "e", "lags": [2], "compared_with": "a"}
+    about = {"title": "t", "published": "p", "expected": "e", "lags": [lag], "compared_with": "a"}
     return Study(**about, model=model, steps=5, common=COMMON | common, arms=arms)
 
 
-def test_samples_have_the_age(model, tmp_path):
-    arm, _ = study(model).arms_at_each_lag()
+@pytest.mark.parametrize(
+    ("lag", "policy_steps"),
+    [
+        pytest.param(0, [0, 1, 2, 3, 4], id="as-synchronous"),
+        (1, [0, 0, 1, 2, 3]),
+        (2, [0, 0, 0, 1, 2]),
+    ],
+)
+def test_samples_have_the_age(model, tmp_path, lag, policy_steps):
+    """policy_steps: of the policy whose responses each step trains on."""
+    arm, _ = study(model, lag=lag).arms_at_each_lag()
     config = RunConfig.model_validate(arm.settings | {"store": (tmp_path / "store").as_uri(), "trackers": ()})
     lagged = run_with_lag(config, arm.lag)
     store = RunStore(config.store, config.run)
     drawn = query(store, "SELECT DISTINCT step, policy_step FROM batches ORDER BY ALL").to_pylist()
-    assert [tuple(row.values()) for row in drawn] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2)]
-    assert lagged.staleness == (0 + 1 + 2 + 2 + 2) / 5
+    assert [tuple(row.values()) for row in drawn] == [*enumerate(policy_steps, start=1)]
+    assert lagged.staleness == sum(range(5)) / 5 - sum(policy_steps) / 5
     assert len(lagged.curve) == 2 * 5  # no round behind the final policy
+    rounds = query(store, "SELECT count(DISTINCT round) FROM batches JOIN trajectories USING (trajectory_id)")
+    assert rounds.column(0)[0].as_py() == 10
     rows = query(store, "SELECT count(*), count(DISTINCT round) FROM trajectories").to_pylist()
     assert [*rows[0].values()] == [10 * 4 * 4, 10]
     assert 1 <= lagged.after.num_distinct <= 8 and 0 <= lagged.after.cosine_distance <= 2
 
 
 def check_adapters(model: str, store: str) -> None:
-    arm, _ = study(model, train={"lora_rank": 2, "warmup_steps": 0, "learning_rate": 1e-2}).arms_at_each_lag()
+    arm, _ = study(model, lag=1, train={"lora_rank": 2, "warmup_steps": 0, "learning_rate": 1e-2}).arms_at_each_lag()
     config = RunConfig.model_validate(arm.settings | {"store": store, "trackers": ()})
     run_with_lag(config, arm.lag)
     store = RunStore(config.store, config.run)
