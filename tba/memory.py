@@ -140,8 +140,10 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     return copies + num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
 
 
-def searcher_parts(shape: Shape, num_devices: int, machine: Machine, cache_bytes: Bytes) -> dict[str, Bytes]:
-    """Of each of its devices. cache_bytes: of keys and values in the engine."""
+def searcher_parts(
+    shape: Shape, num_devices: int, machine: Machine, cache_bytes: Bytes, *, scores_apart: bool
+) -> dict[str, Bytes]:
+    """Of each of its devices. cache_bytes: of keys and values. scores_apart: by tba/reference_process.py."""
     wide = 2 if machine.has_bfloat16 else 4
     parts = {
         "engine's weights": wide * shape.num_parameters // num_devices,
@@ -151,4 +153,4 @@ def searcher_parts(shape: Shape, num_devices: int, machine: Machine, cache_bytes
     }
     if machine.is_gpu:  # policies are loaded by way of the machine's memory, a tensor at a time
         return parts | {"weights that are loaded": 0}
-    return parts | {"process": ENGINE_PROCESS}
+    return parts | {"process": ENGINE_PROCESS} | ({"process of the reference policy": PROCESS} if scores_apart else {})

@@ -31,6 +31,7 @@ from tba.engine import Engine, Response, Sampling, ServedPolicy, WholeBatches
 from tba.generator import Batch, Generator
 from tba.near_duplicates import NearDuplicates
 from tba.reference_policy import ReferencePolicy
+from tba.reference_process import ReferenceProcess
 from tba.rewards import RewardedTask, Scores
 from tba.tasks.base import Problem, stop_tokens
 
@@ -56,7 +57,7 @@ class Models:
 
     tokenizer: PreTrainedTokenizerBase
     engine: Engine
-    reference: ReferencePolicy
+    reference: ReferencePolicy | ReferenceProcess
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flows.config import RunConfig
 from flows.searcher.start import ENGINE_SHARE
-from infra.machine import gpu_bytes, has_bfloat16, memory_bytes
+from infra.machine import cpu_threads, gpu_bytes, has_bfloat16, memory_bytes
 from tba.memory import GIB, Machine, Shape, certain, read_shape, searcher_parts, trainer_parts
 from tba.models import model_folder
 from tba.rewards import RewardedTask
@@ -129,7 +129,8 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     machine, num_tokens = this_machine(), largest_pass(config, of_task, response_tokens)
     trainer = ProcessPlan("Trainer", config.train.processes, trainer_parts(shape, config.train, num_tokens, machine))
     cache = _cache(config, shape, machine)
-    of_searcher = searcher_parts(shape, config.search.num_devices, machine, cache)
+    has_cores = cpu_threads(config.searchers + config.train.num_processes) > 1 and not config.synchronous
+    of_searcher = searcher_parts(shape, config.search.num_devices, machine, cache, scores_apart=has_cores)
     searcher = ProcessPlan("Searcher", config.searchers, of_searcher)
     trained = config.train.lora_rank * shape.num_sides if config.train.lora_rank else shape.num_parameters
     of_checkpoint = 16 if config.train.reference_reset_interval else 12  # the reference, after a reset

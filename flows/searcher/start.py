@@ -33,6 +33,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
     from tba.engines import make_engine
     from tba.precision import default_device
     from tba.reference_policy import ReferencePolicy
+    from tba.reference_process import ReferenceProcess
     from tba.searcher import Identity, Models, Searcher
     from tba.tasks import load_task
 
@@ -54,10 +55,11 @@ def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
         arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
         lora_rank=config.train.lora_rank,
     )
+    has_cores = default_device() == "cpu" and samples_ahead(config)
     return Searcher(
         Identity(name, config.seed, code_version()),
         task_,
-        Models(tokenizer, engine, ReferencePolicy(folder)),
+        Models(tokenizer, engine, (ReferenceProcess if has_cores else ReferencePolicy)(folder)),
         config.search,
         max_response_tokens=max_response_tokens,
         temperature=config.train.temperature,

@@ -4,7 +4,7 @@
     PROMPTS=16 SAMPLES=16 LONGEST=1024 MODEL=<folder> make bench-search
 
 SmolLM2-135M-Instruct, rounds of 16 prompts and 4 responses, of 4 to 256 tokens (geometric), a reward of 2 ms each, and
-the reference policy on the second core, or on the GPU. Four sides, in one process and on one engine. `rounds` comes
+the reference policy in a process of its own, or on the GPU. Four sides, in one process and on one engine. `rounds` comes
 once; then the others take turns, because a machine's speed may change within minutes:
 
     bare      vLLM's own queue has all requests from the start
@@ -93,7 +93,9 @@ def make_searcher(engine, folder: Path):
     from transformers import AutoTokenizer
 
     from tba.engine import Sampling
+    from tba.precision import default_device
     from tba.reference_policy import ReferencePolicy
+    from tba.reference_process import ReferenceProcess
     from tba.rewards import RewardedTask
     from tba.searcher import Identity, Models, Searcher
 
@@ -104,10 +106,11 @@ def make_searcher(engine, folder: Path):
             length = min(LONGEST, SHORTEST + int(chance.expovariate(1 / (MEAN - SHORTEST))))
             return Sampling(SAMPLES, 1.0, 1.0, length, []), ""
 
+    reference = (ReferenceProcess if default_device() == "cpu" else ReferencePolicy)(folder)  # as start_searcher does
     return Long(
         Identity("s0", 0, "bench"),
         RewardedTask(Slow()),
-        Models(AutoTokenizer.from_pretrained(folder), engine, ReferencePolicy(folder)),
+        Models(AutoTokenizer.from_pretrained(folder), engine, reference),
         SearchSettings(prompts_per_round=PROMPTS, samples_per_prompt=SAMPLES),
         max_response_tokens=LONGEST,
         temperature=1.0,

@@ -1,6 +1,7 @@
 """A Searcher's share of its machine (flows/searcher/start.py). `start_searcher` itself is tested by whole runs.
 
 - The next rounds are sampled ahead, unless engine and scoring share a core, or the run is synchronous.
+- Where it samples ahead on a CPU, the reference policy has a process of its own.
 - A run's processes on a machine take its GPUs in order, the Trainer the first. Where there are fewer, each has a share
   of the memory. Searchers on other machines take nothing away.
 
@@ -8,6 +9,7 @@ python -m pytest tests/flows/searcher/test_start.py
 """
 
 import os
+import string
 
 import pytest
 import torch
@@ -18,7 +20,11 @@ from flows.searcher.start import place_among_gpus, samples_ahead, searcher_threa
 from infra import machine
 from storage import attempts
 from storage.store import RunStore
-from tba import precision
+from tba import engines, precision
+from tba.engine import WholeBatches
+from tba.reference_policy import ReferencePolicy
+from tba.reference_process import ReferenceProcess
+from tests.character_model import save_character_model
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +66,22 @@ def test_the_next_round_is_sampled_ahead_unless_engine_and_scoring_share_a_core(
     monkeypatch.setattr(precision, "default_device", lambda: device)
     attempts.start_attempt(store, 0, attempts.this_process())
     assert samples_ahead(RunConfig(run=store.run, store=store.url, searchers=searchers)) is ahead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cores", "reference"), [(2, ReferencePolicy), (4, ReferenceProcess)])
+def test_the_reference_policy_has_a_process_where_rounds_are_sampled_ahead(
+    store, tmp_path, monkeypatch, cores, reference
+):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr(precision, "default_device", lambda: "cpu")
+    monkeypatch.setattr(engines, "make_engine", lambda *_, **__: WholeBatches())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = save_character_model(tmp_path / "model", string.printable)
+    attempts.start_attempt(store, 0, attempts.this_process())
+    searcher = start.start_searcher(RunConfig(run=store.run, store=store.url, model=str(model), searchers=1), "s0", 0)
+    assert type(searcher._reference) is reference
+    assert searcher.vocabulary_size >= len(string.printable)
 
 
 def test_a_synchronous_run_samples_no_round_ahead(monkeypatch):
