@@ -3,8 +3,8 @@
     ROUNDS=6 TURNS=3 make bench-search
     PROMPTS=16 SAMPLES=16 LONGEST=1024 MODEL=<folder> make bench-search
 
-SmolLM2-135M-Instruct, rounds of 16 prompts and 4 responses, of 4 to 256 tokens (geometric), a reward of 2 ms each, and
-the reference policy in a process of its own, or on the GPU. Four sides, in one process and on one engine. `rounds` comes
+SmolLM2-135M-Instruct, rounds of 16 prompts and 4 responses, of 4 to 256 tokens (geometric), a reward of 2 ms each. The
+reference policy is in a process of its own, or on the GPU. Four sides, in one process and on one engine. `rounds` comes
 once; then the others take turns, because a machine's speed may change within minutes:
 
     bare      vLLM's own queue has all requests from the start
