@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +22,7 @@ import psutil
 from storage.patience import with_room
 
 CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed wheel: site-packages
+MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - of Linux; names of its temporary folders cannot be foreseen
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h, for mallopt
 
 
@@ -186,19 +187,39 @@ def _installed_version() -> str:
         return "unknown"
 
 
-def temporary_folder(kind: str, run: str) -> tempfile.TemporaryDirectory:
-    """A temporary folder with this process's pid in its name, for removal after a kill (remove_leftovers)."""
-    return tempfile.TemporaryDirectory(prefix=f"tba-{kind}-{run}@{os.getpid()}-")
+def temporary_folder(kind: str, run: str, num_bytes: int | None = None) -> tempfile.TemporaryDirectory:
+    """A temporary folder with this process's pid in its name, for removal after a kill (remove_leftovers).
+
+    num_bytes: of its files. With it the folder is in memory if that has room for four times as much. A disk can take
+    longer to write a checkpoint than a step takes to compute its gradient.
+    """
+    in_memory = num_bytes is not None and 4 * num_bytes <= _free_memory_bytes()
+    return tempfile.TemporaryDirectory(
+        prefix=f"tba-{kind}-{run}@{os.getpid()}-", dir=MEMORY_FOLDER if in_memory else None
+    )
 
 
-def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfile.TemporaryDirectory:
+def _free_memory_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that files of MEMORY_FOLDER may take; 0 if there is no such folder. Within this container's limit."""
+    if not os.access(MEMORY_FOLDER, os.W_OK):
+        return 0
+    free = min(shutil.disk_usage(MEMORY_FOLDER).free, psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # "max", or a system without control groups
+        limit, used = (int((control_group / name).read_text()) for name in ("memory.max", "memory.current"))
+        return min(free, limit - used)
+    return free
+
+
+def filled_folder(
+    kind: str, run: str, fill: Callable[[Path], object], num_bytes: int | None = None
+) -> tempfile.TemporaryDirectory:
     """A temporary folder with the files that `fill` writes to it. If the disk is full, `fill` is repeated (patience_s).
 
-    Raises: StoreFull: the disk was full for all that time.
+    num_bytes: as of `temporary_folder`. Raises: StoreFull: the disk was full for all that time.
     """
 
     def try_once() -> tempfile.TemporaryDirectory:
-        folder = temporary_folder(kind, run)
+        folder = temporary_folder(kind, run, num_bytes)
         try:
             fill(Path(folder.name))
         except Exception:
@@ -211,7 +232,7 @@ def filled_folder(kind: str, run: str, fill: Callable[[Path], object]) -> tempfi
 
 def remove_leftovers(run: str) -> None:
     """Removes temporary folders that killed Trainers of the run left on this machine: a checkpoint is gigabytes."""
-    for folder in Path(tempfile.gettempdir()).glob("tba-*"):
+    for folder in chain(*(place.glob("tba-*") for place in (Path(tempfile.gettempdir()), MEMORY_FOLDER))):
         match = re.fullmatch(rf"tba-(checkpoint|policy|resume)-{re.escape(run)}@(\d+)-\w+", folder.name)
         if match and not psutil.pid_exists(int(match[2])):
             logging.getLogger("tba.learn").info("removing %s, which a killed Trainer left", folder)

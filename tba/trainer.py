@@ -287,6 +287,14 @@ class Trainer:
         }
         return as_in_a_checkpoint(self._policy, copies)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of what `save` writes: float32 weights and moments, and the reference after a reset."""
+        numbers = sum(
+            getattr(p, "ds_numel", p.numel()) for p in self._trained.values()
+        )  # ds_numel: of all ZeRO-3 shards
+        return 4 * numbers * (3 if self._reference is None else 4)
+
     def save(self, folder: Path) -> None:
         """Writes the state to resume from, as safetensors and JSON: weights, optimizer state, step."""
         state = {f"policy.{name}": parameter for name, parameter in self._trained.items()}

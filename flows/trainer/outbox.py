@@ -110,7 +110,8 @@ class StoreOutbox:
             trainer.save(folder)
             save_alarms(folder)
 
-        folder = trainer.beside(partial(filled_folder, "checkpoint", self._store.run, fill))
+        num_bytes = trainer.checkpoint_bytes
+        folder = trainer.beside(partial(filled_folder, "checkpoint", self._store.run, fill, num_bytes))
         before = list(self._pending)
         self._newest_checkpoint = self._later(self._uploader, self._write_checkpoint, step, folder, before)
 

@@ -1,6 +1,7 @@
 """Claims about infra/machine.py. Run: pytest tests/infra/test_machine.py
 
 - a temporary folder on a full disk is waited for, whichever library found it full; nothing half-written stays
+- a folder for files of a known size is in memory if that has room for four times as much, also by a container's limit
 - the wait ends with an error that names folder, cause and remedy; another error is raised at once
 - a process that keeps freed memory takes the same pages again
 - living processes of a group have places of their own, the lowest free one each; a killed process's place is free again
@@ -18,6 +19,7 @@ import sys
 import threading
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +48,34 @@ def test_a_full_temporary_folder_is_waited_for(small_disk, monkeypatch, caplog, 
     with pytest.raises(StoreFull, match=rf"cannot write a policy of run run to {small_disk}: no room is left.*TMPDIR"):
         machine.filled_folder("policy", "run", WRITES[write])
     assert list(small_disk.iterdir()) == [ballast]
+
+
+def test_a_folder_of_a_known_size_is_in_memory_if_there_is_room(tmp_path, monkeypatch):
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    monkeypatch.setattr(machine, "MEMORY_FOLDER", memory)
+    monkeypatch.setattr("tempfile.tempdir", str(disk))
+    disk.mkdir()
+
+    def place(num_bytes: int | None) -> Path:
+        with machine.filled_folder("checkpoint", "run", WRITES["bytes"], num_bytes) as folder:
+            return Path(folder).parent
+
+    assert place(1000) == disk  # no system without such a folder is refused
+    memory.mkdir()
+    assert (place(None), place(1000)) == (disk, memory)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=3999))
+    assert place(1000) == disk
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=4000))
+    assert place(1000) == memory
+
+
+@pytest.mark.parametrize(("limit", "free"), [("5000", 1000), ("max", 9000), ("20000", 9000)])
+def test_free_memory_is_within_a_containers_limit(tmp_path, monkeypatch, limit, free):
+    monkeypatch.setattr(machine, "MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=9000))
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    assert machine._free_memory_bytes(tmp_path) == free
 
 
 @pytest.mark.parametrize("error", [ValueError("no such tensor"), OSError(errno.EACCES, "denied"), KeyError("x")])

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from flows.trainer.meeting import Meeting
 from flows.trainer.ranks import trainer_of
 from storage.store import RunStore
@@ -45,6 +47,8 @@ def run(model: str, settings: dict, save: str, load: list[str], meeting: list[st
         curves = [list(_steps(trainer, HALF))]
         Path(save).mkdir()
         trainer.save(Path(save))
+        kept = load_file(Path(save) / "trainer.safetensors")
+        assert trainer.checkpoint_bytes == sum(t.nbytes for name, t in kept.items() if not name.startswith("step."))
         curves[0] += _steps(trainer, len(PROMPTS))
         for checkpoint in load:
             trainer.load(Path(checkpoint))

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
@@ -117,6 +118,16 @@ def test_after_a_reset_the_policy_is_the_reference(model_folder, tmp_path):
     for _ in range(2):
         resumed.train_step(DRAWS)
     assert_same_weights(resumed, trainer, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reference_reset_interval": 1}], ids=["usual", "after a reset"])
+def test_a_checkpoint_has_the_size_that_is_told(model_folder, tmp_path, settings):
+    trainer = make_trainer(model_folder, **settings)
+    trainer.train_step(DRAWS)
+    trainer.save(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "trainer.safetensors")
+    found = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("step."))
+    assert trainer.checkpoint_bytes == found
 
 
 def test_a_reset_reference_is_kept_through_a_later_checkpoint(model_folder, tmp_path):

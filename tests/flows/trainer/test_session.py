@@ -211,7 +211,8 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda *_: written.extend(store.list("metrics/training")))
     metrics = {k: v for k, v in make_training_step(1, 1).items() if k not in ("attempt", "step")}
     outbox.record(1, Batch([], {}, make_batch([0])), metrics)
-    trainer = SimpleNamespace(save=lambda folder: (folder / "state.json").touch(), beside=lambda read: done(read()))
+    save = lambda folder: (folder / "state.json").touch()  # noqa: E731
+    trainer = SimpleNamespace(save=save, beside=lambda read: done(read()), checkpoint_bytes=1000)
     outbox.checkpoint(1, trainer)  # returns: training goes on
     time.sleep(0.3)
     assert written == []
@@ -277,7 +278,12 @@ def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch)
         for kind in ("checkpoint", "policy", "resume"):
             (tmp_path / f"tba-{kind}-{run}@{pid}-abc").mkdir()
     (tmp_path / "tba-words-mine").mkdir()
+    monkeypatch.setattr(machine, "MEMORY_FOLDER", tmp_path / "memory")
+    in_memory = machine.MEMORY_FOLDER / f"tba-checkpoint-mine@{ended.pid}-abc"
+    in_memory.mkdir(parents=True)
     machine.remove_leftovers("mine")
+    assert not in_memory.exists()
+    in_memory.parent.rmdir()
     gone = {tmp_path / f"tba-{kind}-mine@{ended.pid}-abc" for kind in ("checkpoint", "policy", "resume")}
     assert len(list(tmp_path.iterdir())) == 10 and not gone & set(tmp_path.iterdir())
     with machine.temporary_folder("checkpoint", "mine") as folder:
