@@ -157,16 +157,27 @@ class RunConfig(Settings):
             ) from error
         return self
 
-    def on_devices(self, processes: int, zero_stage: int, machines: int = 1) -> "RunConfig":
-        """The same configuration with these device settings, which `recorded` leaves out."""
-        devices = {"processes": processes, "zero_stage": zero_stage, "machines": machines}
-        train = self.train.model_copy(update=devices)
-        return self.model_copy(update={"train": train})
+    @property
+    def devices(self) -> dict:
+        """The Trainer's devices and its use of their memory, by name: settings that a resume may change."""
+        return {name: getattr(self.train, name) for name in DEVICES + MEMORY}
+
+    def on_devices(self, devices: dict) -> "RunConfig":
+        """The same configuration with these `devices`."""
+        return self.model_copy(update={"train": self.train.model_copy(update=devices)})
 
     def recorded(self) -> dict:
         """The content of run.json: all settings except store and devices, which may differ when a run is resumed."""
-        return self.model_dump(mode="json", exclude={"store": True, "train": {"processes", "zero_stage", "machines"}})
+        return self.model_dump(mode="json", exclude={"store": True, "train": set(DEVICES)})
 
+    def read_recorded(self, run_json: bytes) -> dict:
+        """As the function `read_recorded`, with this configuration's use of memory: a resume may change it."""
+        return _overlaid(read_recorded(run_json), {"train": {name: getattr(self.train, name) for name in MEMORY}})
+
+
+# Settings of `train` that change no result. A resume may change them, for other devices or for lack of memory.
+DEVICES = ("processes", "zero_stage", "machines")
+MEMORY = ("micro_batch_tokens", "gradient_checkpointing")
 
 # Of a run.json of an older version: settings that are no more, and what was done before there was the setting, where
 # the default is something else.

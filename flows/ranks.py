@@ -13,8 +13,8 @@ from storage.store import RunStore
 
 
 @flow(name="ranks")
-def ranks(store: StoreUrl, run: str, attempt: int, key: str, processes: int, zero_stage: int) -> None:
-    """Joins this machine to an attempt of the run's Trainer. `key`: see storage/machines.py.
+def ranks(store: StoreUrl, run: str, attempt: int, key: str, devices: dict) -> None:
+    """Joins this machine to an attempt of the run's Trainer. key: see storage/machines.py; devices: of RunConfig.
 
     Raises: RuntimeError: one of its processes failed.
     """
@@ -22,8 +22,8 @@ def ranks(store: StoreUrl, run: str, attempt: int, key: str, processes: int, zer
     from tba.models import model_folder
 
     run_store = RunStore(store, run)
-    config = load_run(run_store).on_devices(processes, zero_stage)
-    os.environ["OMP_NUM_THREADS"] = str(cpu_threads(processes))  # for the processes started here
+    config = load_run(run_store).on_devices(devices)
+    os.environ["OMP_NUM_THREADS"] = str(cpu_threads(config.train.processes))  # for the processes started here
     folder = model_folder(config.model)
     if not follow(run_store, config, folder, attempt, key):
         get_run_logger().info("attempt %d has ended, or began without this machine", attempt)

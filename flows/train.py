@@ -1,6 +1,7 @@
 """tba/train: starts or resumes a run, watches its Trainer and Searchers, and ends it."""
 
 import contextlib
+import json
 import os
 import secrets
 import subprocess
@@ -18,7 +19,7 @@ from prefect.exceptions import ObjectNotFound, Pause, PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from flows.config import RunConfig, continued, read_recorded
+from flows.config import RunConfig, continued
 from flows.reuse.warm_start import take_over_task
 from flows.run import takeover
 from flows.run.prefect_page import Page
@@ -137,7 +138,7 @@ def prepare(config: RunConfig, is_takeover: bool = False) -> RunStore:
     for warning in check_inputs(config):
         get_run_logger().warning(warning)
     check_memory(config)  # the Trainer runs on this machine
-    store.create_run(config.recorded(), read_recorded)
+    store.create_run(config.recorded(), config.read_recorded)
     requests.take_back_stop(store)  # the request was for an earlier attempt
     return store
 
@@ -169,13 +170,11 @@ def train_policy(config: RunConfig, began: threading.Event, lost: threading.Even
 
 def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event) -> None:
     """Runs one Trainer's process. As train_policy. Raises: RuntimeError: it failed."""
-    store, run, train = config.store, config.run, config.train
-    devices = train.processes, train.zero_stage, train.machines
-    run_store, attempt = RunStore(store, run), None
+    store, run, run_store, attempt = config.store, config.run, RunStore(config.store, config.run), None
     began.clear()  # each Trainer begins an attempt of its own
     os.environ[KEY_VARIABLE] = key = secrets.token_hex(16)
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), *map(str, devices)]
+        [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), json.dumps(config.devices)]
     )
     try:
         while process.poll() is None and not over.wait(POLL_S):
@@ -188,7 +187,7 @@ def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event
                 began.clear()
     finally:
         status = end(process)
-        if train.machines > 1 and attempt is not None:
+        if config.train.machines > 1 and attempt is not None:
             tell_prefect(end_machines, config, attempt)
     if over.is_set():
         return

@@ -296,10 +296,15 @@ class TrainSettings(Settings):
     gradient_clip: float = Field(
         1.0, gt=0, description="Largest norm of the gradient; a larger gradient is scaled down to it."
     )
-    micro_batch_tokens: int = Field(4096, ge=1, description="Largest number of tokens in a forward pass.")
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="Largest number of tokens in a forward pass; may change at a resume."
+    )
     gradient_checkpointing: Literal["none", "cheap", "layers"] = Field(
         "none",
-        description="Activations computed again: none; cheap: all but matrix products and attention; layers: all.",
+        description=(
+            "Activations computed again: none; cheap: all but matrix products and attention; layers: all. May change "
+            "at a resume."
+        ),
     )
     lora_rank: int | None = Field(
         None, ge=1, description="Rank of the low-rank adapters that are trained; None: all weights are trained."

@@ -3,7 +3,7 @@
 import contextlib
 from importlib.util import find_spec
 
-from flows.config import RunConfig, read_recorded
+from flows.config import RunConfig
 from flows.reuse.warm_start import check_sources
 from flows.run.memory import Lengths, lengths, longest, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
@@ -23,7 +23,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     Raises: ValueError, storage.errors.StoreError: the run cannot work; the message names the fault and the remedy."""
     store = RunStore(config.store, config.run)
     warnings = [warning] if (warning := store.check_writable()) else []
-    store.check_config(config.recorded(), read_recorded)
+    store.check_config(config.recorded(), config.read_recorded)
     is_new = not store.exists("run.json")  # an older run goes on as it is
     if is_new:
         check_effects(config)

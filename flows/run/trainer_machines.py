@@ -13,9 +13,8 @@ def start_machines(config: RunConfig, attempt: int, key: str) -> None:
 
     Raises: httpx.HTTPError; prefect.exceptions.ObjectNotFound: ranks/machine is not deployed.
     """
-    train = config.train
-    given = {"attempt": attempt, "key": key, "processes": train.processes, "zero_stage": train.zero_stage}
-    for number in range(1, train.machines):
+    given = {"attempt": attempt, "key": key, "devices": config.devices}
+    for number in range(1, config.train.machines):
         run_deployment(
             "ranks/machine",
             parameters={"store": config.store, "run": config.run} | given,

@@ -32,16 +32,17 @@ TAKEOVER_WATCH_S = 10.0
 log = logging.getLogger("tba.learn")
 
 
-def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage: int = 2, machines: int = 1) -> None:
+def learn(store_url: str, run: str, parent: int, devices: dict | None = None) -> None:
     """Trains the run to its end or until SIGTERM, from its newest checkpoint if it has one.
 
+    devices: of the RunConfig; None: one, and its memory is used as the run recorded.
     If the run has its final policy (it was killed before the last evaluation), this does nothing.
 
     Raises: AlreadyTraining: another Trainer trains the run; nothing was written. Superseded: another took over.
     RuntimeError: the run had a checkpoint, and none is whole now; nothing was written.
     """
     store = RunStore(store_url, run)
-    config = load_run(store).on_devices(processes, zero_stage, machines)
+    config = load_run(store).on_devices(devices or {})
     # It imports torch, which takes some seconds; meanwhile another machine's Trainer is watched.
     threading.Thread(target=importlib.import_module, args=["flows.trainer.session"]).start()
     previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)
@@ -58,7 +59,7 @@ def learn(store_url: str, run: str, parent: int, processes: int = 1, zero_stage:
         attempts.this_process(),
         previous=previous,
         checkpoint=checkpoint.path,
-        processes=processes,
+        processes=config.train.processes,
     )
     heart = Heartbeat(store, config, attempt, parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # the flow stops training by SIGTERM; Ctrl-C reaches every process
@@ -110,13 +111,13 @@ def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies
         )
 
 
-def main(store: str, run: str, parent: str, *devices: str) -> int:
+def main(store: str, run: str, parent: str, devices: str = "{}") -> int:
     """Exit status: ALREADY_TRAINING if the run has another Trainer; other errors are raised."""
     log_printable(logging.INFO, "%(asctime)s %(levelname)s %(message)s", ("",))
     for library in ("botocore", "huggingface_hub"):  # a line for each connection, and for each policy
         logging.getLogger(library).setLevel(logging.WARNING)
     try:
-        learn(store, run, int(parent), *map(int, devices))
+        learn(store, run, int(parent), json.loads(devices))
     except AlreadyTraining as error:
         log.error(error)
         return ALREADY_TRAINING

@@ -30,8 +30,8 @@ def test_a_preset_is_a_configuration(name, tmp_path):
     assert config.run == name
     assert tba.validate_parameters({"config": PRESETS[name]})["config"].run == name  # as Prefect does
     # what run.json keeps gives the same configuration again, but for the devices
-    kept, train = RunConfig.model_validate(config.recorded() | {"store": config.store}), config.train
-    assert kept.on_devices(train.processes, train.zero_stage, train.machines) == config
+    kept = RunConfig.model_validate(config.recorded() | {"store": config.store})
+    assert kept.on_devices(config.devices) == config
 
 
 def test_the_papers_settings_are_the_papers():

@@ -229,6 +229,17 @@ def test_a_run_of_another_configuration_says_what_differs(tmp_path, tokenizer_on
     assert json.loads((tmp_path / "store" / "checked" / "run.json").read_text()) == first.recorded()
 
 
+def test_a_resume_may_use_less_memory(tmp_path, tokenizer_only):
+    first = config(tmp_path)
+    store = prepare(first)
+    less = config(tmp_path, train={"micro_batch_tokens": 1024, "gradient_checkpointing": "layers"})
+    check_inputs(less)
+    prepare(less)
+    assert json.loads(store.get("run.json")) == first.recorded()
+    for changed in (less, config(tmp_path, train={"processes": 2, "zero_stage": 3})):
+        assert load_run(store).on_devices(changed.devices) == changed
+
+
 def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(tmp_path, tokenizer_only):
     first = config(tmp_path)
     store, recorded = RunStore(first.store, first.run), first.recorded()

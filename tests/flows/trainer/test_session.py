@@ -28,7 +28,7 @@ import pytest
 
 from flows.config import RunConfig
 from flows.trainer import session
-from flows.trainer.__main__ import learn
+from flows.trainer.__main__ import learn, main
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience, make_draws
 from infra import machine
@@ -243,6 +243,20 @@ def test_a_run_that_has_its_final_policy_is_not_trained_again(tmp_path):
     before = list(store.list(""))
     learn(store.url, "ended", os.getppid())
     assert list(store.list("")) == before
+
+
+@pytest.mark.parametrize(("devices", "tokens"), [([], 512), (['{"micro_batch_tokens": 64}'], 64)])
+def test_a_trainer_uses_memory_as_it_is_told(store, monkeypatch, devices, tokens):
+    store.create_run(RunConfig(run=store.run, train={"micro_batch_tokens": 512}).recorded())
+    used = []
+
+    def train_run(_, config, *others) -> str:
+        used.append(config.train.micro_batch_tokens)
+        return "stopped"
+
+    monkeypatch.setattr(session, "train_run", train_run)
+    assert main(store.url, store.run, str(os.getppid()), *devices) == 0
+    assert used == [tokens]
 
 
 def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, monkeypatch):
