@@ -33,7 +33,7 @@ differences. Three settings are not kept, because they depend on the machine: `t
 | `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of your own Prefect server |
 | `TBA_NO_WORKER` | set: `tba up` and `tba train` start no worker ([operating.md](operating.md)) |
 | `VLLM_CPU_KVCACHE_SPACE` | the engine's cache of keys and values on a CPU, in GiB; default: 1 |
-| `TMPDIR` | folder on a disk: policies on their way, checkpoints if `/dev/shm` is small; four times the stored tokens |
+| `TMPDIR` | folder on a disk: policies, and checkpoints unless `/dev/shm` has room; the buffer's tokens |
 | `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
 
 Rules between settings; `tba train` refuses a run that breaks one, and names it:

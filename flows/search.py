@@ -50,7 +50,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
     config = load_run(run_store)
     with held_name(run_store, name) as held, contextlib.closing(TrainerWatch(run_store, config, get_run_logger())):
         first = number = restore_head(run_store, name)
-        searcher = start_searcher_task(config, name, first)
+        searcher = start_searcher_task(config, name, first, begins_ahead=True)
         feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
         budget, reports = EvaluationBudget(config.evaluate_share), RoundReports(run_store, config.searchers)
         sample, ahead = partial(searcher.sample, while_waiting=feed.poll), samples_ahead(config)

@@ -10,11 +10,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from itertools import chain, count
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO
 
 import psutil
@@ -190,8 +190,8 @@ def _installed_version() -> str:
 def temporary_folder(kind: str, run: str, num_bytes: int | None = None) -> tempfile.TemporaryDirectory:
     """A temporary folder with this process's pid in its name, for removal after a kill (remove_leftovers).
 
-    num_bytes: of its files. With it the folder is in memory if that has room for four times as much. A disk can take
-    longer to write a checkpoint than a step takes to compute its gradient.
+    num_bytes: of its files. With it the folder is in memory if that has room for four times as much. A step waits until
+    a checkpoint is written, and a disk may take longer than its gradient.
     """
     in_memory = num_bytes is not None and 4 * num_bytes <= _free_memory_bytes()
     return tempfile.TemporaryDirectory(
@@ -199,15 +199,40 @@ def temporary_folder(kind: str, run: str, num_bytes: int | None = None) -> tempf
     )
 
 
-def _free_memory_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that files of MEMORY_FOLDER may take; 0 if there is no such folder. Within this container's limit."""
+def _free_memory_bytes() -> int:
+    """Memory that files of MEMORY_FOLDER may take; 0 if there is no such folder. Within this process's limits."""
     if not os.access(MEMORY_FOLDER, os.W_OK):
         return 0
     free = min(shutil.disk_usage(MEMORY_FOLDER).free, psutil.virtual_memory().available)
-    with suppress(OSError, ValueError):  # "max", or a system without control groups
-        limit, used = (int((control_group / name).read_text()) for name in ("memory.max", "memory.current"))
-        return min(free, limit - used)
-    return free
+    return min([free, *_free_in_control_groups()])
+
+
+# By the version of control groups: folder, files of the limit and of the use, line of memory.stat for files that were
+# read and can be read again, which the use has in it.
+_MEMORY_GROUPS = {
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+def _free_in_control_groups(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """The memory that each control group with a limit leaves: this process's own, and those around it."""
+    with suppress(OSError):  # a system without control groups
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            folder, *files = _MEMORY_GROUPS[1 if controllers else 2]
+            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+                yield from _free_in_group(root / folder / group.relative_to("/"), *files)
+
+
+def _free_in_group(group: Path, limit: str, used: str, read_again: str) -> Iterator[int]:
+    with suppress(OSError, ValueError, KeyError):  # no limit ("max"), or not seen from a container
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        yield int((group / limit).read_text()) - int((group / used).read_text()) + int(stat[read_again])
 
 
 def filled_folder(
@@ -231,9 +256,17 @@ def filled_folder(
 
 
 def remove_leftovers(run: str) -> None:
-    """Removes temporary folders that killed Trainers of the run left on this machine: a checkpoint is gigabytes."""
-    for folder in chain(*(place.glob("tba-*") for place in (Path(tempfile.gettempdir()), MEMORY_FOLDER))):
-        match = re.fullmatch(rf"tba-(checkpoint|policy|resume)-{re.escape(run)}@(\d+)-\w+", folder.name)
-        if match and not psutil.pid_exists(int(match[2])):
-            logging.getLogger("tba.learn").info("removing %s, which a killed Trainer left", folder)
-            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+    """Removes temporary folders that killed Trainers of the run left on this machine: a checkpoint is gigabytes.
+
+    In memory also those of other runs, after a day: such a run may never be resumed here.
+    """
+    places = Path(tempfile.gettempdir()), MEMORY_FOLDER
+    for folder in chain(*(place.glob("tba-*") for place in places)):
+        match = re.fullmatch(r"tba-(checkpoint|policy|resume)-(.+)@(\d+)-\w+", folder.name)
+        if match is None or psutil.pid_exists(int(match[3])):
+            continue
+        with suppress(OSError):  # removed meanwhile
+            is_old = folder.parent == MEMORY_FOLDER and time.time() - folder.stat().st_mtime > 24 * 3600
+            if match[2] == run or is_old:
+                logging.getLogger("tba.learn").info("removing %s, which a killed Trainer left", folder)
+                shutil.rmtree(folder, ignore_errors=True)  # another user's stays

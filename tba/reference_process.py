@@ -1,74 +1,90 @@
-"""The reference policy in a process of its own, which takes less time from an engine than a thread beside it does.
+"""The reference policy in a process of its own, so that an engine and scoring do not share an interpreter.
 
 Before: tba/searcher.py asks for log-probabilities; after: tba/reference_policy.py computes them in that process.
 """
 
-import os
+import contextlib
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:  # importing it takes torch's seconds
-    from tba.reference_policy import ReferencePolicy
-
-Result = TypeVar("Result")
-
-_reference: "ReferencePolicy"  # in that process
 
 
 class ReferenceProcess:
     """A ReferencePolicy in another process. That process starts on the first use, and ends with this one."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = folder
-        self._process: ProcessPoolExecutor | None = None
+    def __init__(self, folder: str | Path, prepare: Callable[[], object] | None = None) -> None:
+        """`prepare`: a function of a module; that process calls it first."""
+        self._folder, self._prepare = folder, prepare
+        self._running: tuple[BaseProcess, Connection] | None = None
+        self._lock = threading.Lock()
 
     @property
     def vocabulary_size(self) -> int:
         """As of ReferencePolicy. Raises: RuntimeError: the process ended; the next use starts another."""
-        return self._call(_vocabulary_size)
+        return self._ask(None)
 
     def logprobs(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], temperature: float
     ) -> list[list[float]]:
         """As of ReferencePolicy. Raises: RuntimeError: the process ended; the next use starts another."""
-        return self._call(_logprobs, prompts, responses, temperature)
+        return self._ask((prompts, responses, temperature))
 
-    def _call(self, function: Callable[..., Result], *arguments) -> Result:
-        if self._process is None:
-            self._process = ProcessPoolExecutor(1, get_context("spawn"), _begin, (self._folder,))
-        try:
-            return self._process.submit(function, *arguments).result()
-        except BrokenProcessPool as error:
-            self._process = None
-            raise RuntimeError(
-                "the process of the reference policy ended: it was killed, perhaps for lack of memory, or failed to "
-                "start; the next round starts another"
-            ) from error
+    def _ask(self, asked: tuple | None):
+        """asked: arguments of `logprobs`; None: for the vocabulary's size."""
+        with self._lock:
+            try:
+                _, pipe = self._running = self._running or self._start()
+                pipe.send(asked)
+                found, fault = pipe.recv()
+            except (EOFError, OSError) as error:
+                self._end()
+                raise RuntimeError(
+                    "the process of the reference policy ended: it was killed, perhaps for lack of memory, or failed "
+                    "to start; the next try starts another"
+                ) from error
+            except BaseException:  # an interrupt: the next call would take this one's answer for its own
+                self._end()
+                raise
+        if fault is not None:
+            raise fault
+        return found
+
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        ours, theirs = get_context("spawn").Pipe()
+        arguments = (theirs, self._folder, self._prepare)
+        process = get_context("spawn").Process(target=_serve, args=arguments, name="reference", daemon=True)
+        process.start()
+        theirs.close()  # the process alone has it, so its end is seen
+        return process, ours
+
+    def _end(self) -> None:
+        if self._running:
+            process, pipe = self._running
+            self._running = None
+            pipe.close()
+            process.kill()
+            process.join()
 
 
-def _begin(folder: str | Path) -> None:
+def _serve(pipe: Connection, folder: str | Path, prepare: Callable[[], object] | None) -> None:
+    """Answers until the other end of the pipe is closed, which a killed process closes, too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches both, and the other one ends this one
+    if prepare:
+        prepare()
     from tba.reference_policy import ReferencePolicy
 
-    global _reference
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it comes to both; the Searcher ends this process
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _reference = ReferencePolicy(folder)
-
-
-def _end_with_parent() -> None:
-    connection.wait([parent_process().sentinel])
-    os._exit(1)
-
-
-def _vocabulary_size() -> int:
-    return _reference.vocabulary_size
-
-
-def _logprobs(*arguments) -> list[list[float]]:
-    return _reference.logprobs(*arguments)
+    reference = ReferencePolicy(folder)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            asked = pipe.recv()
+            try:
+                answer = reference.vocabulary_size if asked is None else reference.logprobs(*asked), None
+            except Exception as error:
+                error.add_note("".join(traceback.format_exception(error)))
+                answer = None, error
+            pipe.send(answer)

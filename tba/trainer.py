@@ -290,9 +290,8 @@ class Trainer:
     @property
     def checkpoint_bytes(self) -> int:
         """Of what `save` writes: float32 weights and moments, and the reference after a reset."""
-        numbers = sum(
-            getattr(p, "ds_numel", p.numel()) for p in self._trained.values()
-        )  # ds_numel: of all ZeRO-3 shards
+        # ds_numel: of a tensor whose shards ZeRO-3 spreads over processes
+        numbers = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self._trained.values())
         return 4 * numbers * (3 if self._reference is None else 4)
 
     def save(self, folder: Path) -> None:

@@ -129,7 +129,7 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     machine, num_tokens = this_machine(), largest_pass(config, of_task, response_tokens)
     trainer = ProcessPlan("Trainer", config.train.processes, trainer_parts(shape, config.train, num_tokens, machine))
     cache = _cache(config, shape, machine)
-    has_cores = cpu_threads(config.searchers + config.train.num_processes) > 1 and not config.synchronous
+    has_cores = cpu_threads(config.searchers + config.train.processes) > 1 and not config.synchronous
     of_searcher = searcher_parts(shape, config.search.num_devices, machine, cache, scores_apart=has_cores)
     searcher = ProcessPlan("Searcher", config.searchers, of_searcher)
     trained = config.train.lora_rank * shape.num_sides if config.train.lora_rank else shape.num_parameters

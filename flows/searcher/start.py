@@ -21,8 +21,11 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 ENGINE_SHARE = 0.6
 
 
-def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
-    """Loads task, engine and reference policy, which takes seconds to minutes."""
+def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahead: bool = False) -> "Searcher":
+    """Loads task, engine and reference policy, which takes seconds to minutes.
+
+    begins_ahead: the caller samples rounds ahead if `samples_ahead`, so on a CPU the reference policy scores beside it.
+    """
     num_devices = config.search.num_devices
     threads = max(1, searcher_threads(config) // num_devices)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
@@ -55,11 +58,13 @@ def start_searcher(config: RunConfig, name: str, next_round: int) -> "Searcher":
         arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
         lora_rank=config.train.lora_rank,
     )
-    has_cores = default_device() == "cpu" and samples_ahead(config)
+    reference = ReferencePolicy(folder)  # loads on the first use
+    if begins_ahead and default_device() == "cpu" and samples_ahead(config):
+        reference = ReferenceProcess(folder, prepare=keep_freed_memory)
     return Searcher(
         Identity(name, config.seed, code_version()),
         task_,
-        Models(tokenizer, engine, (ReferenceProcess if has_cores else ReferencePolicy)(folder)),
+        Models(tokenizer, engine, reference),
         config.search,
         max_response_tokens=max_response_tokens,
         temperature=config.train.temperature,

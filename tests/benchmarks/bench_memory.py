@@ -57,7 +57,8 @@ class Peaks:
                     self.of_trainer = max(self.of_trainer, peak_bytes(trainer))
                     flow = trainer.parent()
                     others = [each for each in flow.parent().children(recursive=True) if each not in (trainer, flow)]
-                    self.of_searcher = max([self.of_searcher, *map(peak_bytes, others)])
+                    with_children = [sum(map(peak_bytes, (each, *each.children()))) for each in others]
+                    self.of_searcher = max([self.of_searcher, *with_children])
 
     def _trainers(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter(["cmdline"]):

@@ -35,6 +35,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from flows.compare.results import confidence_interval
+from infra.machine import keep_freed_memory
 from tba.config import SearchSettings
 from tba.models import embedded_model
 from tba.searcher import AHEAD, SampledRound
@@ -106,7 +107,9 @@ def make_searcher(engine, folder: Path):
             length = min(LONGEST, SHORTEST + int(chance.expovariate(1 / (MEAN - SHORTEST))))
             return Sampling(SAMPLES, 1.0, 1.0, length, []), ""
 
-    reference = (ReferenceProcess if default_device() == "cpu" else ReferencePolicy)(folder)  # as start_searcher does
+    reference = ReferencePolicy(folder)
+    if default_device() == "cpu":  # as start_searcher
+        reference = ReferenceProcess(folder, prepare=keep_freed_memory)
     return Long(
         Identity("s0", 0, "bench"),
         RewardedTask(Slow()),

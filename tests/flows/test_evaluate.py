@@ -252,7 +252,7 @@ def test_training_evaluates_as_its_share_allows_and_keeps_the_best(tmp_path, mon
         return True
 
     searcher = Searcher({0: 0.25, 4: 0.75})
-    monkeypatch.setattr(search, "start_searcher_task", lambda *_: searcher)
+    monkeypatch.setattr(search, "start_searcher_task", lambda *_, **__: searcher)
     monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
     monkeypatch.setattr(search, "finish_round", round_)
     monkeypatch.setattr(search, "evaluate_task", search.evaluate)

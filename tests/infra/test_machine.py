@@ -69,13 +69,26 @@ def test_a_folder_of_a_known_size_is_in_memory_if_there_is_room(tmp_path, monkey
     assert place(1000) == memory
 
 
-@pytest.mark.parametrize(("limit", "free"), [("5000", 1000), ("max", 9000), ("20000", 9000)])
-def test_free_memory_is_within_a_containers_limit(tmp_path, monkeypatch, limit, free):
-    monkeypatch.setattr(machine, "MEMORY_FOLDER", tmp_path)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=9000))
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("4000\n")
-    assert machine._free_memory_bytes(tmp_path) == free
+# Of each version of control groups: line of /proc/self/cgroup, folder, files of limit and use, line of memory.stat
+GROUPS = {
+    "v2": ("0::", "", "memory.max", "memory.current", "inactive_file"),
+    "v1": ("7:cpu,memory:", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+@pytest.mark.parametrize("version", GROUPS)
+@pytest.mark.parametrize(("of_job", "of_step", "free"), [("9000", "max", [5500]), ("9000", "6000", [2500, 5500])])
+def test_free_memory_is_within_the_limits_of_all_groups_around_a_process(tmp_path, version, of_job, of_step, free):
+    line, folder, limit, used, read_again = GROUPS[version]
+    (tmp_path / "cgroup").write_text(f"9:pids:/job\n{line}/job/step\n")
+    for group, of_group in (("job", of_job), ("job/step", of_step)):
+        place = tmp_path / folder / group
+        place.mkdir(parents=True, exist_ok=True)
+        (place / limit).write_text(f"{of_group}\n")
+        (place / used).write_text("4000\n")
+        (place / "memory.stat").write_text(f"anon 3000\n{read_again} 500\n")
+    assert list(machine._free_in_control_groups(tmp_path / "cgroup", tmp_path)) == free
+    assert list(machine._free_in_control_groups(tmp_path / "none", tmp_path)) == []
 
 
 @pytest.mark.parametrize("error", [ValueError("no such tensor"), OSError(errno.EACCES, "denied"), KeyError("x")])

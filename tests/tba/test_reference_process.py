@@ -2,6 +2,7 @@
 
 - It gives the vocabulary and the log-probabilities of a ReferencePolicy in this process, and its errors.
 - Killed, it fails the call at hand; the next call starts another.
+- A call that is interrupted leaves no answer for the next one.
 - It ends with the process that started it, also if that one is killed.
 
 python -m pytest tests/tba/test_reference_process.py
@@ -29,8 +30,33 @@ def folder(tmp_path_factory):
 
 
 def child_of(process: psutil.Process) -> psutil.Process:
-    """The one with the reference policy; the other one is multiprocessing's resource tracker."""
-    return next(child for child in process.children() if "spawn_main" in " ".join(child.cmdline()))
+    """With the reference policy. Another child is multiprocessing's resource tracker."""
+    living = [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
+    return next(child for child in living if "spawn_main" in " ".join(child.cmdline()))
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def interrupt(*_) -> None:
+    raise Interrupt
+
+
+@pytest.mark.slow
+def test_an_interrupted_call_leaves_no_answer_for_the_next(folder):
+    here, apart = ReferencePolicy(folder), ReferenceProcess(folder)
+    assert apart.vocabulary_size == here.vocabulary_size  # it has started
+    first = child_of(psutil.Process())
+    first.suspend()  # in the middle of an answer, as it were
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(Interrupt):
+        apart.logprobs(PROMPTS, RESPONSES, 0.7)
+    signal.signal(signal.SIGALRM, before)
+    assert not first.is_running() or first.status() == psutil.STATUS_ZOMBIE
+    expected = [pytest.approx(of) for of in here.logprobs(RESPONSES, PROMPTS, 0.7)]
+    assert apart.logprobs(RESPONSES, PROMPTS, 0.7) == expected
 
 
 @pytest.mark.slow
@@ -42,7 +68,7 @@ def test_it_scores_as_in_this_process_and_starts_again_when_killed(folder):
     with pytest.raises(ValueError, match="zip"):
         apart.logprobs(PROMPTS, RESPONSES[:1], 0.7)
     child_of(psutil.Process()).kill()
-    with pytest.raises(RuntimeError, match=r"process of the reference policy ended.* next round starts another"):
+    with pytest.raises(RuntimeError, match=r"process of the reference policy ended.* next try starts another"):
         apart.logprobs(PROMPTS, RESPONSES, 0.7)
     assert apart.logprobs(PROMPTS, RESPONSES, 0.7) == expected
 

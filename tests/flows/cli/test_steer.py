@@ -299,7 +299,7 @@ def test_who_is_to_leave_finishes_the_rounds_that_are_sampled(store, monkeypatch
         rounds.append(number)
 
     served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
-    monkeypatch.setattr(search, "start_searcher_task", lambda *_: searcher)
+    monkeypatch.setattr(search, "start_searcher_task", lambda *_, **__: searcher)
     searcher = SimpleNamespace(drop_rounds=lambda: None, sample=sample, has_sampled=lambda number: number <= 5)
     feed = SimpleNamespace(next=lambda: served, poll=None, is_new=False)
     monkeypatch.setattr(search, "PolicyFeed", lambda *_, **__: feed)

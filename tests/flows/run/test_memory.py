@@ -184,6 +184,14 @@ def test_the_engines_cache_is_as_vllm_reads_it(monkeypatch):
     assert found == [GIB, 2 * GIB, GIB // 2, GIB]
 
 
+@pytest.mark.parametrize(("cores", "synchronous", "apart"), [(2, False, False), (4, False, True), (4, True, False)])
+def test_the_reference_policys_own_process_counts(monkeypatch, cores, synchronous, apart):
+    monkeypatch.setattr(memory, "this_machine", lambda: CPU)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
+    searcher = plan_of(RunConfig(searchers=1, synchronous=synchronous), SEVEN_B, Lengths(2, 0, 2)).processes[1]
+    assert ("process of the reference policy" in searcher.parts) == apart
+
+
 def test_only_a_trainer_that_cannot_fit_is_refused(monkeypatch):
     small = Machine(is_gpu=False, has_bfloat16=False, num_bytes=5 * GIB // 2)  # less than the engine and a pass need
     monkeypatch.setattr(memory, "this_machine", lambda: small)

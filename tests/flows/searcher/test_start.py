@@ -79,7 +79,9 @@ def test_the_reference_policy_has_a_process_where_rounds_are_sampled_ahead(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = save_character_model(tmp_path / "model", string.printable)
     attempts.start_attempt(store, 0, attempts.this_process())
-    searcher = start.start_searcher(RunConfig(run=store.run, store=store.url, model=str(model), searchers=1), "s0", 0)
+    config = RunConfig(run=store.run, store=store.url, model=str(model), searchers=1)
+    assert type(start.start_searcher(config, "s0", 0)._reference) is ReferencePolicy
+    searcher = start.start_searcher(config, "s0", 0, begins_ahead=True)
     assert type(searcher._reference) is reference
     assert searcher.vocabulary_size >= len(string.printable)
 

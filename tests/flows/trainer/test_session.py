@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -293,11 +294,13 @@ def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch)
             (tmp_path / f"tba-{kind}-{run}@{pid}-abc").mkdir()
     (tmp_path / "tba-words-mine").mkdir()
     monkeypatch.setattr(machine, "MEMORY_FOLDER", tmp_path / "memory")
-    in_memory = machine.MEMORY_FOLDER / f"tba-checkpoint-mine@{ended.pid}-abc"
-    in_memory.mkdir(parents=True)
+    in_memory = [machine.MEMORY_FOLDER / f"tba-checkpoint-{name}@{ended.pid}-abc" for name in ("mine", "old", "new")]
+    for folder in in_memory:
+        folder.mkdir(parents=True)
+    os.utime(in_memory[1], (0, 0))
     machine.remove_leftovers("mine")
-    assert not in_memory.exists()
-    in_memory.parent.rmdir()
+    assert [folder.exists() for folder in in_memory] == [False, False, True]
+    shutil.rmtree(machine.MEMORY_FOLDER)
     gone = {tmp_path / f"tba-{kind}-mine@{ended.pid}-abc" for kind in ("checkpoint", "policy", "resume")}
     assert len(list(tmp_path.iterdir())) == 10 and not gone & set(tmp_path.iterdir())
     with machine.temporary_folder("checkpoint", "mine") as folder:
