@@ -33,6 +33,7 @@ from pathlib import Path
 import psutil
 
 from infra.local_s3 import LocalS3, free_ports
+from infra.machine import MEMORY_FOLDER
 from infra.processes import find_processes, stop_processes
 from storage import attempts, ledger
 from storage.errors import NotFound, StoreError
@@ -179,7 +180,8 @@ class CrashTest:
 
     def staged(self, kind: str, file: str) -> bool:
         """Whether the Trainer has written a file of the checkpoint or policy that it is about to upload."""
-        return any(self.temporary.glob(f"tba-{kind}-*/{file}"))
+        places = self.temporary, MEMORY_FOLDER
+        return any(found for place in places for found in place.glob(f"tba-{kind}-{self.store.run}@*/{file}"))
 
     def await_(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + CELL_TIMEOUT_S
