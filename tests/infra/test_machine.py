@@ -67,6 +67,8 @@ def test_a_folder_of_a_known_size_is_in_memory_if_there_is_room(tmp_path, monkey
     assert place(1000) == disk
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=4000))
     assert place(1000) == memory
+    monkeypatch.setattr(machine, "_free_in_control_groups", lambda: iter([9000, 3999]))
+    assert place(1000) == disk
 
 
 # Of each version of control groups: line of /proc/self/cgroup, folder, files of limit and use, line of memory.stat
