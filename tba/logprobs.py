@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tba.model_files import unsupported
-from tba.precision import bfloat16_linear, compute_dtype, to_bfloat16
+from tba.precision import bfloat16_linear, cast, compute_dtype
 from tba.shared_prefix import ATTENTION, Group, pack
 
 # Rows of logits that exist at once: 512 x 49,152 float32 is 100 MB, and larger chunks were no faster.
@@ -57,9 +56,12 @@ def load_policy(
     model.set_attn_implementation(ATTENTION)
     model.eval()
     head = model.get_output_embeddings()
+    hidden_size = model.config.get_text_config().hidden_size
     for module in model.modules():
         if type(module) is torch.nn.Linear and module is not head:  # the head's product is in _TargetLogprobs
             module.forward = functools.partial(bfloat16_linear, module)
+        if type(module).__name__ in RMS_NORMS and len(module.weight) == hidden_size:  # not Qwen3's of queries and keys
+            module.forward = functools.partial(_narrow_norm, module.forward)
     if checkpointing == "none":
         for module in model.modules():
             if type(module).__name__ in GATED_MLPS:
@@ -95,6 +97,14 @@ def _gated_mlp(mlp: torch.nn.Module, hidden: Tensor) -> Tensor:
         return mlp.down_proj(mlp.act_fn(gate) * up)
 
     return checkpoint(rest, mlp.gate_proj(hidden), mlp.up_proj(hidden), use_reentrant=False, preserve_rng_state=False)
+
+
+def _narrow_norm(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """A norm's result in the type of the products that take it. Autocast would give each a copy of its own to keep."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        return forward(hidden).to(torch.get_autocast_dtype(device_type))
+    return forward(hidden)
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -159,20 +169,22 @@ class _TargetLogprobs(torch.autograd.Function):
     targets: [2, M], of each the row of `hidden` that predicts it and its token.
 
     The [rows, V] logits are computed in chunks of rows, again in the backward pass (a single chunk is kept for it), and
-    turned into their gradient in place. Matrix products run in `dtype`; the weight's gradient is summed
-    over chunks in its own.
+    turned into their gradient in place. Matrix products run in `dtype`. The softmax is at least float32; on a CPU it is
+    computed by parts that stay in a cache. The weight's gradient is summed over chunks in the weight's type.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, dtype):  # noqa: PLR0913 - ctx is no argument
         ctx.save_for_backward(hidden, weight, bias, targets)
-        target_index, target_ids = targets
         ctx.temperature, ctx.dtype, ctx.only_chunk = temperature, dtype, None
-        weight = _cast(weight, dtype)
-        logprobs = hidden.new_empty(len(target_ids), dtype=torch.promote_types(dtype, torch.float32))
-        for start, here in _chunks(len(hidden), target_index):
-            logits = _logits(hidden[start : start + LOGIT_ROWS], weight, bias, temperature).log_softmax(-1)
-            logprobs[here] = logits[target_index[here] - start, target_ids[here]]
+        output_layer = _OutputLayer(weight, bias, dtype)
+        logprobs = hidden.new_empty(targets.shape[1], dtype=torch.promote_types(dtype, torch.float32))
+        for rows, of_chunk in _chunks(hidden, targets[0], LOGIT_ROWS):
+            index, ids = targets[:, of_chunk] - targets.new_tensor([[rows.start], [0]])
+            logits = output_layer.logits(hidden[rows])
+            for part, of_part in _chunks(logits, index, _softmax_rows(logits)):
+                wide = (logits[part].to(logprobs.dtype) / temperature).log_softmax(-1)
+                logprobs[of_chunk[of_part]] = wide[index[of_part] - part.start, ids[of_part]]
         if any(ctx.needs_input_grad) and len(hidden) <= LOGIT_ROWS:
             ctx.only_chunk = logits
         return logprobs
@@ -180,46 +192,73 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        hidden, weight, bias, (target_index, target_ids) = ctx.saved_tensors
-        cast, needs_weight = _cast(weight, ctx.dtype), ctx.needs_input_grad[1]
+        hidden, weight, bias, targets = ctx.saved_tensors
+        output_layer = _OutputLayer(weight, bias, ctx.dtype)
         of_hidden = torch.empty_like(hidden)
-        of_weight = None
+        of_weight = _Sum(weight.dtype) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        for start, here in _chunks(len(hidden), target_index):
-            rows, index = hidden[start : start + LOGIT_ROWS], target_index[here] - start
-            if ctx.only_chunk is None:
-                of_logits = _logits(rows, cast, bias, ctx.temperature).softmax(-1)  # [chunk, V]
-            else:
-                of_logits, ctx.only_chunk = ctx.only_chunk.exp_(), None
-            of_row = of_logits.new_zeros(len(rows)).index_add_(0, index, gradient[here])
-            of_logits.mul_(of_row.neg().unsqueeze(1))
-            of_logits.index_put_((index, target_ids[here]), gradient[here], accumulate=True)
-            of_logits = of_logits.div_(ctx.temperature).to(ctx.dtype)
-            of_hidden[start : start + LOGIT_ROWS] = of_logits @ cast
-            if needs_weight:
-                of_weight = _add_product(of_weight, of_logits.T, rows.to(ctx.dtype), weight.dtype)
+        for rows, of_chunk in _chunks(hidden, targets[0], LOGIT_ROWS):
+            index, ids = targets[:, of_chunk] - targets.new_tensor([[rows.start], [0]])
+            logits = output_layer.logits(hidden[rows]) if ctx.only_chunk is None else ctx.only_chunk
+            for part, of_part in _chunks(logits, index, _softmax_rows(logits)):
+                at, of_targets = (index[of_part] - part.start, ids[of_part]), gradient[of_chunk[of_part]]
+                wide = (logits[part].to(gradient.dtype) / ctx.temperature).softmax(-1)
+                of_rows = wide.new_zeros(len(wide)).index_add_(0, at[0], of_targets)
+                wide.mul_(of_rows.neg().unsqueeze(1)).index_put_(at, of_targets, accumulate=True)
+                logits[part] = wide.div_(ctx.temperature)  # now their gradient
+            of_hidden[rows] = logits @ output_layer.weight
+            if of_weight:
+                of_weight.add(logits.T, hidden[rows].to(ctx.dtype))
             if of_bias is not None:
-                of_bias += of_logits.sum(0)
-        return of_hidden, of_weight, of_bias, None, None, None
+                of_bias += logits.sum(0)
+        ctx.only_chunk = None
+        return of_hidden, of_weight and of_weight.total, of_bias, None, None, None
 
 
-def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return to_bfloat16(weight) if (weight.dtype, dtype) == (torch.float32, torch.bfloat16) else weight.to(dtype)
+def _chunks(rows: Tensor, target_index: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """`size` rows at a time, and which targets they predict."""
+    for start in range(0, len(rows), size):
+        here = ((target_index >= start) & (target_index < start + size)).nonzero().squeeze(1)
+        yield slice(start, start + size), here
 
 
-def _add_product(total: Tensor | None, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + one @ other in `dtype`, in place: both are as large as the output layer."""
-    if total is None:
-        return (one @ other).to(dtype)
-    return total.addmm_(one, other) if one.dtype == dtype else total.add_((one @ other).to(dtype))
+def _softmax_rows(logits: Tensor) -> int:
+    """Rows whose softmax is computed at once: on a CPU 4 MB of float32."""
+    return max(1, (1 << 20) // logits.shape[1]) if logits.device.type == "cpu" else LOGIT_ROWS
 
 
-def _chunks(num_rows: int, target_index: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """First row of each chunk, and which targets its rows predict."""
-    for start in range(0, num_rows, LOGIT_ROWS):
-        yield start, ((target_index >= start) & (target_index < start + LOGIT_ROWS)).nonzero().squeeze(1)
+class _OutputLayer:
+    """A model's last layer. Each chunk's logits take the memory of the chunk before: new memory costs page faults."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight = cast(weight, dtype)
+        self._bias = None if bias is None else bias.to(dtype)
+        self._logits = self.weight.new_empty(0)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[chunk, V], valid until the next call."""
+        if not len(self._logits):
+            self._logits = self.weight.new_empty(len(rows), len(self.weight))
+        rows, logits = rows.to(self.weight.dtype), self._logits[: len(rows)]
+        if self._bias is None:
+            return torch.mm(rows, self.weight.T, out=logits)
+        return torch.addmm(self._bias, rows, self.weight.T, out=logits)
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = F.linear(rows.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+class _Sum:
+    """The sum of products of matrices in `dtype`; each is as large as the output layer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.total = self._product = None
+
+    def add(self, one: Tensor, other: Tensor) -> None:
+        if self.total is None:
+            self._product = one @ other
+            self.total = self._product.to(self._dtype)
+        elif one.dtype == self._dtype:
+            self.total.addmm_(one, other)
+        else:
+            torch.mm(one, other, out=self._product)
+            for part, more in zip(self.total.split(LOGIT_ROWS), self._product.split(LOGIT_ROWS), strict=True):
+                part.add_(more)  # by parts: a sum of two types copies one

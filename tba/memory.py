@@ -101,7 +101,7 @@ def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machin
         "gradient": 4 * trained // (size if stage >= 2 else 1),
         "moments of AdamW": 8 * trained // size,
         "activations": _activations(shape, settings, num_tokens, machine),
-        "logits": 2 * 4 * LOGIT_ROWS * shape.V,
+        "logits": _logits(shape, machine),
     }
     if settings.reference_reset_interval:  # each process has it whole
         parts["reference after a reset"] = parts["weights"] if size == 1 else 4 * shape.num_parameters
@@ -123,10 +123,7 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     checkpointing = settings.gradient_checkpointing
     wide = 2 if machine.has_bfloat16 else 4  # bytes of an operand of a product
     inputs = 4 * shape.D  # of a norm, float32
-    if machine.has_bfloat16:  # each product has its own copy of its input; queries and keys are float32
-        operands = 2 * (6 * shape.D + shape.KV + 2 * shape.I) + 4 * (shape.D + shape.KV)
-    else:
-        operands = 4 * (4 * shape.D + 2 * shape.KV + 2 * shape.I)
+    operands = wide * (4 * shape.D + 2 * shape.KV + 2 * shape.I)  # of products, and gate and up
     of_layer = {
         "none": 2 * inputs + operands,
         "cheap": inputs + operands,
@@ -134,10 +131,14 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     }[checkpointing]
     behind = 3 * inputs  # the last norm, and the rows that predict
     again = 0 if checkpointing == "none" else 2 * inputs + operands
-    copies = 0  # of the matrices, which autograd keeps: bfloat16 of float32
-    if machine.has_bfloat16 and checkpointing != "layers" and not (settings.lora_rank and shape.is_bfloat16):
-        copies = 2 * shape.num_in_layers
-    return copies + num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
+    return num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
+
+
+def _logits(shape: Shape, machine: Machine) -> Bytes:
+    """Of a chunk of rows; in bfloat16 also the output layer's weight and its gradient from one chunk."""
+    if machine.has_bfloat16:
+        return 2 * LOGIT_ROWS * shape.V + 2 * 2 * shape.V * shape.D
+    return 4 * LOGIT_ROWS * shape.V
 
 
 def searcher_parts(

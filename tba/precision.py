@@ -15,6 +15,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 # Instructions that multiply bfloat16, by the names of torch.cpu.get_capabilities: x86's two, and ARM's.
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -52,27 +53,41 @@ def bfloat16_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
 
     Other modules keep rounding to the nearest: GPT-2's Conv1D, and adapters, whose small numbers have a fine grid.
     """
-    weight = module.weight
+    weight, dtype = module.weight, hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
-        weight = to_bfloat16(weight) if weight.dtype == torch.float32 else weight
-    elif weight.dtype == torch.bfloat16 and hidden.dtype == torch.float32:  # frozen, under an adapter
-        product = _WideProduct.apply(hidden, weight)
-        return product if module.bias is None else product + module.bias
-    return F.linear(hidden, weight, module.bias)
+        dtype = torch.bfloat16
+    elif (weight.dtype, dtype) != (torch.bfloat16, torch.float32):  # frozen, under an adapter
+        return F.linear(hidden, weight, module.bias)
+    return _Linear.apply(hidden.to(dtype), weight, None if module.bias is None else module.bias.to(dtype))
 
 
-class _WideProduct(torch.autograd.Function):
-    """hidden @ weight.T in float32 of a frozen bfloat16 weight. Autograd keeps the weight as it is, without a copy."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return F.linear(hidden, weight.float())
+class _Linear(torch.autograd.Function):
+    """hidden @ weight.T + bias in hidden's type, with a weight of another. Autograd keeps the weight as it is, and the
+    backward pass casts it again: copies of all weights until then would take half as much memory as the weights."""
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return gradient @ weight.float(), None
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
+        return F.linear(hidden, cast(weight, hidden.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)
+        return (
+            gradient @ cast(weight, gradient.dtype) if needs_hidden else None,
+            (rows.T @ hidden.flatten(0, -2)).to(weight.dtype) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in the type of its products: float32 becomes bfloat16 by `to_bfloat16`."""
+    if (weight.dtype, dtype) == (torch.float32, torch.bfloat16):
+        return to_bfloat16(weight)
+    return weight.to(dtype)
 
 
 class _ToBfloat16(torch.autograd.Function):

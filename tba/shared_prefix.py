@@ -15,6 +15,7 @@ Dimensions: N packed tokens, G groups, K responses of a group, C tokens of the c
 prompt, P = C + S, R response tokens (padded, in attention only), H heads, D head size, M response tokens scored.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,6 +29,7 @@ from transformers import AttentionInterface
 ATTENTION = "tba_shared_prefix"  # its name in transformers
 # Groups up to this many tokens attend together under one mask: many small calls cost more than the masked products.
 TOGETHER_TOKENS = 256
+MAX_SCORES = 1 << 23  # of a group's responses and heads, that exist at once: in bfloat16 17 MB
 Item = TypeVar("Item")
 
 
@@ -232,7 +234,8 @@ def shared_prefix_attention(
             "(task.max_response_tokens), or another model."
         )
     repeat = query.shape[1] // key.shape[1]
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H or H', D]
+    # [N, H or H', D]; rotary embeddings made queries and keys float32, and their products are in the values' type.
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **masking) -> Tensor:
         """[K', tokens, H or H', D] each -> [K', tokens, H, D]"""
@@ -245,14 +248,15 @@ def shared_prefix_attention(
         q, k, v = (x[piece.rows] for x in (q, k, v))  # [K', R, H or H', D] each
         k = torch.cat([prompt_k.expand(len(q), -1, -1, -1), k], dim=1)  # [K', P + R, H', D]
         v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
+        if q.device.type == "cpu" and len(q) * q.shape[2] * piece.may_attend.numel() <= MAX_SCORES:
+            return _attend_by_products(q, k, v, piece.may_attend, kwargs.get("scaling"))[piece.is_new]
         return attend(q, k, v, attn_mask=piece.may_attend)[piece.is_new]
 
     # Split once: a slice for each piece would cost a gradient of the whole row for each.
     common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
-    common_query, common_key, common_value = common  # [C, H, D] each
-    outputs = []  # in the packed row's order
-    if len(common_query):
-        outputs.append(attend(common_query[None], common_key[None], common_value[None], is_causal=True)[0])
+    _, common_key, common_value = common  # [C, H or H', D] each
+    # In the packed row's order.
+    outputs = [attend(*(x[None] for x in common), is_causal=True)[0]] if tba_layout.sizes[0] else []
     for piece, part in zip(tba_layout.pieces, parts, strict=True):
         if isinstance(piece, _Together):
             q, k, v = part[0], torch.cat([common_key, part[1]]), torch.cat([common_value, part[2]])  # k, v: [C + n, ..]
@@ -260,6 +264,23 @@ def shared_prefix_attention(
         else:  # k and v are still the prompt's. Copies of them for each response are made again for the backward pass
             outputs.append(checkpoint(attend_apart, piece, *part, k, v, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor, scaling: float | None) -> Tensor:
+    """Attention with a product of matrices for each response and key-value head, whose scores exist all at once. On a
+    CPU the backward pass is more than twice as fast as that of torch's fused attention.
+
+    q: [K', t, H, D]; k, v: [K', T, H', D]; may_attend: [t, T]; scaling: None for 1 / sqrt(D). Returns [K', t, H, D].
+    """
+    K, t, H, D = q.shape
+    H_kv = k.shape[2]
+    q = (q * (scaling or D**-0.5)).view(K, t, H_kv, H // H_kv, D).permute(0, 2, 3, 1, 4).reshape(K * H_kv, -1, D)
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # [K' H', T, D]
+    unless = torch.zeros(may_attend.shape, dtype=q.dtype).masked_fill_(~may_attend, -math.inf)
+    scores = (q @ k.transpose(1, 2)).view(K * H_kv, -1, *may_attend.shape) + unless  # [K' H', H / H', t, T]
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    out = weights.flatten(1, 2) @ v  # [K' H', H / H' t, D]
+    return out.view(K, H_kv, H // H_kv, t, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 AttentionInterface.register(ATTENTION, shared_prefix_attention)

@@ -114,9 +114,14 @@ def test_what_responses_begin_with_alike_is_computed_once():
 
 @pytest.mark.parametrize("groups", [GROUPS, ALIKE, TREE], ids=["unlike", "prompts alike", "responses alike"])
 @pytest.mark.parametrize("architecture", CONFIGS)
-@pytest.mark.parametrize("together", [0, 9, 256], ids=["groups apart", "some together", "all together"])
-def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, monkeypatch):
+@pytest.mark.parametrize(
+    ("together", "max_scores"),
+    [(0, 1 << 23), (0, 0), (9, 1 << 23), (256, 0)],
+    ids=["groups apart", "groups apart, fused", "some together", "all together"],
+)
+def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, max_scores, monkeypatch):
     monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", together)
+    monkeypatch.setattr(shared_prefix, "MAX_SCORES", max_scores)
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
     expected = plain_logprobs(slow, groups)
     got = [tokens for of_group in response_logprobs(fast, groups, TEMPERATURE) for tokens in of_group]
@@ -190,6 +195,22 @@ def test_a_prompt_is_kept_once_for_all_its_responses(tmp_path, monkeypatch):
     assert 0 < bytes_kept(80, 16) - bytes_kept(40, 16) < 1.2 * of_one  # a mask of 2 x P is kept, too
     wide = [tensor for tensor in kept_for_backward(model, TREE[0]).values() if tensor.shape[-1] == 48]
     assert len(wide) == 2 * 2  # gate and up, of two layers
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_in_bfloat16_no_weight_is_kept_and_an_input_once_for_all_its_products(architecture, tmp_path, monkeypatch):
+    monkeypatch.setattr(logprobs, "compute_dtype", lambda device: torch.bfloat16)  # on any CPU
+    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
+    model_of(architecture, "sdpa").float().save_pretrained(tmp_path)
+    model = load_policy(tmp_path)
+    kept = kept_for_backward(model, Group([5] * 40, [[number, 6, 7] for number in range(8, 16)])).values()
+    shapes = {tuple(parameter.shape) for parameter in model.parameters()}
+    assert not [tensor.shape for tensor in kept if tuple(tensor.shape) in shapes]
+    hidden = [tensor for tensor in kept if tensor.shape == (1, 40 + 8 * 2, 32)]
+    # Of two layers: two norms' inputs, and the last norm's; their results, for three products and for two, and the
+    # result of attention for one.
+    assert sum(tensor.dtype == torch.float32 for tensor in hidden) == 2 * 2 + 1
+    assert sum(tensor.dtype == torch.bfloat16 for tensor in hidden) == 2 * 3
 
 
 def test_a_sliding_window_shorter_than_the_sequence_is_refused():
