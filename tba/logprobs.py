@@ -24,6 +24,7 @@ from tba.shared_prefix import ATTENTION, Group, pack
 
 # Rows of logits that exist at once: 512 x 49,152 float32 is 100 MB, and larger chunks were no faster.
 LOGIT_ROWS = 512
+PRODUCT_ROWS = 8192  # of the output layer's gradient
 
 # The expensive operations of a layer: products of matrices, and attention.
 PRODUCTS = [
@@ -195,7 +196,7 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         output_layer = _OutputLayer(weight, bias, ctx.dtype)
         of_hidden = torch.empty_like(hidden)
-        of_weight = _Sum(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for rows, of_chunk in _chunks(hidden, targets[0], LOGIT_ROWS):
             index, ids = targets[:, of_chunk] - targets.new_tensor([[rows.start], [0]])
@@ -207,12 +208,12 @@ class _TargetLogprobs(torch.autograd.Function):
                 wide.mul_(of_rows.neg().unsqueeze(1)).index_put_(at, of_targets, accumulate=True)
                 logits[part] = wide.div_(ctx.temperature)  # now their gradient
             of_hidden[rows] = logits @ output_layer.weight
-            if of_weight:
-                of_weight.add(logits.T, hidden[rows].to(ctx.dtype))
+            if of_weight is not None:
+                _add_product(of_weight, logits.T, hidden[rows].to(ctx.dtype))
             if of_bias is not None:
                 of_bias += logits.sum(0)
         ctx.only_chunk = None
-        return of_hidden, of_weight and of_weight.total, of_bias, None, None, None
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
 def _chunks(rows: Tensor, target_index: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
@@ -245,20 +246,7 @@ class _OutputLayer:
         return torch.addmm(self._bias, rows, self.weight.T, out=logits)
 
 
-class _Sum:
-    """The sum of products of matrices in `dtype`; each is as large as the output layer."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self.total = self._product = None
-
-    def add(self, one: Tensor, other: Tensor) -> None:
-        if self.total is None:
-            self._product = one @ other
-            self.total = self._product.to(self._dtype)
-        elif one.dtype == self._dtype:
-            self.total.addmm_(one, other)
-        else:
-            torch.mm(one, other, out=self._product)
-            for part, more in zip(self.total.split(LOGIT_ROWS), self._product.split(LOGIT_ROWS), strict=True):
-                part.add_(more)  # by parts: a sum of two types copies one
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other, by parts: the whole product would be half as large as the output layer."""
+    for part, rows in zip(total.split(PRODUCT_ROWS), one.split(PRODUCT_ROWS), strict=True):
+        part.addmm_(rows, other) if rows.dtype == part.dtype else part.add_(rows @ other)

@@ -135,10 +135,10 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
 
 
 def _logits(shape: Shape, machine: Machine) -> Bytes:
-    """Of a chunk of rows; in bfloat16 also the output layer's weight and its gradient from one chunk."""
+    """Of a chunk of rows; in bfloat16 also the output layer's rounded weight."""
     if machine.has_bfloat16:
-        return 2 * LOGIT_ROWS * shape.V + 2 * 2 * shape.V * shape.D
-    return 4 * LOGIT_ROWS * shape.V
+        return 2 * shape.V * (LOGIT_ROWS + shape.D)
+    return 4 * shape.V * LOGIT_ROWS
 
 
 def searcher_parts(
