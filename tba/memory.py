@@ -123,7 +123,10 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     checkpointing = settings.gradient_checkpointing
     wide = 2 if machine.has_bfloat16 else 4  # bytes of an operand of a product
     inputs = 4 * shape.D  # of a norm, float32
-    operands = wide * (4 * shape.D + 2 * shape.KV + 2 * shape.I)  # of products, and gate and up
+    inputs_of_products = 4 * shape.D  # of q, k and v; of gate and up; of o; and q itself
+    if settings.lora_rank and machine.has_bfloat16:  # peft's adapters cast their inputs, each its own
+        inputs_of_products = 7 * shape.D
+    operands = wide * (inputs_of_products + 2 * shape.KV + 2 * shape.I)
     of_layer = {
         "none": 2 * inputs + operands,
         "cheap": inputs + operands,

@@ -44,9 +44,11 @@ log = logging.getLogger("tba.learn")
 class StoreOutbox:
     """tba.training_loop's Outbox: writes to the store in threads of its own.
 
-    One thread writes records and policies, in order. Another uploads checkpoints, which are gigabytes, so that policies
-    do not wait for them. At most one policy and one checkpoint are in flight, because a slow store would otherwise fill
-    memory and disk: training waits for the one before.
+    Records, policies and checkpoints have a thread each, so that none waits for larger ones. A policy and a checkpoint
+    are written behind the records of their steps.
+
+    A slow store must not fill memory and disk. While a policy is written, of those behind it only the newest is kept.
+    Training waits for the checkpoint before, and for the records that are older than the policy before.
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class StoreOutbox:
         is_hub_id = config.model != EMBEDDED_MODEL and not Path(config.model).is_dir()
         self._hub_id = config.model if is_hub_id else None
         self._alarms = alarms
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="outbox")
+        self._recorder = ThreadPoolExecutor(1, thread_name_prefix="records")
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="policies")
         self._uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending: list[Future] = []
-        self._newest_policy = self._newest_checkpoint = self._writer.submit(lambda: None)
+        self._newest_policy = self._newest_checkpoint = self._newest_record = self._recorder.submit(lambda: None)
+        self._before_policy = self._newest_record  # the newest record when the newest policy was handed over
+        self._unpublished: dict[int, tuple] = {}  # by step, the newest policy, until its writing begins
         self._trackers = Trackers(store, config, attempt)
         self._served: policies.PolicyRef | None = None  # published last
         self._looked_at = time.monotonic()  # when it was last looked for in the store
@@ -93,13 +98,16 @@ class StoreOutbox:
         return False
 
     def record(self, step: int, batch: Batch[pa.Table], metrics: Mapping[str, float | datetime | None]) -> None:
-        self._later(self._writer, self._write_record, step, batch.record, metrics)
+        self._newest_record = self._later(self._recorder, self._write_record, step, batch.record, metrics)
 
     def publish(self, step: int, weights: Future[dict[str, Tensor]], final: bool) -> None:
         if final:
             wait(self._pending)  # no process trains the run after its final policy, so its records must be complete
-        self._newest_policy.result()
-        self._newest_policy = self._later(self._writer, self._write_policy, step, weights, final)
+        self._before_policy.result()
+        self._before_policy = self._newest_record
+        self._unpublished.clear()
+        self._unpublished[step] = weights, final, self._before_policy
+        self._newest_policy = self._later(self._publisher, self._write_policy, step)
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:
         self._newest_checkpoint.result()
@@ -117,9 +125,9 @@ class StoreOutbox:
 
     def close(self) -> None:
         """Waits until everything is written. Raises the writers' errors."""
-        self._writer.submit(self._trackers.finish)
-        self._writer.shutdown(wait=True)
-        self._uploader.shutdown(wait=True)
+        self._recorder.submit(self._trackers.finish)
+        for thread in (self._recorder, self._publisher, self._uploader):
+            thread.shutdown(wait=True)
         for future in self._pending:
             future.result()
 
@@ -151,7 +159,12 @@ class StoreOutbox:
             checkpoints.save_checkpoint(self._store, step, Path(folder), self._attempt)
         checkpoints.delete_checkpoints(self._store, KEPT_CHECKPOINTS, self._attempt)
 
-    def _write_policy(self, step: int, copied: Future[dict[str, Tensor]], final: bool) -> None:
+    def _write_policy(self, step: int) -> None:
+        newest = self._unpublished.pop(step, None)
+        if newest is None:
+            return  # a newer one waits
+        copied, final, record = newest
+        record.result()
         weights = copied.result()
         with filled_folder("policy", self._store.run, partial(self.fill_policy, weights)) as folder:
             policy = policies.policy_ref(step, fingerprint(weights.items()), attempt=self._attempt, final=final)

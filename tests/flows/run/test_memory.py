@@ -90,10 +90,16 @@ def test_state_is_as_large_as_the_trainers_tensors(folder):
     assert parts["gradient"] == weights
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "layers"])
-def test_activations_are_what_autograd_keeps(tmp_path, checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "lora_rank"),
+    [("none", None), ("layers", None), ("none", 1)],
+    ids=["none", "layers", "none, adapters"],
+)
+def test_activations_are_what_autograd_keeps(tmp_path, checkpointing, lora_rank):
     AutoModelForCausalLM.from_config(MODELS["llama"]).save_pretrained(tmp_path)
     model = load_policy(tmp_path, checkpointing=checkpointing)
+    if lora_rank:
+        lora.add(model, lora_rank, seed=0)
     groups = [Group(list(range(2, 40)), [[(7 * i + 3 * j) % 80 + 2 for j in range(64)] for i in range(8)])]
     weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
@@ -106,10 +112,11 @@ def test_activations_are_what_autograd_keeps(tmp_path, checkpointing):
         response_logprobs(model, groups, 1.0)
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     num_tokens, here = groups[0].num_tokens, replace(CPU, has_bfloat16=has_bfloat16())
-    settings = TrainSettings(gradient_checkpointing=checkpointing)
+    settings = TrainSettings(gradient_checkpointing=checkpointing, lora_rank=lora_rank)
     planned = trainer_parts(read_shape(tmp_path), settings, num_tokens, here)["activations"]
     width, inner, of_keys, wide = 64, 192, 32, 2 if has_bfloat16() else 4
-    operands = wide * (4 * width + 2 * of_keys + 2 * inner)
+    apart = 3 if lora_rank and has_bfloat16() else 0  # inputs of adapters, which have copies of their own
+    operands = wide * ((4 + apart) * width + 2 * of_keys + 2 * inner)
     again = 0 if checkpointing == "none" else 8 * width + operands
     in_backward = num_tokens * (5 * wide * inner + again)  # of one layer
     assert planned - in_backward == pytest.approx(found, rel=0.1)

@@ -4,6 +4,8 @@ Claims
 - what is published is what the Trainer hands over, and its fingerprint; to a remote store its changes, file by file
 - a policy's folder has its own weights, and the model's other files
 - a policy by adapters has peft's files and no weights; the final one has weights and no adapters
+- while a policy is written to a slow store, training goes on, and of the policies that wait the newest is published
+- a policy is published behind the records of its step
 - a Trainer that waits notices every few seconds that its policy was removed, and mends the pointer to it
 
 Run: pytest tests/flows/trainer/test_outbox.py
@@ -11,6 +13,7 @@ Run: pytest tests/flows/trainer/test_outbox.py
 
 import contextlib
 import json
+import threading
 import time
 
 import pytest
@@ -19,6 +22,7 @@ import torch
 from flows.config import RunConfig
 from flows.trainer.outbox import StoreOutbox
 from storage import policies
+from tba.batch import Batch
 from tba.precision import to_bfloat16
 from tba.weights import fingerprint, read_weights
 from tests.faults.memory_store import memory_store
@@ -101,6 +105,55 @@ def test_a_policy_by_adapters_is_adapters_and_the_final_one_is_whole(store, outb
     outbox.publish(3, done({"weight": torch.zeros(4, dtype=torch.bfloat16)}), final=True)
     final = policies.fetch_policy(store, published(outbox, store), tmp_path / "cache")
     assert (final / "model.safetensors").exists() and not list(final.glob("adapter*"))
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Policies that are published, and an event that lets each be written."""
+    steps, may_write, publish = [], threading.Event(), policies.publish_policy
+
+    def publish_slowly(store, folder, policy, *rest):
+        steps.append(policy.step)
+        assert may_write.wait(30)
+        return publish(store, folder, policy, *rest)
+
+    monkeypatch.setattr(policies, "publish_policy", publish_slowly)
+    return steps, may_write
+
+
+def test_training_does_not_wait_for_a_policy_and_the_newest_is_next(store, outbox, slow):
+    steps, may_write = slow
+
+    def publish(step: int) -> None:
+        outbox.publish(step, done({"weight": torch.full((4,), float(step)).bfloat16()}), final=False)
+
+    publish(1)
+    wait_until(lambda: steps == [1])
+    for step in (2, 3, 4):
+        publish(step)  # returns, while the first is written
+    assert len(outbox._unpublished) == 1, "each would be as large as the model"
+    may_write.set()
+    assert published(outbox, store).step == 4 and steps == [1, 4]
+
+
+def test_a_policy_is_published_behind_its_record(store, outbox, monkeypatch, slow):
+    steps, may_write = slow
+    may_write.set()
+    may_record = threading.Event()
+    monkeypatch.setattr(outbox, "_write_record", lambda *_: may_record.wait(30))
+    outbox.record(2, Batch([], {}, None), {})
+    outbox.publish(2, done({"weight": torch.ones(4).bfloat16()}), final=False)
+    time.sleep(0.2)
+    assert steps == []
+    may_record.set()
+    assert published(outbox, store).step == 2
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def published(outbox, store) -> policies.PolicyRef:
