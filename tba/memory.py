@@ -18,6 +18,7 @@ from tba.model_files import tensors_of
 Bytes = int
 GIB = 1024**3
 LOGIT_ROWS = 512  # of logits that exist at once (tba/logprobs.py)
+CAST_AGAIN_TOKENS = 1024  # of a pass, from which no bfloat16 copy of a weight is kept (tba/precision.py)
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
 # Measured on Linux: what Python, torch and this project's packages take before a model is loaded.
 PROCESS, ENGINE_PROCESS = int(0.55 * GIB), int(1.4 * GIB)
@@ -134,7 +135,10 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     }[checkpointing]
     behind = 3 * inputs  # the last norm, and the rows that predict
     again = 0 if checkpointing == "none" else 2 * inputs + operands
-    return num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
+    copies = 0  # of the matrices, in bfloat16
+    if machine.has_bfloat16 and num_tokens < CAST_AGAIN_TOKENS and checkpointing != "layers":
+        copies = 0 if settings.lora_rank and shape.is_bfloat16 else 2 * shape.num_in_layers
+    return copies + num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
 
 
 def _logits(shape: Shape, machine: Machine) -> Bytes:
@@ -153,8 +157,9 @@ def searcher_parts(
         "engine's weights": wide * shape.num_parameters // num_devices,
         "weights that are loaded": (wide + 2) * shape.num_parameters,  # a policy's file, and what is made of it
         "keys and values": cache_bytes,
-        "reference policy": wide * shape.num_in_layers + 4 * (shape.num_parameters - shape.num_in_layers),
+        "reference policy": 4 * shape.num_parameters,  # until it is loaded; a process keeps the memory that it frees
     }
-    if machine.is_gpu:  # policies are loaded by way of the machine's memory, a tensor at a time
-        return parts | {"weights that are loaded": 0}
+    if machine.is_gpu:  # models are loaded by way of the machine's memory
+        in_float32 = shape.num_parameters - shape.num_in_layers
+        return parts | {"weights that are loaded": 0, "reference policy": wide * shape.num_in_layers + 4 * in_float32}
     return parts | {"process": ENGINE_PROCESS} | ({"process of the reference policy": PROCESS} if scores_apart else {})

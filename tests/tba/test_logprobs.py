@@ -31,7 +31,7 @@ from transformers import (
     SeedOssConfig,
 )
 
-from tba import logprobs, shared_prefix
+from tba import logprobs, precision, shared_prefix
 from tba.logprobs import Group, check_supported, load_policy, response_logprobs, sequence_logprobs
 
 SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -198,8 +198,11 @@ def test_a_prompt_is_kept_once_for_all_its_responses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_in_bfloat16_no_weight_is_kept_and_an_input_once_for_all_its_products(architecture, tmp_path, monkeypatch):
+def test_in_bfloat16_a_long_pass_keeps_no_weight_and_an_input_once_for_all_its_products(
+    architecture, tmp_path, monkeypatch
+):
     monkeypatch.setattr(logprobs, "compute_dtype", lambda device: torch.bfloat16)  # on any CPU
+    monkeypatch.setattr(precision, "CAST_AGAIN_TOKENS", 0)
     monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
     model_of(architecture, "sdpa").float().save_pretrained(tmp_path)
     model = load_policy(tmp_path)

@@ -25,10 +25,20 @@ from flows.run import memory
 from flows.run.memory import Lengths, largest_pass, plan_of
 from flows.run.preflight import check_memory
 from infra.machine import has_bfloat16, memory_bytes
-from tba import logprobs, lora
+from tba import logprobs, lora, precision
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, response_logprobs
-from tba.memory import GIB, LOGIT_ROWS, Machine, Shape, UnknownShape, certain, read_shape, trainer_parts
+from tba.memory import (
+    CAST_AGAIN_TOKENS,
+    GIB,
+    LOGIT_ROWS,
+    Machine,
+    Shape,
+    UnknownShape,
+    certain,
+    read_shape,
+    trainer_parts,
+)
 from tba.precision import compute_dtype
 from tba.trainer import Trainer
 
@@ -217,6 +227,7 @@ def test_a_containers_limit_is_the_memory(tmp_path):
 
 def test_logits_are_planned_in_the_trainers_chunks():
     assert LOGIT_ROWS == logprobs.LOGIT_ROWS  # importing it from there would import torch
+    assert CAST_AGAIN_TOKENS == precision.CAST_AGAIN_TOKENS
 
 
 def test_bfloat16_products_are_found_as_torch_finds_them():
