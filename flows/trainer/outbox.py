@@ -71,7 +71,8 @@ class StoreOutbox:
         self._pending: list[Future] = []
         self._newest_policy = self._newest_checkpoint = self._newest_record = self._recorder.submit(lambda: None)
         self._before_policy = self._newest_record  # the newest record when the newest policy was handed over
-        self._unpublished: dict[int, tuple] = {}  # by step, the newest policy, until its writing begins
+        # By step, the newest policy until its writing begins: its weights, whether it is final, the record before it.
+        self._unpublished: dict[int, tuple[Future[dict[str, Tensor]], bool, Future]] = {}
         self._trackers = Trackers(store, config, attempt)
         self._served: policies.PolicyRef | None = None  # published last
         self._looked_at = time.monotonic()  # when it was last looked for in the store
