@@ -320,7 +320,11 @@ class TrainSettings(Settings):
     zero_stage: int = Field(
         2, ge=1, le=3, description="DeepSpeed ZeRO stage; 1 shards the optimizer, 2 also gradients, 3 also weights."
     )
-    sync_interval: int = Field(2, ge=1, description="k: policy steps between published policies; a sync precedes each.")
+    sync_interval: int = Field(
+        2,
+        ge=1,
+        description="k: policy steps between published policies, more if the store is slow; a sync precedes each.",
+    )
     checkpoint_interval: int = Field(50, ge=1, description="Policy steps between checkpoints.")
 
     @property

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 # Instructions that multiply bfloat16, by the names of torch.cpu.get_capabilities: x86's two, and ARM's.
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 NUM_PLACES = 1 << 20  # of thresholds, which all tensors use in turn
-CAST_AGAIN_TOKENS = 1024  # from which to cast a weight again takes less than 5 % of its products' time
+CAST_AGAIN_TOKENS = 1024  # from which to cast a weight again takes at most some 10 % of its products' time
 
 
 def default_device() -> str:

@@ -70,7 +70,7 @@ class StoreOutbox:
         self._uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending: list[Future] = []
         self._newest_policy = self._newest_checkpoint = self._newest_record = self._recorder.submit(lambda: None)
-        self._before_policy = self._newest_record  # the newest record when the newest policy was handed over
+        self._record_before_policy = self._newest_record  # the newest record when the newest policy was handed over
         # By step, the newest policy until its writing begins: its weights, whether it is final, the record before it.
         self._unpublished: dict[int, tuple[Future[dict[str, Tensor]], bool, Future]] = {}
         self._trackers = Trackers(store, config, attempt)
@@ -104,10 +104,10 @@ class StoreOutbox:
     def publish(self, step: int, weights: Future[dict[str, Tensor]], final: bool) -> None:
         if final:
             wait(self._pending)  # no process trains the run after its final policy, so its records must be complete
-        self._before_policy.result()
-        self._before_policy = self._newest_record
+        self._record_before_policy.result()
+        self._record_before_policy = self._newest_record
         self._unpublished.clear()
-        self._unpublished[step] = weights, final, self._before_policy
+        self._unpublished[step] = weights, final, self._record_before_policy
         self._newest_policy = self._later(self._publisher, self._write_policy, step)
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:

@@ -71,7 +71,9 @@ def test_what_is_not_a_master_weight_is_refused():
         to_bfloat16(torch.zeros(4, dtype=torch.bfloat16))
 
 
-def test_a_policy_computes_with_the_weights_that_it_publishes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cast_again_tokens", [0, 1024], ids=["long pass", "short pass"])
+def test_a_policy_computes_with_the_weights_that_it_publishes(cast_again_tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "CAST_AGAIN_TOKENS", cast_again_tokens)
     monkeypatch.setattr(logprobs, "compute_dtype", lambda device: torch.bfloat16)  # on any CPU
     model = load_policy(tiny_llama(tmp_path))
     products = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]

@@ -23,6 +23,7 @@ from flows.trainer.experience import StoredExperience
 from storage import attempts, ledger
 from storage.errors import StoreUnreachable, Superseded
 from storage.new_shards import new_shards
+from tests.futures import wait_until
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
 from tests.storage.helpers import OWNER
 
@@ -65,13 +66,6 @@ def experience(store):
     experience = StoredExperience(store, buffer, 1, RunAlarms())
     yield experience
     experience.close()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def train_one_step(store, experience) -> None:

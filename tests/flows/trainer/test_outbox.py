@@ -26,7 +26,7 @@ from tba.batch import Batch
 from tba.precision import to_bfloat16
 from tba.weights import fingerprint, read_weights
 from tests.faults.memory_store import memory_store
-from tests.futures import done
+from tests.futures import done, wait_until
 
 
 def test_a_policy_has_its_own_weights_and_the_models_other_files(store, outbox, tmp_path):
@@ -147,13 +147,6 @@ def test_a_policy_is_published_behind_its_record(store, outbox, monkeypatch, slo
     assert steps == []
     may_record.set()
     assert published(outbox, store).step == 2
-
-
-def wait_until(holds) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def published(outbox, store) -> policies.PolicyRef:
