@@ -8,7 +8,7 @@ import os
 from prefect import flow, get_run_logger
 
 from flows.config import StoreUrl, load_run
-from infra.machine import cpu_threads
+from infra.machine import cpu_threads, tensor_environment
 from storage.store import RunStore
 
 
@@ -23,7 +23,8 @@ def ranks(store: StoreUrl, run: str, attempt: int, key: str, devices: dict) -> N
 
     run_store = RunStore(store, run)
     config = load_run(run_store).on_devices(devices)
-    os.environ["OMP_NUM_THREADS"] = str(cpu_threads(config.train.processes))  # for the processes started here
+    threads = str(cpu_threads(config.train.processes))
+    os.environ |= {"OMP_NUM_THREADS": threads, **tensor_environment()}  # for the processes started here
     folder = model_folder(config.model)
     if not follow(run_store, config, folder, attempt, key):
         get_run_logger().info("attempt %d has ended, or began without this machine", attempt)

@@ -27,6 +27,7 @@ from flows.run.searchers import Searchers
 from flows.run.trainer_machines import end_machines, start_machines
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
+from infra.machine import tensor_environment
 from storage import attempts, checkpoints, ledger, policies, requests
 from storage.errors import AlreadyTraining, DamagedRecord, StoreError
 from storage.store import RunStore
@@ -174,7 +175,8 @@ def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event
     began.clear()  # each Trainer begins an attempt of its own
     os.environ[KEY_VARIABLE] = key = secrets.token_hex(16)
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), json.dumps(config.devices)]
+        [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), json.dumps(config.devices)],
+        env=os.environ | tensor_environment(),
     )
     try:
         while process.poll() is None and not over.wait(POLL_S):

@@ -3,14 +3,15 @@
 Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
 the response, rewards 0 or 1), float32 weights, matrix products in the machine's fastest precision (bfloat16 where it is
 multiplied in hardware, else float32), the same fused AdamW, clipping and number of steps. Neither is told to checkpoint
-gradients. Each shape and side has a process of its own, where its peak resident memory is measured: 4 prompts x 16
-responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left out: TRL gets the
-responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's end. A forward pass
-of TRL holds one prompt's 16 responses: more than 24 GB are estimated for a whole long batch. One of ours holds 2200
-tokens at most: of a short batch all, of a long one a prompt with its 16 responses, too. A step is the fastest of those
-after the first: other programs on the machine can only add to it. The last case publishes a policy every second step to
-a local folder: publish_stall_share is the time that training stood still for it over the time of the steps,
-publishing_step_s_mean what a step then takes on average, the writing beside it included.
+gradients. Each shape and side has a process of its own, where its peak resident memory is measured. Ours allocates
+memory as a run's Trainer does. A batch has 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long:
+100 and 128. Generation is left out: TRL gets the responses through its `rollout_func`, and its step is timed from the
+forward pass to the optimizer's end. A forward pass of TRL holds one prompt's 16 responses: more than 24 GB are
+estimated for a whole long batch. One of ours holds 2200 tokens at most: of a short batch all, of a long one a prompt
+with its 16 responses, too. A step is the fastest of those after the first: other programs on the machine can only add
+to it. The last case publishes a policy every second step to a local folder: publish_stall_share is the time that
+training stood still for it over the time of the steps, publishing_step_s_mean what a step then takes on average, the
+writing beside it included.
 
 flops_share_long: useful FLOPs of our step over what two cores' products of matrices reach here in bfloat16, 4096 x 4096
 x 4096; float32_share_long: over what they reach in float32.
@@ -209,7 +210,12 @@ def run_case(side: str, shape: Shape, folder: Path) -> dict:
     """In a process of its own: seconds of the fastest step but the first; peak memory, resident or of the GPU."""
     import torch
 
+    from infra.machine import keep_freed_memory
+    from tba.precision import default_device
+
     torch.set_num_threads(2)
+    if side != "trl" and default_device() == "cpu":
+        keep_freed_memory()
     if side == "publish":
         return publish_ours(folder, shape)
     seconds = step_ours(folder, shape) if side == "ours" else step_trl(folder, shape)
@@ -255,6 +261,7 @@ def useful_flops(folder: Path, shape: Shape) -> float:
 
 
 def main() -> None:
+    from infra.machine import tensor_environment
     from tba.models import resolve_model
 
     folder = Path(resolve_model("smollm2-135m-instruct", Path.cwd() / ".tba" / ".local" / "models"))
@@ -262,7 +269,8 @@ def main() -> None:
     print(f"{'side':12}{'shape':8}{'step s':>10}{'tokens/s':>10}{'peak MB':>10}", flush=True)
     for side, name in CASES:
         command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.bench_trainer", side, name, str(folder)]
-        ran = subprocess.run(command, capture_output=True, text=True)
+        environment = os.environ | ({} if side == "trl" else tensor_environment())
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
         if ran.returncode:
             sys.exit(f"{side} {name} failed:\n{ran.stderr[-3000:]}")
         result = results[side, name] = json.loads(ran.stdout.splitlines()[-1])

@@ -4,6 +4,7 @@
 - a folder for files of a known size is in memory if that has room for four times as much, also by a container's limit
 - the wait ends with an error that names folder, cause and remedy; another error is raised at once
 - a process that keeps freed memory takes the same pages again
+- with the environment of tensors its peak is lower
 - living processes of a group have places of their own, the lowest free one each; a killed process's place is free again
 - threads are divided among processes, within a container's limit of cores
 - the code's version is the checkout's commit, and of an installed wheel the wheel's version, also if the wheel lies
@@ -121,6 +122,45 @@ print(faults() - before)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1000  # of 16,384 pages each
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or tuple(map(int, platform.libc_ver()[1].split("."))) >= (2, 38),
+    reason="this C library has no need of it",
+)
+def test_the_environment_of_tensors_lowers_the_peak_of_memory():
+    """Tensors of three sizes, of which some stay, as in a forward and a backward pass."""
+    program = """
+import random, resource, torch
+from infra.machine import keep_freed_memory
+keep_freed_memory()
+choose, kept, most = random.Random(0), [], 0
+def tensor(): return torch.ones(choose.choice((1 << 18, 3 << 18, 5 << 18)))
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+for _ in range(3):
+    for _ in range(100):
+        kept.append(tensor())
+        for _ in range(5): newest = tensor()
+    most = max(most, sum(each.nbytes for each in kept))
+    while kept:
+        kept.pop()
+        newest = tensor()
+print((peak() - before) / most)
+"""
+
+    def peak(environment: dict[str, str]) -> float:
+        """Over the bytes of the tensors that exist at once."""
+        command = [sys.executable, "-c", program]
+        return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    assert peak(plain | machine.tensor_environment()) < 0.96 * peak(plain)
+
+
+def test_a_users_tunables_are_kept(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
+    assert machine.tensor_environment()["GLIBC_TUNABLES"].endswith(":glibc.malloc.check=3")
 
 
 def test_living_processes_have_the_lowest_free_places(tmp_path):
