@@ -21,7 +21,7 @@ test test-unit test-apart test-crash test-hosts soak fuzz: export OMP_NUM_THREAD
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-unit test-apart test-crash test-hosts lint docs up down bench-buffer bench-ledger bench-memory bench-plan bench-policies bench-report bench-requests bench-scale \
-	bench-trainer bench-accuracy bench-search gpu-check bench-stability bench-store bench-turns smoke compare-staleness studies compare-sync crash-matrix \
+	bench-trainer bench-accuracy bench-peers bench-search gpu-check bench-stability bench-store bench-turns smoke compare-staleness studies compare-sync crash-matrix \
 	soak fuzz image-base image image-check clean
 
 help:  ## List the targets
@@ -81,6 +81,9 @@ bench-trainer: $(STAMP)  ## Measure a training step beside TRL's
 
 bench-accuracy: $(STAMP)  ## Measure time to accuracy by seed (SEEDS=0,1,…) beside TRL
 	$(BIN)/python -m tests.benchmarks.bench_accuracy
+
+bench-peers: $(STAMP)  ## Measure TRL's GRPOTrainer beside this project's objectives on the testbed
+	$(BIN)/python -m tests.benchmarks.bench_peers
 
 gpu-check: $(STAMP)  ## Run and measure every part on an NVIDIA GPU
 	$(BIN)/python -m tests.benchmarks.gpu_check

@@ -21,6 +21,7 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 PAGE = (RESULTS / "README.md").read_text()
 MEASURES = (
     "accuracy_after",
+    "reward_mean",
     "num_distinct",
     "num_distinct_right",
     "cosine_distance",
@@ -30,6 +31,8 @@ MEASURES = (
     "searcher_idle_share",
     "staleness_mean",
 )
+
+DIFFERENCES = ("accuracy_after", "reward_mean", "num_distinct_right")  # of two arms
 
 
 def values_by_arm(runs: list[dict], measure: str) -> list[list[float]]:
@@ -62,7 +65,7 @@ def known() -> set[str]:
             arms = values_by_arm(runs, measure)
             for values in arms:
                 found |= printed_forms(values)
-            for one, other in permutations(arms, 2) if measure in ("accuracy_after", "num_distinct_right") else ():
+            for one, other in permutations(arms, 2) if measure in DIFFERENCES else ():
                 found |= printed_forms([a - b for a, b in zip(one, other, strict=True)], num_differences(runs))
             if measure in TIMES and len(arms) == 2:  # of tba compare sync and make bench-turns
                 found |= printed_forms([a / b for a, b in zip(*arms, strict=True)])

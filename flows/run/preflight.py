@@ -4,9 +4,12 @@ import contextlib
 from importlib.util import find_spec
 
 from flows.config import RunConfig
-from flows.reuse.warm_start import check_sources
+from flows.reuse.warm_start import WARM, check_sources
 from flows.run.memory import Lengths, lengths, longest, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
+from storage.errors import NotFound, TornShard
+from storage.shard_files import read_shards
+from storage.shards import files_named
 from storage.store import RunStore
 from tba.config import TaskSettings
 from tba.memory import UnknownShape, read_shape
@@ -47,6 +50,8 @@ def check_inputs(config: RunConfig) -> list[str]:
             f"task {config.task.name} has {len(task.train)} training problems, but sampling.prompts_per_batch (B) is "
             f"{config.sampling.prompts_per_batch}, and a batch draws B distinct prompts: lower it, or give more data"
         )
+    if warning := changed_reward(store, task.version):
+        warnings.append(warning)
     stop_tokens(task, tokenizer)
     check_rounds(config, len(task.train))
     if is_new:
@@ -54,6 +59,25 @@ def check_inputs(config: RunConfig) -> list[str]:
     with contextlib.suppress(UnknownShape):
         warnings += plan_of(config, read_shape(folder), lengths(config, task, tokenizer)).warnings
     return warnings
+
+
+def changed_reward(store: RunStore, version: str) -> str | None:
+    """A warning if the newest round of the run's own Searchers has rewards of another version."""
+    own = [file for file in files_named(store.list("trajectories")) if not file.searcher.startswith(WARM)]
+    if not own:
+        return None
+    newest = max(own, key=lambda file: file.rounds[-1])
+    try:
+        stored = read_shards(store, newest.searcher, newest.rounds[-1:])["reward_version"][-1].as_py()
+    except (NotFound, TornShard, IndexError):
+        return None
+    if stored == version:
+        return None
+    return (
+        f"the reward has changed: stored trajectories have rewards of version {stored!r}, new ones will have "
+        f"{version!r}, and a batch mixes them. To give all of them the new reward: tba rescore {store.run} --reward task "
+        f"--version NAME, then tba train NEW --warm-start {store.run} --set reward_version=NAME"
+    )
 
 
 def check_packages(config: RunConfig) -> None:

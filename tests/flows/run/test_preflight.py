@@ -4,6 +4,7 @@
 - Task, data, model and reward that cannot work; a store that cannot be reached or written.
 - A run that exists with another configuration: the message says what differs. One of an older version, without a
   setting that there is today, resumes with what was done then: mostly that setting's default.
+- Of a run whose reward has changed since its newest round, a warning names both versions.
 - A run resumes although a default has changed since; only a setting that is given can be refused.
 - A command takes back an earlier request to stop the run; a takeover without a command does not.
 
@@ -22,9 +23,10 @@ from flows.run.preflight import check_inputs
 from flows.train import prepare
 from storage import requests
 from storage.errors import DamagedRecord, RunConfigMismatch, StoreError
+from storage.shards import commit_shard
 from storage.store import RunStore
 from tba.tasks.arithmetic import Arithmetic
-from tests.storage.helpers import start_python
+from tests.storage.helpers import make_shard, start_python
 
 
 @pytest.fixture
@@ -164,6 +166,19 @@ def test_a_synchronous_run_that_could_never_begin_is_refused(tmp_path, tokenizer
     monkeypatch.setattr("flows.run.preflight.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"near_duplicate_distance is 0\.2, but rapidfuzz is not installed"):
         check_inputs(config(tmp_path, search={"near_duplicate_distance": 0.2}))
+
+
+def test_a_reward_that_has_changed_is_named(tmp_path, tokenizer_only):
+    resumed = config(tmp_path)
+    store = RunStore(resumed.store, resumed.run)
+    store.create_run(resumed.recorded())
+    commit_shard(store, make_shard("warm0", 9, reward_version="of another run"))
+    commit_shard(store, make_shard("s0", 0, reward_version=Arithmetic.version))
+    assert check_inputs(resumed) == []
+    commit_shard(store, make_shard("s0", 1, reward_version="sum-0"))
+    (warning,) = check_inputs(resumed)
+    assert "have rewards of version 'sum-0', new ones will have 'sum-1'" in warning
+    assert "tba rescore checked --reward task --version NAME, then tba train NEW --warm-start checked" in warning
 
 
 def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):
