@@ -56,7 +56,7 @@ def trl(loss: dict, rate: float, seed: int, first_policy: Path) -> dict:
         PreTrainedModel,
         PreTrainedTokenizerFast,
         PrinterCallback,
-    )  # fmt: skip
+    )
     from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
     from trl import GRPOConfig, GRPOTrainer
 
@@ -189,9 +189,13 @@ def write(out: Path, runs: dict[str, list[dict]]) -> Path:
 def main() -> None:
     from tba import testbed
 
-    runs, first_policy = {}, Path(tempfile.mkdtemp()) / "first_policy.safetensors"
-    testbed.first_policy(first_policy)
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    runs = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
+    ):
+        first_policy = Path(folder) / "first_policy.safetensors"
+        testbed.first_policy(first_policy)
         for side in [*OURS, *TRL_LOSSES]:
             rate = best_rate(pool, side, first_policy)
             futures = [pool.submit(run, side, rate, seed, first_policy) for seed in range(SEEDS)]
