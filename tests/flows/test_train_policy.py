@@ -23,6 +23,7 @@ from flows import train
 from flows.config import RunConfig
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
+from infra.machine import tensor_environment
 from storage import attempts
 from storage.errors import AlreadyTraining, StoreUnreachable
 from storage.store import RunStore
@@ -79,13 +80,13 @@ def test_a_flow_that_was_superseded_knows_it(local_store, monkeypatch, is_taken_
     monkeypatch.setenv(KEY_VARIABLE, "of an earlier attempt")
     monkeypatch.setattr(train, "start_machines", lambda config, attempt, key: started.append((attempt, key)))
     keys = []
-    monkeypatch.setattr(train.subprocess, "Popen", lambda command: Trainer(local_store, began, end))
+    monkeypatch.setattr(train.subprocess, "Popen", lambda command, env: Trainer(local_store, began, end))
     error = AlreadyTraining if is_taken_over else RuntimeError
     with pytest.raises(error):
         train.run_trainer(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
     assert (began.is_set(), lost.is_set()) == (not is_taken_over, is_taken_over)
     with pytest.raises(AlreadyTraining):  # it is not started again: another Trainer keeps it out
-        monkeypatch.setattr(train.subprocess, "Popen", lambda command: Refused())
+        monkeypatch.setattr(train.subprocess, "Popen", lambda command, env: Refused())
         train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
     assert lost.is_set()
     assert started == [(1, keys[0])], "both sides of the Trainer's machines have the same key"
@@ -105,7 +106,8 @@ def test_a_trainer_that_fails_is_started_again_while_it_makes_progress(local_sto
     """Failures after 0, 20 and 20 steps, then none after 40: the third one without a checkpoint between is the last."""
     steps, started = [0, 0, 20, 20, 40, 40, 40, 60], []
 
-    def start(command: list[str]) -> Failed:
+    def start(command: list[str], env: dict[str, str]) -> Failed:
+        assert env["GLIBC_TUNABLES"] == tensor_environment()["GLIBC_TUNABLES"] and env["PATH"] == os.environ["PATH"]
         started.append(steps[len(started)])
         return Failed()
 
