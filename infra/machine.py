@@ -149,9 +149,9 @@ def keep_freed_memory() -> None:
 def tensor_environment() -> dict[str, str]:
     """Environment variables for a process that takes and frees many tensors: it needs less memory.
 
-    glibc before 2.38 cuts a tensor's memory out of a slightly larger piece. It keeps the cut ends in its caches of
-    small pieces, so that a freed tensor's memory is too small for the next tensor of its size. Without these caches it
-    joins the parts again. The peak of a long training step was 14 % higher with them (docs/LOG.md).
+    We think that glibc before 2.38 cuts a tensor's memory out of a slightly larger piece and keeps the cut ends in its
+    caches of small pieces, so that a freed tensor's memory is too small for the next tensor of its size. The peak of a
+    long training step was 14 % higher with these caches (docs/LOG.md).
     """
     chosen = os.environ.get("GLIBC_TUNABLES")  # by the user; the last one counts
     return {"GLIBC_TUNABLES": ":".join([NO_CACHES_OF_PIECES, *([chosen] if chosen else [])])}
