@@ -129,34 +129,26 @@ print(faults() - before)
     reason="this C library has no need of it",
 )
 def test_the_environment_of_tensors_lowers_the_peak_of_memory():
-    """Tensors of three sizes, of which some stay, as in a forward and a backward pass."""
+    """Tensors of two sizes; 40 of them exist at once, and a random one is freed for each new one."""
     program = """
 import random, re, torch
 from pathlib import Path
 from infra.machine import keep_freed_memory
 keep_freed_memory()
 choose, kept, most = random.Random(0), [], 0
-def tensor(): return torch.ones(choose.choice((1 << 18, 3 << 18, 5 << 18)))
 def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
-for _ in range(2):
-    for _ in range(100):
-        kept.append(tensor())
-        for _ in range(5): newest = tensor()
+for _ in range(1000):
+    kept.append(torch.ones(choose.choice((4 << 16, 20 << 16))))
+    if len(kept) > 40: kept.pop(choose.randrange(40))
     most = max(most, sum(each.nbytes for each in kept))
-    while kept:
-        kept.pop()
-        newest = tensor()
 print((peak() - before) / most)
 """
 
-    def peak(environment: dict[str, str]) -> float:
-        """Over the bytes of the tensors that exist at once."""
-        command = [sys.executable, "-c", program]
-        return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-
-    plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    assert peak(plain | machine.tensor_environment()) < 0.96 * peak(plain)
+    command, environment = [sys.executable, "-c", program], os.environ | machine.tensor_environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    # Of the bytes of the tensors that exist at once: in 24 processes 1.23 to 1.47; as glibc is, 1.61 to 1.93.
+    assert float(done.stdout) < 1.55
 
 
 def test_a_users_tunables_are_kept(monkeypatch):
