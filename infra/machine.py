@@ -154,7 +154,7 @@ def tensor_environment() -> dict[str, str]:
     long training step was 14 % higher with these caches (docs/LOG.md).
     """
     chosen = os.environ.get("GLIBC_TUNABLES")  # by the user; the last one counts
-    return {"GLIBC_TUNABLES": ":".join([NO_CACHES_OF_PIECES, *([chosen] if chosen else [])])}
+    return {"GLIBC_TUNABLES": f"{NO_CACHES_OF_PIECES}:{chosen}" if chosen else NO_CACHES_OF_PIECES}
 
 
 def take_gpus(first: int, num_of_run: int, num_here: int = 1) -> float:

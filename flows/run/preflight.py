@@ -76,7 +76,7 @@ def changed_reward(store: RunStore, version: str) -> str | None:
     return (
         f"the reward has changed: stored trajectories have rewards of version {stored!r}, new ones will have "
         f"{version!r}, and a batch mixes them. To give all of them the new reward: tba rescore {store.run} --reward "
-        f"task, then tba train NEW --warm-start {store.run} --set reward_version={version}"
+        f"task --version NAME, then tba train NEW --warm-start {store.run} --set reward_version=NAME"
     )
 
 

@@ -178,7 +178,7 @@ def test_a_reward_that_has_changed_is_named(tmp_path, tokenizer_only):
     commit_shard(store, make_shard("s0", 1, reward_version="sum-0"))
     (warning,) = check_inputs(resumed)
     assert "have rewards of version 'sum-0', new ones will have 'sum-1'" in warning
-    assert "tba rescore checked --reward task, then tba train NEW --warm-start checked --set reward_version=" in warning
+    assert "tba rescore checked --reward task --version NAME, then tba train NEW --warm-start checked" in warning
 
 
 def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):
