@@ -6,14 +6,15 @@ optimizer and clipping; sampling and scoring are written for this one small poli
 
 The policy is a transformer of 27,000 parameters whose tokens are characters. It writes the last digit of a sum first.
 Its pretraining uses answers of which most forget a carry, so it answers some two fifths of held-out sums correctly.
-After supervised training on correct answers alone it answers nearly all. Runs are seeded: the same code gives the same
-runs on the same machine.
+After supervised training on correct answers alone it answers nearly all. Pretraining and runs are seeded: on one
+machine and one thread the same code gives the same runs.
 
 Dimensions: B prompts, K responses to each, U <= B * K distinct ones, N responses of any prompts, P prompt tokens, T
 response tokens at most, V characters, D width, H heads.
 """
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -205,25 +206,30 @@ def accuracy(policy: Policy, num_sums: int = NUM_SUMS - NUM_TRAIN, reward: str =
     return (REWARDS[reward](responses, numbers) == 1).float().mean().item()
 
 
-def first_policy(file: Path) -> Policy:
-    """The first policy of every run: read from `file`, or trained in some ten seconds and written there."""
-    policy = Policy()
+def first_policy(folder: Path, seed: int) -> Policy:
+    """The first policy of a seed's runs: read from a file in `folder`, or trained in ten seconds and written there.
+
+    Several processes may ask for it at once. Raises: RuntimeError: pretraining with this seed does not reach `ENOUGH`.
+    """
+    policy, file = Policy(), folder / f"first_policy_{seed}.safetensors"
     if file.exists():
         policy.load_state_dict(load_file(file))
         return policy
-    for policy in pretraining(ANSWER_SHARES):
+    for policy in pretraining(ANSWER_SHARES, seed):
         if accuracy(policy, 512) >= ENOUGH:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(policy.state_dict(), file)
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+                save_file(policy.state_dict(), written := Path(unfinished) / file.name)
+                written.replace(file)
             return policy
-    raise RuntimeError(f"the small policy answers too few sums after {PRETRAINING_STEPS} steps")
+    raise RuntimeError(f"the small policy of seed {seed} answers too few sums after {PRETRAINING_STEPS} steps")
 
 
-def pretraining(answer_shares: tuple[float, ...]) -> Iterator[Policy]:
+def pretraining(answer_shares: tuple[float, ...], seed: int) -> Iterator[Policy]:
     """Supervised training from scratch, on answers of each kind by its share; yields every `STEPS_PER_TEST` steps."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), PRETRAINING_RATE, weight_decay=0.0, fused=True)
     for step in range(PRETRAINING_STEPS):

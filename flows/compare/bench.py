@@ -51,10 +51,13 @@ class Bench:
     """Runs arms on all cores; outcomes of finished runs are read from the store."""
 
     def __init__(
-        self, store: str, study: str, first_policy: Path, say: Callable[[str], None], *, fresh: bool = False
+        self, store: str, study: str, first_policies: Path, say: Callable[[str], None], *, fresh: bool = False
     ) -> None:
-        """`study`: its name, in the names of its runs. fresh: each run has a process of its own, as an engine needs."""
-        self._store, self._study, self._first_policy, self._say = store, study, first_policy, say
+        """`study`: its name, in the names of its runs. fresh: each run has a process of its own, as an engine needs.
+
+        first_policies: folder of the testbed's first policies, one for each seed.
+        """
+        self._store, self._study, self._first_policies, self._say = store, study, first_policies, say
         workers = os.cpu_count()
         if fresh:  # an engine takes a part of a GPU's memory
             workers = 1 if gpu_bytes() else max(1, min(workers, memory_bytes() // BYTES_OF_RUN))
@@ -71,7 +74,7 @@ class Bench:
     def run(self, jobs: list[tuple[Arm, int]]) -> list[Outcome]:
         """The outcome of each arm with a seed, in the order of the jobs."""
         futures = {
-            self._pool.submit(run_arm, arm, seed, self._run_store(arm, seed), self._first_policy): place
+            self._pool.submit(run_arm, arm, seed, self._run_store(arm, seed), self._first_policies): place
             for place, (arm, seed) in enumerate(jobs)
         }
         outcomes: dict[int, Outcome] = {}
@@ -113,7 +116,7 @@ def rates_to_try(found: dict[float, float]) -> list[float]:
     return []
 
 
-def run_arm(arm: Arm, seed: int, store: RunStore, first_policy: Path) -> Outcome:
+def run_arm(arm: Arm, seed: int, store: RunStore, first_policies: Path) -> Outcome:
     """Runs one arm in this process, on one thread, unless the store has its outcome.
 
     Raises: RunConfigMismatch: the store has a run of this name with other settings; the message names them.
@@ -122,7 +125,7 @@ def run_arm(arm: Arm, seed: int, store: RunStore, first_policy: Path) -> Outcome
     if (stored := store.read_json("outcome.json", Outcome)) is not None:
         return stored
     started = time.monotonic()
-    found = _run_of_model(arm, seed) if "model" in arm.settings else _run_on_testbed(arm, seed, first_policy)
+    found = _run_of_model(arm, seed) if "model" in arm.settings else _run_on_testbed(arm, seed, first_policies)
     outcome = Outcome(
         arm=arm.name,
         seed=seed,
@@ -135,14 +138,14 @@ def run_arm(arm: Arm, seed: int, store: RunStore, first_policy: Path) -> Outcome
     return outcome
 
 
-def _run_on_testbed(arm: Arm, seed: int, first_policy: Path) -> dict:
+def _run_on_testbed(arm: Arm, seed: int, first_policies: Path) -> dict:
     import torch
 
     from flows.compare.replay import experience
     from tba import testbed
 
     torch.set_num_threads(1)
-    first, configuration = testbed.first_policy(first_policy), Configuration(**arm.settings)
+    first, configuration = testbed.first_policy(first_policies, seed), Configuration(**arm.settings)
     variant = testbed.Variant(configuration.reward, configuration.log_z_rate)
     trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed), variant)
     return {

@@ -26,12 +26,8 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
 
     If interrupted, the next call continues: finished runs are in the store.
     """
-    first_policy = Path.cwd() / ".tba" / ".local" / "testbed.safetensors"
-    if study.model is None:
-        from tba import testbed
-
-        testbed.first_policy(first_policy)
-    with Bench(store, name, first_policy, say, fresh=study.model is not None) as bench:
+    first_policies = Path.cwd() / ".tba" / ".local" / "testbed"
+    with Bench(store, name, first_policies, say, fresh=study.model is not None) as bench:
         arms = study.arms_at_each_lag()
         arms = bench.tune(arms) if study.model is None else arms
         outcomes = bench.run([(arm, seed) for seed in range(study.seeds) for arm in arms])

@@ -34,7 +34,7 @@ OURS = {"dr_grpo": 0.0, "tb": 0.05}  # objective: beta
 COMPARED_WITH = "trl_dr_grpo"
 
 
-def ours(objective: str, rate: float, seed: int, first_policy: Path) -> dict:
+def ours(objective: str, rate: float, seed: int, first_policies: Path) -> dict:
     from tba import testbed
 
     settings = TrainSettings(
@@ -42,11 +42,11 @@ def ours(objective: str, rate: float, seed: int, first_policy: Path) -> dict:
         warmup_steps=0, learning_rate_schedule="constant", gradient_clip=CLIP,
         adam_beta1=BETAS[0], adam_beta2=BETAS[1],
     )  # fmt: skip
-    trained = testbed.train(testbed.first_policy(first_policy), settings, 0, seed)
+    trained = testbed.train(testbed.first_policy(first_policies, seed), settings, 0, seed)
     return {"accuracy_after": trained.accuracy, "reward_mean": fmean(trained.curve)}
 
 
-def trl(loss: dict, rate: float, seed: int, first_policy: Path) -> dict:
+def trl(loss: dict, rate: float, seed: int, first_policies: Path) -> dict:
     import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -63,7 +63,7 @@ def trl(loss: dict, rate: float, seed: int, first_policy: Path) -> dict:
     from tba import testbed
     from tests.benchmarks.bench_accuracy import TRL
 
-    policy, generator, curve = testbed.first_policy(first_policy), torch.Generator().manual_seed(seed), []
+    policy, generator, curve = testbed.first_policy(first_policies, seed), torch.Generator().manual_seed(seed), []
 
     class Layers(torch.nn.Module):
         """All but the output layer. Padding lies behind the responses, whose tokens do not attend to it."""
@@ -125,23 +125,23 @@ def trl(loss: dict, rate: float, seed: int, first_policy: Path) -> dict:
     return {"accuracy_after": testbed.accuracy(policy), "reward_mean": torch.stack(curve).mean().item()}
 
 
-def run(side: str, rate: float, seed: int, first_policy: Path) -> dict:
+def run(side: str, rate: float, seed: int, first_policies: Path) -> dict:
     """One run, in this process, on one thread."""
     import torch
 
     torch.set_num_threads(1)
     started = time.monotonic()
     if side in TRL_LOSSES:
-        found = trl(TRL_LOSSES[side], rate, seed, first_policy)
+        found = trl(TRL_LOSSES[side], rate, seed, first_policies)
     else:
-        found = ours(side, rate, seed, first_policy)
+        found = ours(side, rate, seed, first_policies)
     return {"arm": f"{side}-lag0", "seed": seed, "learning_rate": rate, **found, "seconds": time.monotonic() - started}
 
 
-def best_rate(pool: ProcessPoolExecutor, side: str, first_policy: Path) -> float:
+def best_rate(pool: ProcessPoolExecutor, side: str, first_policies: Path) -> float:
     found = {}
     while rates := rates_to_try(found):
-        of_rates = [pool.submit(run, side, rate, TUNING_SEED, first_policy) for rate in rates]
+        of_rates = [pool.submit(run, side, rate, TUNING_SEED, first_policies) for rate in rates]
         found |= {rate: future.result()["accuracy_after"] for rate, future in zip(rates, of_rates, strict=True)}
     return max(found, key=found.get)
 
@@ -187,18 +187,15 @@ def write(out: Path, runs: dict[str, list[dict]]) -> Path:
 
 
 def main() -> None:
-    from tba import testbed
-
     runs = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
     ):
-        first_policy = Path(folder) / "first_policy.safetensors"
-        testbed.first_policy(first_policy)
+        first_policies = Path(folder)
         for side in [*OURS, *TRL_LOSSES]:
-            rate = best_rate(pool, side, first_policy)
-            futures = [pool.submit(run, side, rate, seed, first_policy) for seed in range(SEEDS)]
+            rate = best_rate(pool, side, first_policies)
+            futures = [pool.submit(run, side, rate, seed, first_policies) for seed in range(SEEDS)]
             runs[side] = [future.result() for future in futures]
             print(side, f"step size {rate:.2g}", confidence_interval([of["accuracy_after"] for of in runs[side]]))
     print(write(Path(os.environ.get("OUT", "docs/results")), runs))

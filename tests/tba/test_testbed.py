@@ -33,19 +33,24 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    return testbed.first_policy(tmp_path_factory.mktemp("testbed") / "first.safetensors")
+    return testbed.first_policy(tmp_path_factory.mktemp("testbed"), 0)
 
 
 def test_the_first_policy_has_far_to_rise(first):
     assert 0.3 < testbed.accuracy(first) < 0.55
-    right_answers = testbed.pretraining((1.0, 0.0, 0.0, 0.0))
+    right_answers = testbed.pretraining((1.0, 0.0, 0.0, 0.0), 0)
     assert any(testbed.accuracy(policy, 512) >= 0.95 for policy in right_answers)
 
 
 def test_it_is_read_from_its_file_when_it_is_there(first, tmp_path):
-    testbed.save_file(first.state_dict(), tmp_path / "first.safetensors")
-    again = testbed.first_policy(tmp_path / "first.safetensors")
+    testbed.save_file(first.state_dict(), tmp_path / "first_policy_1.safetensors")
+    again = testbed.first_policy(tmp_path, 1)
     assert all((a == b).all() for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_each_seed_has_a_pretraining_of_its_own():
+    one, same, other = (next(testbed.pretraining(testbed.ANSWER_SHARES, seed)).head.weight for seed in (1, 1, 2))
+    assert (one == same).all() and (one != other).any()
 
 
 def test_sampled_and_scored_logprobs_agree(first):

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.compare import study_page, turns
 from flows.compare.bench import Bench, Outcome, rates_to_try, with_rate
+from flows.compare.replay import experience
 from flows.compare.results import confidence_interval, paired_differences
-from flows.compare.study import Arm, Study, read_study
+from flows.compare.study import Arm, Configuration, Study, read_study
 from storage.attempts import first_attempt_at, start_attempt
 from storage.errors import RunConfigMismatch
 from storage.store import RunStore
@@ -37,11 +38,16 @@ STALENESS = read_study("staleness", seeds=2, steps=3)
 def test_an_arm_is_run_once(tmp_path):
     settings = STALENESS.configuration("tb").model_dump(mode="json") | {"reward": "dense"}
     arm = with_rate(Arm("tb", 2, settings), 1e-3)
-    testbed.save_file(testbed.Policy().state_dict(), tmp_path / "first.safetensors")  # pretraining takes long
-    with Bench(tmp_path.as_uri(), "mine", tmp_path / "first.safetensors", print) as bench:
+    first_policies = [testbed.Policy(), testbed.Policy()]
+    for seed, policy in enumerate(first_policies):  # pretraining takes long
+        testbed.save_file(policy.state_dict(), tmp_path / f"first_policy_{seed}.safetensors")
+    with Bench(tmp_path.as_uri(), "mine", tmp_path, print) as bench:
         one, other = bench.run([(arm, 0), (arm, 1)])
         assert (one.arm, one.seed, other.seed, one.learning_rate) == ("tb-lag2", 0, 1, 1e-3)
-        assert len(one.curve) == 3 and one.curve != other.curve and one.accuracy_before == other.accuracy_before
+        assert len(one.curve) == 3 and one.curve != other.curve
+        configuration = Configuration(**arm.settings)
+        other_again = testbed.train(first_policies[1], configuration.train, 2, 1, experience(configuration, 1))
+        assert other.curve == other_again.curve
         assert bench.run([(arm, 0)]) == [one]  # from the store, its seconds too
         changed = Arm("tb", 2, arm.settings | {"reward": "exact"})
         with pytest.raises(RunConfigMismatch, match="reward"):
