@@ -5,6 +5,7 @@ import fcntl
 import logging
 import math
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -79,6 +80,14 @@ def has_bfloat16(cpu: Path = Path("/proc/cpuinfo")) -> bool:
     with suppress(OSError):
         return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(cpu.read_text().split())
     return False
+
+
+def processor_name(cpu: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's model as the system names it, else its architecture."""
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(\S.*)$", cpu.read_text(), re.MULTILINE):
+            return found[1]
+    return platform.machine()
 
 
 _places: dict[str, tuple[int, IO]] = {}  # by group: this process's place, and the open file that holds it

@@ -31,9 +31,9 @@ def compare(
     """Train configurations with several seeds; write tables and a plot with confidence intervals.
 
     A study trains a small policy, or a model, on samples of enforced ages. A run takes seconds, or minutes. If
-    interrupted, the same command continues. The last line is a JSON object. Studies: beta, capacity, losses, prompts,
-    recency, recency_dense, redteam_searchers, replay, responses, samples, searchers, searchers_equal, searchers_sparse,
-    staleness, staleness_embedded.
+    interrupted, the same command continues. The last line is a JSON object. Studies: beta,
+    beta_embedded, capacity, losses, prompts, recency, recency_dense, redteam_searchers, replay, responses, samples,
+    searchers, searchers_equal, searchers_sparse, staleness, staleness_embedded.
     sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy. A run that was
     interrupted has a pause in its times: the command names its folder, which must be deleted.
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flows.compare.bench import Outcome
+from infra.machine import processor_name
 from storage.queries import query
 from storage.store import RunStore
 from tba.intervals import half_width
@@ -69,7 +69,7 @@ def results_about(stores: list[RunStore]) -> dict:
 
 def hardware() -> dict:
     return {
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "hardware": f"{processor_name()}, {os.cpu_count()} cores",
         "date": datetime.now(UTC).date().isoformat(),
     }
 

@@ -7,6 +7,7 @@
 - with the environment of tensors its peak is lower
 - living processes of a group have places of their own, the lowest free one each; a killed process's place is free again
 - threads are divided among processes, within a container's limit of cores
+- results name the processor, or the architecture where the system does not name one
 - the code's version is the checkout's commit, and of an installed wheel the wheel's version, also if the wheel lies
   in another project's checkout
 """
@@ -77,6 +78,14 @@ GROUPS = {
     "v2": ("0::", "", "memory.max", "memory.current", "inactive_file"),
     "v1": ("7:cpu,memory:", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+
+
+def test_results_name_the_processor(tmp_path):
+    listing = tmp_path / "cpuinfo"
+    listing.write_text("processor\t: 0\nmodel\t\t: 85\nmodel name\t: A Processor @ 2.50GHz\nflags\t\t: fpu\n")
+    assert machine.processor_name(listing) == "A Processor @ 2.50GHz"
+    listing.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")  # as on ARM
+    assert machine.processor_name(listing) == machine.processor_name(tmp_path / "missing") == platform.machine() != ""
 
 
 @pytest.mark.parametrize("version", GROUPS)
