@@ -3,6 +3,7 @@
 - while the Trainer owns the run, `began` is set; once another flow's Trainer has taken the run over, `lost` is set, so
   that the flow leaves the Searchers, which the other flow has adopted
 - the Trainer and the flow runs of its further machines get one key, a new one for each attempt
+- the processes of a further machine share its cores, and get the environment of tensors, as the first machine's do
 - a Trainer that fails is started again, unless it fails three times without a checkpoint between; one that another
   flow's Trainer keeps out is not
 - the flow goes on while Prefect's server or the store gives no answer or a wrong one
@@ -19,11 +20,11 @@ import httpx
 import pytest
 from prefect.exceptions import ObjectNotFound
 
-from flows import train
+from flows import ranks, train
 from flows.config import RunConfig
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
-from infra.machine import tensor_environment
+from infra.machine import cpu_threads, tensor_environment
 from storage import attempts
 from storage.errors import AlreadyTraining, StoreUnreachable
 from storage.store import RunStore
@@ -120,6 +121,17 @@ def test_a_trainer_that_fails_is_started_again_while_it_makes_progress(local_sto
     with pytest.raises(RuntimeError, match=r"the Trainer of run .* ended with status 1"):
         train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), *events)
     assert started == steps[:7]
+
+
+def test_a_further_machines_processes_get_the_environment_of_the_first_ones(local_store, monkeypatch):
+    local_store.create_run(RunConfig(run=local_store.run, store=local_store.url).recorded())
+    started = []
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    monkeypatch.setattr("tba.models.model_folder", lambda name: name)
+    monkeypatch.setattr("flows.trainer.ranks.follow", lambda *_: started.append(dict(os.environ)) or True)
+    expected = {"OMP_NUM_THREADS": str(cpu_threads(2)), **tensor_environment()}
+    ranks.ranks.fn(local_store.url, local_store.run, 1, "key", {"processes": 2})
+    assert {name: started[0].get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
