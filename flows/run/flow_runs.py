@@ -112,6 +112,26 @@ def submit(client, config: RunConfig):
     )
 
 
+def queue_of_child(deployment: str) -> str | None:
+    """The work queue for a flow run of `deployment` that this flow run starts; None: the deployment's own.
+
+    On a server that several folders use, a deployment has the queue of the folder that deployed last, so a child gets
+    this flow run's queue: it runs where its parent may run. A deployment that has another queue or pool than tba/train
+    keeps it. Raises: httpx.HTTPError; prefect.exceptions.ObjectNotFound: there is no such deployment.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    queue = context and context.flow_run and context.flow_run.work_queue_name
+    if not queue:  # the flow was called without a deployment
+        return None
+    with get_client(sync_client=True) as client:
+        ours, its = (client.read_deployment_by_name(name) for name in (prefect_server.DEPLOYMENT, deployment))
+    is_shared = (ours.work_pool_name, ours.work_queue_name) == (its.work_pool_name, its.work_queue_name)
+    return queue if is_shared else None
+
+
 def cancel(url: str, credentials: dict, flow_run) -> None:
     """Stops a flow run and the Searchers that it started, and records their state if the server still answers.
 

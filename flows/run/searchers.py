@@ -20,11 +20,13 @@ from prefect.deployments import run_deployment
 from prefect.states import Cancelling, Crashed
 
 from flows.config import RunConfig
+from flows.run.flow_runs import queue_of_child
 from infra.prefect_server import PAGE, read_all
 from storage import leases, policies, requests, shards
 from storage.errors import StoreError
 from storage.store import RunStore, transfer_all
 
+DEPLOYMENT = "search/searcher"
 # A failed Searcher is replaced. Repeated failure without progress (a committed round) is not transient.
 MAX_REPLACEMENTS = 3
 MAX_SILENCES = 10  # machines die, or are cut off
@@ -139,10 +141,11 @@ class Searchers:
         config = self._config
         requests.welcome(self._store, name)
         return run_deployment(
-            "search/searcher",
+            DEPLOYMENT,
             parameters={"store": config.store, "run": config.run, "name": name, "evaluates": evaluates},
             flow_run_name=f"{config.run}/{name}",
             tags=[f"run:{config.run}"],
+            work_queue_name=queue_of_child(DEPLOYMENT),
             timeout=0,
         )
 

@@ -41,6 +41,7 @@ def resume_elsewhere(client, config: RunConfig, last_heartbeat: bytes):
         tags=[f"run:{config.run}", tag],
         idempotency_key=f"{config.store}/{config.run}/{tag}/{len(tried)}",
         job_variables=first.job_variables,
+        work_queue_name=first.work_queue_name,
     )
 
 

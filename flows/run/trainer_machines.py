@@ -7,6 +7,8 @@ from prefect.states import Cancelled
 from flows.config import RunConfig
 from flows.run import flow_runs
 
+DEPLOYMENT = "ranks/machine"
+
 
 def start_machines(config: RunConfig, attempt: int, key: str) -> None:
     """Submits a flow run for each further machine. key: see storage/machines.py.
@@ -16,10 +18,11 @@ def start_machines(config: RunConfig, attempt: int, key: str) -> None:
     given = {"attempt": attempt, "key": key, "devices": config.devices}
     for number in range(1, config.train.machines):
         run_deployment(
-            "ranks/machine",
+            DEPLOYMENT,
             parameters={"store": config.store, "run": config.run} | given,
             flow_run_name=f"{config.run}/machine {number}",
             tags=[f"run:{config.run}"],
+            work_queue_name=flow_runs.queue_of_child(DEPLOYMENT),
             timeout=0,
         )
 

@@ -1,13 +1,15 @@
 """The memory that `tba plan` names beside the peaks of real runs' processes: `make bench-memory`.
 
-Each configuration trains a few steps with one Searcher. The peak of a process is the kernel's (VmHWM). The last line is
-a JSON object: for each configuration and process the planned and the measured bytes, and their ratio.
+Each configuration trains a few steps with one Searcher, and writes a checkpoint in the middle and at the end. The peak
+of a process is the kernel's (VmHWM). The last line is a JSON object: for each configuration and process the planned and
+the measured bytes, and their ratio; and the Trainer's peak by that of its steps before the first checkpoint.
 """
 
 import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -17,7 +19,7 @@ from flows.run.memory import plan_memory
 from storage.queries import query
 from tests.benchmarks.default_run import default_run
 
-STEPS = 4  # policies are published meanwhile
+STEPS, CHECKPOINT_STEP = 8, 4  # policies are published meanwhile
 LONG = {"task.name": "gsm8k", "task.max_response_tokens": 64, "train.micro_batch_tokens": 4096}
 FEW = {"search.prompts_per_round": 4, "sampling.prompts_per_batch": 4}
 CONFIGURATIONS = {
@@ -40,6 +42,7 @@ class Peaks:
     def __init__(self) -> None:
         self._end = threading.Event()
         self.of_trainer = self.of_searcher = 0
+        self._of_trainer_at: list[tuple[datetime, int]] = []
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "Peaks":
@@ -50,11 +53,15 @@ class Peaks:
         self._end.set()
         self._thread.join()
 
+    def of_trainer_before(self, when: datetime) -> int:
+        return max(peak for at, peak in self._of_trainer_at if at < when)
+
     def _watch(self) -> None:
         while not self._end.wait(WATCH_S):
             with contextlib.suppress(psutil.Error, OSError, StopIteration):
                 for trainer in self._trainers():
-                    self.of_trainer = max(self.of_trainer, peak_bytes(trainer))
+                    self._of_trainer_at.append((datetime.now(UTC), peak_bytes(trainer)))
+                    self.of_trainer = max(self.of_trainer, self._of_trainer_at[-1][1])
                     flow = trainer.parent()
                     others = [each for each in flow.parent().children(recursive=True) if each not in (trainer, flow)]
                     with_children = [sum(map(peak_bytes, (each, *each.children()))) for each in others]
@@ -70,16 +77,20 @@ class Peaks:
 def main() -> None:
     results = {}
     for name, settings in CONFIGURATIONS.items():
-        arguments = [f"--set={key}={value}" for key, value in settings.items()]
+        chosen = {**settings, "train.checkpoint_interval": CHECKPOINT_STEP}
+        arguments = [f"--set={key}={value}" for key, value in chosen.items()]
         with Peaks() as peaks, default_run(0, [f"--steps={STEPS}", *arguments]) as run:
-            most = query(run, "SELECT max(num_response_tokens) AS n FROM training_steps").to_pylist()[0]["n"]
-            plan = plan_memory(load_run(run), most)  # of a batch's different responses
+            steps = query(run, "SELECT ended_at, num_response_tokens FROM training_steps ORDER BY step").to_pylist()
+            most = max(step["num_response_tokens"] for step in steps)  # of a batch's different responses
+            plan = plan_memory(load_run(run), most)
         planned = {process.process: process.num_bytes for process in plan.processes}
         measured = {"Trainer": peaks.of_trainer, "Searcher": peaks.of_searcher}
         results[name] = {
             process: {"planned": planned[process], "measured": peak, "ratio": round(planned[process] / peak, 3)}
             for process, peak in measured.items()
         }
+        before = peaks.of_trainer_before(steps[CHECKPOINT_STEP - 1]["ended_at"])
+        results[name]["peak_by_peak_before_checkpoint"] = round(peaks.of_trainer / before, 3)
         print(name, results[name], flush=True)
     print(json.dumps(results))
 

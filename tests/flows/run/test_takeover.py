@@ -1,6 +1,6 @@
 """The flow run that takes a run over, against a stand-in for Prefect's server.
 
-- it is submitted as the silent one was: its deployment, parameters and job variables
+- it is submitted as the silent one was: its deployment, parameters, job variables and work queue
 - however many Searchers ask, there is one at a time, and few after one heartbeat; none if the run was stopped
 - it is not needed if the Trainer has written another heartbeat since
 - once it trains, the silent flow runs, and machines of other attempts, are marked as Crashed
@@ -61,7 +61,7 @@ def server(monkeypatch) -> Server:
 
 
 def run_of(state: State, **parameters) -> SimpleNamespace:
-    given = {"deployment_id": uuid4(), "job_variables": {"gpus": 8}}
+    given = {"deployment_id": uuid4(), "job_variables": {"gpus": 8}, "work_queue_name": "of-a-folder"}
     return SimpleNamespace(id=uuid4(), state=state, parameters=parameters, tags=[], **given)
 
 
@@ -70,7 +70,8 @@ def test_it_is_submitted_as_the_silent_one_was(server, config):
     server.runs = {"tba": [silent]}
     found = takeover.resume_elsewhere(server, config, b"last")
     assert (found.deployment_id, found.parameters) == (silent.deployment_id, silent.parameters)
-    assert found.job_variables == {"gpus": 8} and takeover.is_takeover(found.tags)
+    assert (found.job_variables, found.work_queue_name) == ({"gpus": 8}, "of-a-folder")
+    assert takeover.is_takeover(found.tags)
 
 
 def test_there_is_one_at_a_time_and_few_after_one_heartbeat(server, config):
