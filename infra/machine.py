@@ -67,12 +67,20 @@ def memory_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 def gpu_bytes() -> int | None:
     """Memory of the smallest GPU that this process may use; None without one. Imports torch if one may be there."""
+    return min(_gpu_sizes(), default=None)
+
+
+def num_gpus() -> int:
+    """GPUs that this process may use. Imports torch if one may be there."""
+    return len(_gpu_sizes())
+
+
+def _gpu_sizes() -> list[int]:
     if not (shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))):
-        return None
+        return []
     import torch
 
-    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-    return min(sizes, default=None)
+    return [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
 
 
 def has_bfloat16(cpu: Path = Path("/proc/cpuinfo")) -> bool:

@@ -142,10 +142,11 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
 
 
 def _logits(shape: Shape, machine: Machine) -> Bytes:
-    """Of a chunk of rows; in bfloat16 also the output layer's rounded weight."""
+    """Of a chunk of rows; in bfloat16 also the output layer's rounded weight, on a GPU also the softmax in float32."""
+    wide = 2 * 4 * shape.V * LOGIT_ROWS if machine.is_gpu else 0  # its input and output
     if machine.has_bfloat16:
-        return 2 * shape.V * (LOGIT_ROWS + shape.D)
-    return 4 * shape.V * LOGIT_ROWS
+        return 2 * shape.V * (LOGIT_ROWS + shape.D) + wide
+    return 4 * shape.V * LOGIT_ROWS + wide
 
 
 def searcher_parts(

@@ -32,8 +32,11 @@ def compute_dtype(device_type: str = "cpu") -> torch.dtype:
     """The type in which the Trainer, the reference policy and the engine compute.
 
     A CPU without instructions for bfloat16 emulates them: 12 GFLOP/s a core where float32 reaches 65 (Skylake server).
+    NVIDIA's GPUs have them from compute capability 8.0 on; vLLM refuses bfloat16 on older ones.
     """
     if device_type == "cpu" and not any(map(torch.cpu.get_capabilities().get, BFLOAT16_INSTRUCTIONS)):
+        return torch.float32
+    if device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float32
     return torch.bfloat16
 

@@ -29,6 +29,8 @@ ADAPTERS_IN_FLIGHT = 8
 ENVIRONMENT = {  # of vLLM, unless the user has set a variable
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # take_gpus used CUDA, which survives no fork
+    # A CPU has the first model runner only, so this one is tested. vLLM would take the second one on a GPU.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

@@ -150,8 +150,11 @@ def largest_pass(config: RunConfig, of_task: Lengths, response_tokens: int | Non
 
 
 def this_machine() -> Machine:
-    on_gpu = gpu_bytes()
-    return Machine(on_gpu is not None, on_gpu is not None or has_bfloat16(), on_gpu or memory_bytes())
+    if (on_gpu := gpu_bytes()) is None:
+        return Machine(False, has_bfloat16(), memory_bytes())
+    from tba.precision import compute_dtype
+
+    return Machine(True, compute_dtype("cuda").itemsize == 2, on_gpu)
 
 
 def _cache(config: RunConfig, shape: Shape, machine: Machine) -> int:

@@ -7,6 +7,7 @@ from flows.config import RunConfig
 from flows.reuse.warm_start import WARM, check_sources
 from flows.run.memory import Lengths, lengths, longest, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
+from infra.machine import num_gpus
 from storage.errors import NotFound, TornShard
 from storage.shard_files import read_shards
 from storage.shards import files_named
@@ -156,7 +157,13 @@ def check_context(config: RunConfig, task: RewardedTask, tokenizer, limit: int |
 
 
 def check_memory(config: RunConfig) -> None:
-    """Raises: ValueError: the Trainer's weights, gradient and moments alone do not fit on this machine."""
+    """Raises: ValueError: the Trainer's weights, gradient and moments alone do not fit on this machine, or it has GPUs,
+    but not one for each of its Trainer processes."""
+    if 0 < (num_here := num_gpus()) < config.train.processes:
+        raise ValueError(
+            f"train.processes is {config.train.processes}, and this machine has {num_here} GPUs: each process of the "
+            f"Trainer needs one; give train.processes={num_here}"
+        )
     with contextlib.suppress(UnknownShape):
         shape = read_shape(model_folder(config.model))
         if fault := plan_of(config, shape, Lengths(prompt=1, common=0, response=1)).fault:

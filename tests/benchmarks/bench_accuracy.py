@@ -60,7 +60,7 @@ def trl(folder: Path) -> dict:
     from trl import GRPOConfig, GRPOTrainer
 
     from tba.config import TrainSettings
-    from tba.precision import compute_dtype
+    from tba.precision import compute_dtype, default_device
     from tba.tasks.arithmetic import Arithmetic
 
     problems = Arithmetic(data=None, seed=0).train
@@ -96,7 +96,7 @@ def trl(folder: Path) -> dict:
             **TRL,
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
-            bf16=compute_dtype() == torch.bfloat16,
+            bf16=compute_dtype(default_device()) == torch.bfloat16,
             per_device_train_batch_size=PROMPTS * RESPONSES,
             num_generations=RESPONSES,
             max_completion_length=Arithmetic.max_response_tokens,

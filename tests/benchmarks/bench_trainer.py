@@ -145,7 +145,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
     from transformers import AutoConfig, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from tba.precision import compute_dtype
+    from tba.precision import compute_dtype, default_device
     from tests.benchmarks.bench_accuracy import TRL
 
     config = AutoConfig.from_pretrained(folder)
@@ -191,7 +191,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
             **TRL | {"use_cpu": not torch.cuda.is_available()},
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
-            bf16=compute_dtype() == torch.bfloat16,
+            bf16=compute_dtype(default_device()) == torch.bfloat16,
             per_device_train_batch_size=NUM_RESPONSES,
             gradient_accumulation_steps=NUM_PROMPTS,
             num_generations=NUM_RESPONSES,

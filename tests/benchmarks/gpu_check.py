@@ -37,6 +37,7 @@ SHAPES = {
     "small": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "vocab_size": 49152, "tie_word_embeddings": True},
 }  # fmt: skip
+SMALL_SHARD_BYTES = 1_000_000  # several files, as a model above 5 GB has
 CHANGED_SHARE = 0.008  # of the weights, between consecutive policies of a default run
 
 
@@ -82,7 +83,7 @@ def changed_model(base: Path, folder: Path) -> Path:
         weights[name] = bits.view(torch.bfloat16)
     write_weights(weights, folder)
     for file in base.iterdir():
-        if file.suffix != ".safetensors":
+        if file.suffix != ".safetensors" and not file.name.endswith(".index.json"):  # these were written above
             (folder / file.name).symlink_to(file)
     return folder
 
@@ -115,7 +116,7 @@ def generation(is_small: bool, num_sequences: int) -> dict:
 
 
 def step(is_small: bool) -> dict:
-    from tba.precision import compute_dtype
+    from tba.precision import compute_dtype, default_device
     from tests.benchmarks import bench_trainer
 
     name, sides = ("short", ["ours"]) if is_small else ("gpu", ["ours", "trl"])
@@ -123,13 +124,14 @@ def step(is_small: bool) -> dict:
         model = random_model(Path(folder, "model"), "small" if is_small else "1.5B")
         found = {side: run_module("tests.benchmarks.bench_trainer", side, name, str(model)) for side in sides}
         flops = bench_trainer.useful_flops(model, bench_trainer.SHAPES[name])
-    peak = bench_trainer.measured_peak_flops(str(compute_dtype()).removeprefix("torch."))
+    peak = bench_trainer.measured_peak_flops(str(compute_dtype(default_device())).removeprefix("torch."))
     mfu = flops / found["ours"]["step_s"] / peak
     return found | {"mfu": mfu}
 
 
 def swap(is_small: bool) -> dict:
     from storage.policy_delta import apply_deltas, write_delta
+    from tba import weights
     from tba.engine import Sampling
     from tba.engines import make_engine
 
@@ -138,10 +140,13 @@ def swap(is_small: bool) -> dict:
         work(*arguments)
         return time.monotonic() - began
 
+    if is_small:
+        weights.SHARD_BYTES = SMALL_SHARD_BYTES
     with tempfile.TemporaryDirectory() as folder:
         first = random_model(Path(folder, "first"), "small" if is_small else "7B")
         second = changed_model(first, Path(folder, "second"))
-        name, delta, rebuilt = "model.safetensors", Path(folder, "delta"), Path(folder, "rebuilt")
+        before = sorted(first.glob("*.safetensors"))
+        deltas = [Path(folder, f"{file.stem}.delta") for file in before]
         engine = make_engine(
             first, max_tokens=256, max_sequences=16, seed=0, threads=2, arguments={"gpu_memory_utilization": 0.6}
         )
@@ -149,13 +154,20 @@ def swap(is_small: bool) -> dict:
         engine.start([[5, 6, 7]] * 8, [Sampling(1, 1.0, 1.0, 128, [])] * 8, first=False)
         engine.step()
         load_s = timed(lambda: (engine.load(second, 2), engine.step()))
-        write_delta_s = timed(write_delta, first / name, second / name, delta)
-        apply_delta_s = timed(apply_deltas, first / name, [delta], rebuilt)
+        write_delta_s = sum(
+            timed(write_delta, file, second / file.name, delta) for file, delta in zip(before, deltas, strict=True)
+        )
+        apply_delta_s = sum(
+            timed(apply_deltas, file, [delta], Path(folder, "rebuilt"))
+            for file, delta in zip(before, deltas, strict=True)
+        )
+        num_bytes, delta_bytes = (sum(file.stat().st_size for file in files) for files in (before, deltas))
         return {
-            "weights_gb": (first / name).stat().st_size / 1e9,
+            "weights_gb": num_bytes / 1e9,
+            "num_files": len(before),
             "load_first_s": load_first_s,
             "load_s": load_s,
-            "delta_share": delta.stat().st_size / (first / name).stat().st_size,
+            "delta_share": delta_bytes / num_bytes,
             "write_delta_s": write_delta_s,
             "apply_delta_s": apply_delta_s,
         }

@@ -9,6 +9,8 @@
 pytest tests/tba/test_precision.py
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -32,9 +34,14 @@ def test_a_cpu_computes_in_what_it_multiplies_in_hardware(capabilities, dtype, m
     assert compute_dtype("cpu") == dtype
 
 
-def test_a_gpu_computes_in_bfloat16(monkeypatch):
+@pytest.mark.parametrize(("major", "dtype"), [(9, torch.bfloat16), (8, torch.bfloat16), (7, torch.float32)])
+def test_a_gpu_computes_in_what_it_multiplies_in_hardware(major, dtype, monkeypatch):
+    """By its compute capability, as vLLM asks for it."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    assert compute_dtype("cuda") == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    assert compute_dtype("cuda") == dtype
 
 
 @pytest.fixture

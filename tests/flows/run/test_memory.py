@@ -10,6 +10,7 @@ make bench-memory compares whole processes with their peaks.
 python -m pytest tests/flows/run/test_memory.py
 """
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -215,6 +216,21 @@ def test_only_a_trainer_that_cannot_fit_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"memory: the Trainer needs .* \(weights 0\.5, .*this machine has 1\.0"):
         check_memory(RunConfig())
     check_memory(RunConfig.model_validate({"train": {"lora_rank": 4}}))
+
+
+def test_fewer_gpus_than_trainer_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 80 * GIB))
+    two = RunConfig.model_validate({"train": {"processes": 2, "zero_stage": 2}})
+    for num_here, is_enough in ((2, True), (1, False), (0, True)):  # without a GPU the processes share the cores
+        monkeypatch.setattr("flows.run.preflight.num_gpus", lambda found=num_here: found)
+        with contextlib.nullcontext() if is_enough else pytest.raises(ValueError, match=r"has 1 GPUs.* needs one"):
+            check_memory(two)
+
+
+def test_a_gpus_logits_have_their_softmax_beside_them():
+    on_cpu, on_gpu = Machine(False, True, 80 * GIB), Machine(True, True, 80 * GIB)
+    parts = [trainer_parts(SEVEN_B, RunConfig().train, 4096, machine)["logits"] for machine in (on_cpu, on_gpu)]
+    assert parts[1] - parts[0] == 2 * 4 * LOGIT_ROWS * SEVEN_B.V
 
 
 def test_a_containers_limit_is_the_memory(tmp_path):
