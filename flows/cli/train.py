@@ -66,9 +66,7 @@ def train(
     }
     config = config_of({key: value for key, value in given.items() if value is not None}, settings or [])
     run_store = _check_inputs(config)
-    from storage.summary import read_summary
-
-    if (summary := read_summary(run_store)) is not None:
+    if (summary := _summary_or_exit(run_store)) is not None:
         say(f"Run {config.run!r} is finished. To train on: tba train NEW --model FOLDER (policies/best.json names it).")
         _print_summary(summary)
         return
@@ -97,6 +95,9 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
 
 def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     """Starts the stack, submits or joins the run's flow run, shows it to its end, leaves the stack. May exit."""
+    import httpx
+    from prefect.exceptions import PrefectException
+
     from flows.run import flow_runs
     from flows.run.trainer_watch import TrainerWatch
     from infra import prefect_server, stack
@@ -122,6 +123,8 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
             fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
     except (stack.StackError, StoreError) as error:
         fail(str(error))
+    except (httpx.HTTPError, PrefectException) as error:
+        fail(f"The Prefect server at {url} refuses or fails: {error!r}. The same command follows or resumes the run.")
     except KeyboardInterrupt:
         if submitted:
             with _uninterrupted():
@@ -152,14 +155,13 @@ def _tell_end(project: Path, store: "RunStore", state: str) -> None:
     """Prints the outcome of a flow run that completed in this state. Exits if the store has no summary."""
     from infra import stack
     from storage.attempts import read_heartbeat
-    from storage.summary import read_summary
 
     if state == "Stopped":
         beat = read_heartbeat(store) or {}
         say(f"Stopped at step {beat.get('step')}, as requested. The same command resumes the run.")
     elif state == "NotNeeded":
         say("The run's Trainer lives, under another flow run. The same command follows it.")
-    elif summary := read_summary(store):
+    elif summary := _summary_or_exit(store):
         _print_summary(summary)
     else:
         fail(
@@ -167,6 +169,17 @@ def _tell_end(project: Path, store: "RunStore", state: str) -> None:
             "store of that name: it has the AWS_ENDPOINT_URL and credentials of the shell that started the stack. "
             f"Run `tba down`, then the same command.\n{stack.log_tail(project, 'worker')}"
         )
+
+
+def _summary_or_exit(store: "RunStore") -> dict | None:
+    """The summary of a finished run. Exits if it cannot be read."""
+    from storage.errors import StoreError
+    from storage.summary import read_summary
+
+    try:
+        return read_summary(store)
+    except StoreError as error:
+        fail(str(error))
 
 
 def _refuse_live_trainer(store: "RunStore") -> None:

@@ -31,6 +31,8 @@ def check_inputs(config: RunConfig) -> list[str]:
     is_new = not store.exists("run.json")  # an older run goes on as it is
     if is_new:
         check_effects(config)
+        if not config.searchers and not config.warm_start:
+            warnings.append(f"searchers is 0: training waits until `tba searchers {config.run} +1` adds one")
     check_sources(store, config)
     check_trackers(config.trackers)
     check_packages(config)

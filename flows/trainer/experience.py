@@ -22,6 +22,7 @@ from tba.training_loop import TooEarly
 
 # Measured on two cores: one minute, or two if vLLM compiles its kernels.
 LOADING = "the Searchers load their engines (1 to 2 minutes), then sample a first round"
+NO_SEARCHER = "the run starts no Searcher (searchers is 0); `tba searchers RUN +1` adds one"
 # The name under which flows/reuse/warm_start.py stores copies of a source.
 _COPY = re.compile(r"warm\d+")
 
@@ -80,10 +81,14 @@ class StoredExperience:
                 rows = self.buffer.draw(step)
                 facts = self._facts(rows, step)
         except NotEnoughExperience as reason:
-            loading = "" if self.buffer.num_taken_in else f"; {LOADING}"
-            raise TooEarly(self._why_silent() or f"{reason}{loading}") from reason
+            raise TooEarly(self._why_silent() or f"{reason}{self._next_shard()}") from reason
         self._is_training = True
         return Batch(make_draws(rows), facts, rows)
+
+    def _next_shard(self) -> str:
+        if not self._has_searchers:
+            return f"; {NO_SEARCHER}"
+        return "" if self.buffer.num_taken_in else f"; {LOADING}"
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._arrived_at if self._has_searchers else 0.0

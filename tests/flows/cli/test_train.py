@@ -6,6 +6,7 @@ Claims
 - a finished run prints its summary and starts nothing
 - a refused input, or a Trainer unknown to Prefect, ends the command before it submits
 - `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
+- a Prefect server that fails, and a damaged summary, are one line
 - a second Ctrl-C waits until the run is stopped
 - a flow run that took the run over is followed in the place of the first one, and Ctrl-C stops it
 
@@ -23,8 +24,10 @@ import time
 from types import SimpleNamespace
 from uuid import uuid4
 
+import httpx
 import pytest
 import typer
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed, Crashed
 from typer.testing import CliRunner
 
@@ -235,6 +238,32 @@ def test_the_flow_run_that_took_a_run_over_is_followed(project, monkeypatch, cap
     with pytest.raises(typer.Exit):
         train._train(project, config, RunStore(config.store, config.run))
     assert cancelled == [second]
+
+
+@pytest.mark.parametrize("error", [httpx.ReadTimeout("no answer"), ObjectNotFound(Exception("404"))])
+def test_a_server_that_fails_is_one_line(project, monkeypatch, capsys, error):
+    def fail(*_: object) -> None:
+        raise error
+
+    left = []
+    monkeypatch.setattr(stack, "up", lambda *_, **__: "http://elsewhere:1/api")
+    monkeypatch.setattr(stack, "leave", lambda *_, **__: left.append("stack"))
+    monkeypatch.setattr(prefect_server, "api", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(flow_runs, "live_run", fail)
+    config = RunConfig(store=(project / ".tba").as_uri())
+    with pytest.raises(typer.Exit):
+        train._train(project, config, RunStore(config.store, config.run))
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"The Prefect server at http://elsewhere:1/api refuses or fails: {error!r}. The same command"
+    )
+    assert left == ["stack"]
+
+
+def test_a_damaged_summary_is_one_line(project, checked):
+    RunStore((project / ".tba").as_uri(), "done").put("summary.json", b'{"run"')
+    result = tba("train", "done")
+    assert result.exit_code == 1 and result.stderr.startswith("cannot read summary.json"), result.output
 
 
 @pytest.mark.parametrize("own", ["storage/__init__.py", "flows.py"])

@@ -5,6 +5,7 @@
 - A run that exists with another configuration: the message says what differs. One of an older version, without a
   setting that there is today, resumes with what was done then: mostly that setting's default.
 - Of a run whose reward has changed since its newest round, a warning names both versions.
+- Of a run without Searchers and warm start a warning says how to add one.
 - A run resumes although a default has changed since; only a setting that is given can be refused.
 - A command takes back an earlier request to stop the run; a takeover without a command does not.
 
@@ -179,6 +180,11 @@ def test_a_reward_that_has_changed_is_named(tmp_path, tokenizer_only):
     (warning,) = check_inputs(resumed)
     assert "have rewards of version 'sum-0', new ones will have 'sum-1'" in warning
     assert "tba rescore checked --reward task --version NAME, then tba train NEW --warm-start checked" in warning
+
+
+def test_a_run_that_nobody_samples_for_is_warned_about(tmp_path, tokenizer_only):
+    (warning,) = check_inputs(config(tmp_path, searchers=0))
+    assert warning == "searchers is 0: training waits until `tba searchers checked +1` adds one"
 
 
 def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):

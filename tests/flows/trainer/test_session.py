@@ -1,6 +1,7 @@
 """What the Trainer's process adds to trainer and store (flows/trainer/session.py, flows/trainer/heartbeat.py).
 
 Claims
+- a run that starts no Searcher says so while it waits for one
 - flow control is in every step's metrics; while a draw is too early its reason is what the heartbeat says
 - Searchers that have stopped are an alarm: in the log once, in the metrics, in the heartbeat, gone when a shard comes
 - what the newest sync took in is in every step's metrics
@@ -69,6 +70,17 @@ def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experienc
     assert facts.keys() <= set(TRAINING_STEP.names)
     with pytest.raises(TooEarly, match=r"^waiting for more trajectories: after step 3 each of 8"):
         experience.draw(3)
+
+
+def test_a_run_without_searchers_says_what_it_waits_for(store, alarms):
+    buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4)
+    experience = StoredExperience(store, buffer, 1, alarms, has_searchers=False)
+    experience.sync(1)
+    with pytest.raises(TooEarly, match=r"starts no Searcher \(searchers is 0\); `tba searchers RUN \+1` adds one"):
+        experience.draw(1)
+    commit(store, "byhand", 0, distinct("ab", 4))
+    experience.sync(1)
+    assert experience.draw(1).draws
 
 
 def test_a_resumed_run_waits_for_its_searchers(store, alarms):
