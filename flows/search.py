@@ -166,9 +166,10 @@ def evaluate(
     result = measured | {"attempt": policy.attempt, "policy_step": policy.step}
     accuracy, num_problems = result["accuracy"], result["num_problems"]
     cache = policy_cache(store.run)
-    is_best = is_held and policies.keep_if_best(store, policy, accuracy, num_problems, cache)
+    is_best = is_held and policies.keep_if_best(store, policy, accuracy, num_problems, cache, held.check)
     with contextlib.suppress(AlreadyExists):
         ledger.record_evaluation(store, result)
+    held.check()
     policies.release_policy(store, held.name)
     get_run_logger().info(
         "policy step %d: accuracy %.3f on %d held-out problems%s",

@@ -129,6 +129,8 @@ _BY_CODE = {
     "preconditionfailed": AWAY,
     "409": AWAY,
     "412": AWAY,
+    # the answer to an upload's last request was lost, and the repeated one finds the upload complete
+    "nosuchupload": AWAY,
     "requesttimeout": SILENT,
     "networkconnection": CUT_OFF,
     "incompletebody": ODD,

@@ -13,6 +13,7 @@ A Trainer that resumes from a checkpoint undoes the steps that earlier attempts 
 a for step t counts if no later attempt resumed from before t. Entries that do not count stay in the store.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,13 +23,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.attempts import counts, list_attempts
-from storage.errors import DamagedRecord
+from storage.errors import DamagedRecord, NotFound
 from storage.fresh import Fresh
 from storage.ledger_files import counting_parts, numbers_in
 from storage.paths import LARGEST_NUMBER
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RESTORE, RunStore, transfer_all
+
+logger = logging.getLogger(__name__)
 
 # By folder: columns that no entry may lack. Older versions recorded no attempt of evaluations.
 NEEDED = {
@@ -98,7 +101,11 @@ def evaluations(store: RunStore) -> dict[int, str]:
     """Paths of the files with the evaluations that count, by policy step, in order."""
     resumes, found, folder = list_attempts(store), {}, "metrics/evaluations"
     for part in counting_parts(store, folder):
-        steps = numbers_in(store, folder, part.path) if part.is_compacted else part.numbers
+        try:
+            steps = numbers_in(store, folder, part.path) if part.is_compacted else part.numbers
+        except (DamagedRecord, NotFound) as error:  # its policies may be evaluated again; verify reports the file
+            logger.warning("evaluations are left out: %s", error)
+            continue
         attempt = int(part.group.removeprefix("attempt="))
         found |= {step: part.path for step in steps if counts(attempt, step, resumes)}
     return dict(sorted(found.items()))

@@ -53,7 +53,7 @@ class LocalFolder:
 
     def put_new(self, path: str, data: bytes) -> None:
         # a link fails if the path exists; a rename would replace another writer's file
-        self._write(path, lambda file: file.write(data), os.link)
+        self._write(path, lambda file: file.write(data), _link)
         self._sync_folder(path)
 
     def is_exclusive(self, probe: str) -> bool:
@@ -85,7 +85,7 @@ class LocalFolder:
                 os.fsync(file.fileno())
             publish(temporary, target.name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # which would have the write repeated, and put_new meet its own file
                 os.unlink(temporary, dir_fd=folder)
             os.close(folder)
 
@@ -175,6 +175,19 @@ class LocalFolder:
 
     def local_path(self, path: str) -> Path:
         return self._path(path)
+
+
+def _link(temporary: str, name: str, **folders: int) -> None:
+    """os.link. A network file system may repeat it after its answer was lost, and then meets its own link.
+
+    Raises: FileExistsError: another file has the name.
+    """
+    try:
+        os.link(temporary, name, **folders)
+    except FileExistsError:
+        ours = os.stat(temporary, dir_fd=folders["src_dir_fd"])
+        if not os.path.samestat(ours, os.stat(name, dir_fd=folders["dst_dir_fd"], follow_symlinks=False)):
+            raise
 
 
 def _is_folder(entry: os.DirEntry, may_be_link: bool) -> bool:

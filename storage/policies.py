@@ -30,6 +30,7 @@ import math
 import shutil
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -244,10 +245,17 @@ def release_policy(store: RunStore, searcher: str) -> None:
 
 
 def keep_if_best(
-    store: RunStore, ref: PolicyRef, accuracy: float, num_problems: int, cache_dir: str | Path | None = None
+    store: RunStore,
+    ref: PolicyRef,
+    accuracy: float,
+    num_problems: int,
+    cache_dir: str | Path | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> bool:
     """Points policies/best.json to a held policy, unless another has a higher accuracy. Returns whether it did.
 
+    check: called right before a file is replaced; if it raises, none is. The upload may take minutes, after which
+    another process may hold another policy under the name.
     cache_dir: as of fetch_policy, for a policy that is stored as a delta: its weights are uploaded before. None: it is
     rebuilt in a temporary folder.
     A policy whose accuracy is not finite, because a reward was NaN, or whose weights cannot be fetched any more, does
@@ -255,31 +263,38 @@ def keep_if_best(
     """
     if not math.isfinite(accuracy):
         return False
-    try:
-        best = best_policy(store)
-    except DamagedRecord as error:
-        logger.warning("this policy becomes the best one, because best.json cannot be read: %s", error)
-        best = None
-    if best is not None and best.accuracy > accuracy:
+    if _is_beaten(store, accuracy):
         return False
     try:
-        _store_weights(store, ref, cache_dir)
+        _store_weights(store, ref, cache_dir, check)
     except (NotFound, DamagedPolicy, DamagedRecord, UnsafePath) as error:
         logger.warning("this policy does not become the best one, because it cannot be stored whole: %s", error)
         return False
+    if _is_beaten(store, accuracy):  # meanwhile
+        return False
     found = BestPolicy(**asdict(ref), accuracy=accuracy, num_problems=num_problems)
+    check()
     store.put(BEST, json.dumps(asdict(found), indent=2).encode())
     return True
 
 
-def _store_weights(store: RunStore, ref: PolicyRef, cache_dir: str | Path | None) -> None:
+def _is_beaten(store: RunStore, accuracy: float) -> bool:
+    try:
+        best = best_policy(store)
+    except DamagedRecord as error:
+        logger.warning("this policy becomes the best one, because best.json cannot be read: %s", error)
+        return False
+    return best is not None and best.accuracy > accuracy
+
+
+def _store_weights(store: RunStore, ref: PolicyRef, cache_dir: str | Path | None, check: Callable[[], object]) -> None:
     """Uploads a policy's weights if only a delta is stored. Raises: NotFound: the policy was pruned meanwhile."""
     manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
     if manifest is None or manifest.pruned:  # its hold was taken over by another Searcher of the name
         raise NotFound(f"policy {ref.path} of run {store.run} in {store.url} was pruned or removed")
     if not manifest.whole:
         with tempfile.TemporaryDirectory(prefix="tba-best-") as temporary:
-            make_whole(store, ref.path, fetch_policy(store, ref, cache_dir or temporary))
+            make_whole(store, ref.path, fetch_policy(store, ref, cache_dir or temporary), before_last=check)
 
 
 def _held_path(searcher: str) -> str:

@@ -150,7 +150,8 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
     expired = {searcher: last for searcher, last in expired.items() if last < newest.get(searcher, -1)}
     replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
     replacements = {block_path(file.searcher, file.block) for file in replaced}
-    due_replacements = {path for path in replacements if written.get(path, due) <= due and _is_whole(store, path)}
+    due_replacements = {path for path, at in written.items() if path in replacements and at <= due}
+    due_replacements = {path for path in due_replacements if _is_whole(store, path)}
     paths = [file.path for file in replaced if block_path(file.searcher, file.block) in due_replacements]
     paths += [file.path for file in files if file.rounds[-1] <= expired.get(file.searcher, -1)]
     num_files = len(set(paths))

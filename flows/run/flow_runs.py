@@ -170,10 +170,10 @@ def _processes(flow_run) -> list:
 
 def unfinished(client, config: RunConfig, flows: list[str] = FLOWS) -> list:
     """The unfinished flow runs of these flows that belong to this run in this store."""
-    return [flow_run for flow_run in prefect_server.unfinished(client, flows) if _is_of(flow_run, config)]
+    return [flow_run for flow_run in prefect_server.unfinished(client, flows) if is_of(flow_run, config)]
 
 
-def _is_of(flow_run, config: RunConfig) -> bool:
+def is_of(flow_run, config: RunConfig) -> bool:
     """Whether the parameters name this run: tba takes a configuration (none: the default), search a store and a run."""
     given = flow_run.parameters
     try:

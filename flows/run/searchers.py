@@ -20,7 +20,7 @@ from prefect.deployments import run_deployment
 from prefect.states import Cancelling, Crashed
 
 from flows.config import RunConfig
-from flows.run.flow_runs import queue_of_child
+from flows.run.flow_runs import is_of, queue_of_child
 from infra.prefect_server import PAGE, read_all
 from storage import leases, policies, requests, shards
 from storage.errors import StoreError
@@ -99,7 +99,7 @@ class Searchers:
         newest = transfer_all(partial(leases.newest, self._store), names)
         held = [lease for lease in newest if lease is not None and not lease.is_released]
         found = read_flow_runs(UUID(lease.flow_run) for lease in held if lease.flow_run)
-        runs = {lease: found.get(UUID(lease.flow_run)) if lease.flow_run else None for lease in held}
+        runs = {lease: self._named_by(lease, found) for lease in held}
         unfinished = [lease for lease, run in runs.items() if run is not None and not run.state.is_final()]
         are_alive = dict(zip(unfinished, leases.are_alive(self._store, unfinished), strict=True))
 
@@ -113,6 +113,12 @@ class Searchers:
             return None
 
         return {lease.searcher: run for lease, run in zip(held, transfer_all(living, held), strict=True) if run}
+
+    def _named_by(self, lease: leases.Lease, found: dict[UUID, FlowRun]) -> FlowRun | None:
+        """The flow run of a lease. A copied run's leases name the Searchers of the original: these are let alone."""
+        run = found.get(UUID(lease.flow_run)) if lease.flow_run else None
+        is_its = run is not None and is_of(run, self._config) and run.parameters.get("name", "s0") == lease.searcher
+        return run if is_its else None
 
     def _replace(self, name: str, state: State) -> None:
         """Restarts a Searcher that ended in this state, or adopts the one that took its name.

@@ -2,6 +2,8 @@
 
 - the best policy and one that is being evaluated are never pruned; best.json names a whole policy in every order in
   which the Trainer's and the Searcher's requests reach the store
+- a Searcher that lost its name during the upload replaces neither best.json nor a policy.json; and the best policy of
+  meanwhile stays
 """
 
 import json
@@ -12,6 +14,10 @@ from itertools import combinations
 from pathlib import Path
 from random import Random
 
+import pytest
+
+from storage import policies
+from storage.errors import Superseded
 from storage.policies import (
     best_policy,
     fetch_policy,
@@ -83,6 +89,38 @@ def test_a_pruned_policy_cannot_be_held(store, publish):
     publish(store, 2)
     prune_policies(store, keep=1)  # announces another
     assert not hold_policy(store, old, "s0")
+
+
+def test_a_searcher_that_lost_its_name_replaces_nothing(store, publish):
+    """It was cut off, and another process of its name holds another policy."""
+    published = [publish(store, step) for step in range(3)]
+    evaluate(store, published[0], 0.5)
+    assert hold_policy(store, published[1], "s0")
+
+    def lost() -> None:
+        raise Superseded("another process has the name")
+
+    before = {path: store.get(path) for path in store.list("policies")}
+    with pytest.raises(Superseded):
+        keep_if_best(store, published[1], 0.75, 256, check=lost)
+    left = {path: store.get(path) for path in store.list("policies") if path.endswith(".json")}
+    assert left == {path: data for path, data in before.items() if path.endswith(".json")}
+
+
+def test_a_better_policy_of_meanwhile_stays_the_best(store, publish):
+    first, second = (publish(store, step) for step in range(2))
+    assert hold_policy(store, first, "s0") and hold_policy(store, second, "s1")
+    upload = policies._store_weights
+
+    def upload_slowly(*given: object) -> None:
+        upload(*given)
+        if given[1] == first:
+            assert keep_if_best(store, second, 0.75, 256)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "_store_weights", upload_slowly)
+        assert not keep_if_best(store, first, 0.5, 256)
+    assert best_policy(store).step == 1
 
 
 class Shelf(MemoryFiles):

@@ -276,6 +276,17 @@ def test_a_torn_compacted_file_is_left_alone_for_its_owner_to_restore(local_stor
     assert queries.query(local_store, "SELECT round FROM search_rounds ORDER BY 1")["round"].to_pylist() == [*range(30)]
 
 
+def test_of_a_torn_file_of_evaluations_the_others_count(local_store, caplog):
+    make_ledger(local_store)
+    before = ledger.evaluations(local_store)
+    compact_ledger(local_store)
+    delete_compacted(local_store, timedelta(0))
+    torn = next(path for path in local_store.list("metrics/evaluations") if "/compacted/" in path)
+    local_store.put(torn, local_store.get(torn)[:200])
+    left = ledger.evaluations(local_store)
+    assert left.keys() < before.keys() and torn in caplog.text
+
+
 def test_files_with_rows_of_other_names_are_left_alone(made):
     foreign = {
         "metrics/training/attempt=00000001/step=00000005.parquet": [make_training_step(1, 6)],

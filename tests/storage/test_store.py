@@ -113,6 +113,25 @@ def test_a_folder_that_cannot_be_synced_at_once_makes_no_writer_lose_to_itself(l
         local_store.put_new("a/file", b"another's")
 
 
+def test_a_folder_that_repeats_the_link_meets_its_own_file(local_store, monkeypatch):
+    """A network file system whose answer was lost; and one that cannot remove the temporary file."""
+    link = os.link
+
+    def link_twice(*names: str, **folders: int) -> None:
+        link(*names, **folders)
+        link(*names, **folders)
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "stale")
+
+    monkeypatch.setattr(os, "link", link_twice)
+    monkeypatch.setattr(os, "unlink", stale)
+    local_store.put_new("a/file", b"ours")
+    assert local_store.get("a/file") == b"ours" and local_store.list("a") == ["a/file"]
+    with pytest.raises(AlreadyExists):
+        local_store.put_new("a/file", b"another's")
+
+
 def test_a_deleted_folder_leaves_no_half_of_an_upload(moto_store):
     """Of a file that a killed process was uploading."""
     s3 = moto_store._files

@@ -144,6 +144,23 @@ def test_a_mark_or_a_compacted_file_of_a_clock_behind_has_its_whole_grace(store,
     assert upkeep.delete_superseded(store, NOW) == 4 + 2
 
 
+def test_a_compacted_file_that_a_listing_lacks_is_not_due(store, monkeypatch):
+    """Another process wrote it between two listings."""
+    monkeypatch.setattr(shards, "ROUNDS_PER_BLOCK", 2)
+    for number in range(3):
+        commit_shard(store, make_shard("s0", number))
+    assert upkeep.compact(store) == 1
+    written_at = upkeep._written_at
+
+    def before_it(store, folder: str) -> dict:
+        return {path: at for path, at in written_at(store, folder).items() if path != shards.block_path("s0", 0)}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(upkeep, "_written_at", before_it)
+        assert upkeep.delete_superseded(store, timedelta(hours=1)) == 0
+    assert upkeep.delete_superseded(store, NOW) == 2
+
+
 @pytest.fixture
 def trained(tmp_path):
     """An unfinished run: five syncs of one shard each, before steps 1, 3, 5, 7, 9."""

@@ -3,6 +3,7 @@
 - a listing answered 200 with a page, nothing, or other XML is never read as empty: it is waited for, then an error
 - a listing is sorted, without repetitions and earlier paths, whatever order the server lists in
 - a put answered 200 by something that is not S3 was not stored
+- an upload that the server no longer knows is repeated
 - throttling, time-outs, 5xx, conflicts, cut bodies, expired credentials and a skewed clock are waited for, and named
 - a fast read is one request, and yields nothing if that fails, which is told once
 - a refusal waits for nothing and is named
@@ -112,6 +113,22 @@ def test_a_put_or_get_answered_by_something_else_is_repeated(wrong):
     assert store.get("b") == b"data"
     server.times(3, PAGE, lambda request: request.method == "HEAD")
     assert not store.exists("c")
+
+
+def test_an_upload_whose_last_answer_was_lost_is_repeated(wrong, tmp_path):
+    """The client repeats the last request, and the server does not know the upload any more."""
+    store, server = wrong
+    (tmp_path / "folder").mkdir()
+    with open(tmp_path / "folder" / "large", "wb") as file:
+        file.truncate(100 << 20)  # s3fs sends it in parts
+
+    def is_last(request) -> bool:
+        return request.method == "POST" and "uploadId" in request.path
+
+    server.times(1, error("404 Not Found", "NoSuchUpload"), is_last)
+    store.upload_folder(tmp_path / "folder", "copy")
+    assert sum(map(is_last, server.seen)) == 2
+    assert store._files._head("copy/large")["ContentLength"] == 100 << 20
 
 
 PASSING = {

@@ -6,6 +6,7 @@ Claims
 - it takes the name from a Searcher that is silent or whose flow run has ended, so that the new one starts at once
 - a Searcher whose lease has not changed for long is replaced, though its flow run's state is Running; one that has no
   lease yet, gave it back, or was not looked at because the store was away, is not
+- a flow run that a lease names, but that is another run's, is neither adopted nor ended
 - silence is excused more often than failure
 - of two processes of one flow run the second ends and leaves the flow run's state; a Searcher that lost its name
   commits no round, and gives no other process's name back
@@ -96,10 +97,20 @@ def keep_up(searchers: Searchers) -> None:
 
 def held(store: RunStore, name: str, flow_run: SimpleNamespace, **owner) -> Lease:
     """A lease that a process took which differs from this one in `owner`."""
+    flow_run.parameters = {"store": store.url, "run": store.run, "name": name} | flow_run.parameters
     lease = take_name(store, name, str(flow_run.id))
     lease = replace(lease, owner=Identity(**asdict(lease.owner) | owner))
     store.put(lease.path, leases._text(lease))
     return lease
+
+
+@pytest.mark.parametrize("parameters", [{"run": "original"}, {"store": "file:///elsewhere"}, {"name": "s7"}])
+def test_a_flow_run_of_another_run_is_let_alone(store, server, parameters):
+    """A copied run's leases name the original's Searchers."""
+    foreign = server.add(Running(), **parameters)
+    held(store, "s0", foreign, boot_id="of another machine")
+    keep_up(make_searchers(store, 1))
+    assert foreign.state.is_running() and server.names == ["s0"]
 
 
 def test_a_resumed_flow_adopts_the_living_and_starts_the_missing(store, server):
