@@ -24,7 +24,8 @@ be given as `--set name=value`, with a dot for groups:
 names. An unknown name or a value out of range is refused before anything is started; the message has the setting, the
 value and the rule. A run keeps its settings: the same name with other settings is refused, and the message lists the
 differences. Three settings are not kept, because they depend on the machine: `train.processes`, `train.machines` and
-`train.zero_stage`. Give them at each resume; otherwise they have their defaults.
+`train.zero_stage`. Give them at each resume; otherwise they have their defaults. `train.micro_batch_tokens` and
+`train.gradient_checkpointing` may be given at a resume, too, and hold for that resume; otherwise they are the run's.
 
 | Environment variable | Meaning |
 |---|---|

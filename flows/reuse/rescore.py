@@ -28,7 +28,7 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     rewarding = task if reward == TASK else RewardedTask(task, [(load_reward(reward), 1.0)])
     version = version or (task.version if reward == TASK else reward.partition(":")[2])
     problems = {problem.prompt_id: problem for problem in [*task.train, *task.heldout]}
-    num_scored, said_at = 0, time.monotonic()
+    num_scored, num_unknown, said_at = 0, 0, time.monotonic()
     name = f"{task.name} {task.version}" if reward == TASK else reward
     reward_versions.begin_version(store, version, name, source=rewarding.version)
     for searcher, rounds in reward_versions.unscored_shards(store, version).items():
@@ -45,8 +45,13 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
             values = rewarding.score(of_rows, *told).rewards
             with contextlib.suppress(AlreadyExists):  # another process scores the same version
                 reward_versions.record_rewards(store, version, shard, values)
-            num_scored += shard.num_rows
+            num_scored, num_unknown = num_scored + shard.num_rows, num_unknown + len(unknown)
             if time.monotonic() - said_at > PROGRESS_S:
                 said_at = time.monotonic()
                 say(f"{num_scored:,} trajectories scored")
+    if num_unknown:
+        say(
+            f"WARNING: {num_unknown:,} of these trajectories have prompts that task {task.name} does not have now: "
+            f"{reward} got no answer and no columns for them"
+        )
     return version, num_scored

@@ -2,7 +2,8 @@
 
 - Rescoring writes one file a shard and touches no shard; a second time it scores only what came since.
 - A version belongs to one reward, and to one source of it. NaN, a wrong count, an unknown function: refused, by name.
-- The run's own reward scores the run's own prompts, also those without an answer, and no others.
+- The run's own reward scores the run's own prompts, also those without an answer, and no others. A function that scores
+  others is warned about.
 """
 
 import importlib
@@ -48,7 +49,7 @@ def test_rescoring_again_scores_what_is_missing(tmp_path, model, module):
     assert files(store, "rewards").items() >= before.items()
 
 
-def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model):
+def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model, module):
     store = new_run(tmp_path, model, "own")
     assert rescore(store, "task", None, silent) == (TASK.version, 16)
     assert rows_of(store, "SELECT DISTINCT reward FROM rewards") == [(0.0,)]  # no sum of two-digit numbers is 0 to 3
@@ -56,6 +57,10 @@ def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model):
     shards.commit_shard(store, foreign)
     with pytest.raises(ValueError, match="task arithmetic has no prompt 'foreign'"):
         rescore(store, "task", None, silent)
+    said = []
+    rescore(store, f"{module}:brief", "of-foreign", said.append)
+    (warning,) = said
+    assert "WARNING: 1 of these trajectories have prompts that task arithmetic does not have now" in warning
 
 
 @pytest.mark.parametrize(
