@@ -23,7 +23,7 @@ class Demonstrations:
         """The rows with prompt_id, tokens, log-probabilities, reward and finish_reason; a row's own values stay.
 
         rows: prompt and response, and any other columns of a trajectory; all rows have the same columns.
-        Raises: ValueError: the reward is missing, and the task has no such prompt.
+        Raises: ValueError: the reward is missing, and the task has no such prompt; or the tokens are another model's.
         """
         rows = [self._with_tokens(row) for row in rows]
         if "reference_logprobs" not in rows[0]:
@@ -57,6 +57,11 @@ class Demonstrations:
                 "prompt_tokens": known.encode(self._tokenizer) if known else self._tokenizer.encode(prompt),
                 "response_tokens": tokens if ends else [*tokens, self._tokenizer.eos_token_id],
             }
+        elif (text := self._tokenizer.decode(row["response_tokens"], skip_special_tokens=True)) != response:
+            raise ValueError(
+                f"warm_start: to this model's tokenizer the response_tokens of {response[:80]!r} are {text[:80]!r}. If "
+                "they are another model's, leave out prompt_tokens, response_tokens and all log-probabilities"
+            )
         defaults = {
             "prompt_id": known.prompt_id if known else digest(prompt),
             "finish_reason": "stop" if row["response_tokens"][-1] in self._stop_tokens else "length",

@@ -62,7 +62,8 @@ class RunSource:
         if theirs.model != config.model:
             raise ValueError(
                 f"warm_start: run {run!r} has model {theirs.model}, this one {config.model}: the two "
-                f"models' tokens differ. Give --model {theirs.model}, or name a .parquet file of prompts and responses."
+                f"models' tokens differ. Give --model {theirs.model}, or name a .parquet file with the columns prompt and "
+                "response, and reward if the task has no such prompts."
             )
         if theirs.task.name != config.task.name:
             raise ValueError(

@@ -192,6 +192,8 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
     (tmp_path / "text.parquet").write_text("not Parquet")
     pq.write_table(pa.table({"prompt": ["1 + 1 ="], "answer": ["2"]}), tmp_path / "answers.parquet")
     pq.write_table(pa.table({"prompt": ["who?"] * 9, "response": ["I"] * 9}), tmp_path / "unrewarded.parquet")
+    foreign = {"prompt_tokens": [[5]] * 9, "response_tokens": [[7, 8, 9]] * 9, "reward": [1.0] * 9}
+    pq.write_table(pa.table({"prompt": ["who?"] * 9, "response": ["I"] * 9} | foreign), tmp_path / "foreign.parquet")
     refused = {
         f"{old.url}/nothing": "there is no run 'nothing'",
         url(other_model): "run 'other' has model elsewhere/model",
@@ -199,6 +201,7 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
         (tmp_path / "text.parquet").as_uri(): "is not a Parquet file",
         (tmp_path / "answers.parquet").as_uri(): "has no column 'response', only prompt",
         (tmp_path / "unrewarded.parquet").as_uri(): "has no prompt 'who\\?', so it cannot reward",
+        (tmp_path / "foreign.parquet").as_uri(): r"the response_tokens of 'I' are '.+'\. If they are another",
     }
     for number, (source, message) in enumerate(refused.items()):
         with pytest.raises(ValueError, match=message):
