@@ -77,6 +77,12 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
             return Completed(name="Stopped", message="The Trainer was asked to stop. The same command resumes the run.")
         if config.searchers:  # without a Searcher there is no engine to evaluate with
             await_evaluation_task(store, searchers)
+    except RuntimeError as error:
+        over.set()
+        training.wait()
+        if not lost.is_set():
+            tell_failure(store, error)
+        raise
     finally:  # also if the flow run is cancelled: Prefect terminates this process
         over.set()
         try:
@@ -104,6 +110,14 @@ def look_after(searchers: Searchers, began: threading.Event) -> None:
         if not searchers.is_away:
             get_run_logger().warning("Searchers are not being restarted, without Prefect's server or store: %r", error)
         searchers.is_away = True
+
+
+def tell_failure(store: RunStore, error: RuntimeError) -> None:
+    """Gives the reason to the last heartbeat, which `tba watch` and `tba runs` show. A Trainer's own reason stays."""
+    with contextlib.suppress(StoreError):
+        beat = attempts.read_heartbeat(store)
+        if beat is not None and beat["state"] not in ("failed", "finished"):
+            attempts.heartbeat(store, beat | {"state": "failed", "message": str(error)})
 
 
 def end_searchers(searchers: Searchers) -> None:

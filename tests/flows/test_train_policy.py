@@ -3,6 +3,7 @@
 - while the Trainer owns the run, `began` is set; once another flow's Trainer has taken the run over, `lost` is set, so
   that the flow leaves the Searchers, which the other flow has adopted
 - the Trainer and the flow runs of its further machines get one key, a new one for each attempt
+- a flow that gives its Searchers up says why in the heartbeat; what the Trainer said of itself stays
 - the processes of a further machine share its cores, and get the environment of tensors, as the first machine's do
 - a Trainer that fails is started again, unless it fails three times without a checkpoint between; one that another
   flow's Trainer keeps out is not
@@ -22,6 +23,7 @@ from prefect.exceptions import ObjectNotFound
 
 from flows import ranks, train
 from flows.config import RunConfig
+from flows.run.watcher import Watcher
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
 from infra.machine import cpu_threads, tensor_environment
@@ -121,6 +123,22 @@ def test_a_trainer_that_fails_is_started_again_while_it_makes_progress(local_sto
     with pytest.raises(RuntimeError, match=r"the Trainer of run .* ended with status 1"):
         train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), *events)
     assert started == steps[:7]
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "seen"),
+    [
+        ("stopped", "", "failed: searcher s0 failed 4 times"),
+        ("failed", "loss is NaN", "failed: loss is NaN"),
+        ("finished", "", "trained; the final policy is being evaluated"),
+    ],
+)
+def test_the_reason_why_a_flow_ended_its_trainer_is_seen(local_store, state, message, seen):
+    attempts.start_attempt(local_store, 0, attempts.this_process())
+    attempts.heartbeat(local_store, {"state": state, "step": 3, "message": message})
+    train.tell_failure(local_store, RuntimeError("searcher s0 failed 4 times"))
+    with Watcher(local_store) as watcher:
+        assert watcher.look().stage == seen
 
 
 def test_a_further_machines_processes_get_the_environment_of_the_first_ones(local_store, monkeypatch):
