@@ -186,7 +186,8 @@ def is_latest(store: RunStore, ref: PolicyRef) -> bool:
 
 def newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
     """The newest policy of later attempts that is not pruned, found without latest.json."""
-    folders = [path.removesuffix(f"/{MANIFEST}") for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
+    paths = store.list("policies", start_after=_first_place_after(store, attempt))
+    folders = [path.removesuffix(f"/{MANIFEST}") for path in paths if path.endswith(f"/{MANIFEST}")]
     later = [folder for folder in folders if is_policy(folder) and age(folder)[0] > attempt]
     for folder in sorted(later, key=age, reverse=True):
         with suppress(DamagedRecord):
@@ -195,6 +196,20 @@ def newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
                 ref = PolicyRef(found.step, folder, found.fingerprint, found.final, found.attempt, published_at="")
                 return _checked(ref, f"{folder}/{MANIFEST}")
     return None
+
+
+def _first_place_after(store: RunStore, attempt: int) -> str | None:
+    """Where a listing of later attempts' policies may begin: at the step that the first of them resumed from.
+
+    Searchers ask again until a resumed Trainer has published its first policy, and a long run has many policies.
+    """
+    if not attempt:
+        return None
+    try:
+        resumed_from = [record["resumed_from"] for record in list_attempts(store) if record["attempt"] > attempt]
+    except DamagedRecord:
+        return None
+    return f"policies/step={min(resumed_from, default=0):08d}"
 
 
 def _read_pointer(store: RunStore, path: str, kind: type[PolicyRef]) -> Any:

@@ -7,7 +7,7 @@ Claims
 - a superseded Trainer deletes no checkpoint
 - a pointer that it replaced all the same is not followed, and names no final policy; verify names it
 - a policy.json that it writes late, after the policy was pruned, is no fault
-- before the new attempt has published, its predecessor's policy is served
+- before the new attempt has published, its predecessor's policy is served, and earlier policies are not listed
 - checkpoints of older versions, which do not name their attempt, are resumed from, unless a new attempt undid them
 - a listing that forgets an attempt does not undo a takeover
 
@@ -145,6 +145,24 @@ def test_a_pointer_that_a_superseded_trainer_replaced_is_not_followed(run, publi
     publish(run, 51, 2)
     assert policies.latest_policy(run).path == "policies/step=00000051-a0002"
     assert faults(run, "pointer") == []
+
+
+def test_searchers_that_wait_for_a_resumed_trainer_do_not_list_the_earlier_policies(run, publish, monkeypatch):
+    for step in (0, 10, 20):
+        publish(run, step, 1)
+    late, listed, list_ = run.get(policies.LATEST), [], run.list
+    attempts.start_attempt(run, 20, OWNER)
+    newest = publish(run, 20, 2)
+    run.put(policies.LATEST, late)
+
+    def listing(folder: str, **given: str) -> list[str]:
+        listed.extend(list_(folder, **given))
+        return list_(folder, **given)
+
+    monkeypatch.setattr(run, "list", listing)
+    assert policies.latest_policy(run).path == newest.path
+    folders = {path.split("/")[1] for path in listed if path.startswith("policies/")}
+    assert folders == {"step=00000020", "step=00000020-a0002"}
 
 
 def test_a_policy_that_comes_back_after_a_later_attempt_pruned_it_is_no_fault(run, publish):
