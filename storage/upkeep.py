@@ -137,6 +137,7 @@ def _compact(store: RunStore, searcher: str, block: int, written: dict[str, date
 def delete_superseded(store: RunStore, grace: timedelta) -> int:
     """Deletes files that expired, and shards that were compacted, at least `grace` ago, and their rewards.
 
+    Also marks that another mark as old has replaced: every reader lists the marks.
     Returns the number of deleted files of trajectories.
     """
     due, marked = store_time(store) - grace, _written_at(store, "expired")
@@ -158,6 +159,10 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
     for path in store.list("rewards"):
         if (match := _REWARDS.fullmatch(path)) and int(match["round"]) <= expired.get(match["searcher"], -1):
             paths.append(path)
+
+    last_marks = {path.rpartition("/")[0]: path for path in marks}  # in order, so that a searcher's last one stays
+    replaced_marks = set(marks) - set(last_marks.values())
+    paths += [path for path in replaced_marks if path.split("/")[1].removeprefix("searcher=") in expired]
 
     def delete(path: str) -> None:
         with suppress(NotFound):  # another process deleted it first

@@ -3,7 +3,8 @@
 - By age and by count, whole shards, the oldest rounds of a searcher only; its last shard and `min_size` rows stay.
 - An unfinished run keeps what a resume from its oldest checkpoint needs; one without a checkpoint keeps everything.
 - Ages are by the store's clock, whatever the clocks of Searchers and of this machine say.
-- Marked shards do not count for any reader though they are still there; they are deleted after the grace, not before.
+- Marked shards do not count for any reader though they are still there; they are deleted after the grace, not before. Of marks
+  that old a searcher keeps its last one.
 - Killed while it deletes, the next call goes on; the searcher's next round is numbered as before.
 - A buffer rebuilt after that holds what is left, goes on with the next sync, and draws full batches.
 
@@ -91,6 +92,20 @@ def test_marked_shards_are_deleted_after_the_grace(run):
     assert [path[-9:-8] for path in run.list("trajectories/searcher=s0")] == ["2", "3", "4"]
     assert len(run.list("rewards/v2")) == 3 + 1
     assert next_round(run, "s0") == 5
+
+
+def test_of_a_searchers_marks_the_last_stays(run):
+    def marks() -> list[str]:
+        return [path for path in run.list("expired/searcher=s0") if path.endswith(".json")]
+
+    for hours in (3, 2):
+        upkeep.expire(run, timedelta(hours=hours), None, min_size=1)
+    both, through = marks(), shards.expired_through(run)
+    assert len(both) == 2
+    upkeep.delete_superseded(run, timedelta(hours=1))
+    assert marks() == both, "a reader may have listed the shards of the first one"
+    upkeep.delete_superseded(run, NOW)
+    assert marks() == both[1:] and shards.expired_through(run) == through
 
 
 def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
