@@ -3,8 +3,8 @@
 - By age and by count, whole shards, the oldest rounds of a searcher only; its last shard and `min_size` rows stay.
 - An unfinished run keeps what a resume from its oldest checkpoint needs; one without a checkpoint keeps everything.
 - Ages are by the store's clock, whatever the clocks of Searchers and of this machine say.
-- Marked shards do not count for any reader though they are still there; they are deleted after the grace, not before. Of marks
-  that old a searcher keeps its last one.
+- Marked shards do not count for any reader though they are still there; they are deleted after the grace, not before.
+  Of marks that old a searcher keeps its last one.
 - Killed while it deletes, the next call goes on; the searcher's next round is numbered as before.
 - A buffer rebuilt after that holds what is left, goes on with the next sync, and draws full batches.
 
