@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,6 +35,8 @@ from storage.store import RunStore, transfer_all
 from storage.verify_shards import Fault, Shards, check_shards, duplicates, some
 
 _BETWEEN_WRITES_S = 2.0  # between the completion of an attempt's first policy and the change of latest.json
+
+MOST_MISSING = 1000  # steps that are named one by one
 
 _LEDGER = {
     "metrics/training": schema.TRAINING_STEP,  # before the batches: a step's metrics come after what it drew
@@ -177,9 +179,12 @@ def _unrecorded_steps(resumes: list[dict], entries: dict[str, pa.Table]) -> Iter
     """Missing draws: steps are recorded in order, and steps up to a checkpoint before the checkpoint."""
     batches = _effective_steps(resumes, entries["batches"])
     resumed_from = max((attempt["resumed_from"] for attempt in resumes), default=0)
-    last = max(batches, default=0)
-    for step in sorted(set(range(1, max(last, resumed_from) + 1)) - batches):
+    last = max(resumed_from, *batches, 0)
+    missing = (step for step in range(1, last + 1) if step not in batches)
+    for step in islice(missing, MOST_MISSING):
         yield Fault("missing batch", "batches", f"step {step} counts as trained, but its draw is not recorded")
+    if (num_left := last - len(batches) - MOST_MISSING) > 0:
+        yield Fault("missing batch", "batches", f"{num_left} further steps count as trained, without a recorded draw")
     for step in sorted(_effective_steps(resumes, entries["metrics/training"]) - batches):
         yield Fault("missing batch", "batches", f"step {step} has metrics, but its draw is not recorded")
 

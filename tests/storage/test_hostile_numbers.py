@@ -26,7 +26,7 @@ from storage.queries import query
 from storage.schema import BATCH, SYNC, to_table
 from storage.shards import parquet_bytes
 from storage.store import RunStore
-from storage.verify import verify
+from storage.verify import MOST_MISSING, verify
 from tests.flows.prepared_run import prepare_run
 
 
@@ -78,6 +78,13 @@ def test_a_number_that_cannot_be_is_the_records_fault(run, little_memory, path, 
             attempts.list_attempts(run)
         else:
             ledger.read_entry(run, path, SYNC if path.startswith("syncs") else BATCH, [])
+
+
+def test_verify_names_few_of_the_steps_that_an_attempt_claims(run, little_memory):
+    change_record(run, "trainer/attempt=00000001.json", resumed_from=99_999_999)
+    told = [fault.message for fault in verify(run, lambda _: "").faults if fault.kind == "missing batch"]
+    assert len(told) == MOST_MISSING + 1 and told[-1].startswith("9999899")
+    assert told[-1].endswith("further steps count as trained, without a recorded draw")
 
 
 def test_no_request_wants_more_searchers_than_a_flow_can_start(run):
