@@ -4,6 +4,7 @@ Claims
 - `tba up` on a taken port takes another one; a second up starts nothing new
 - `tba train` in another project uses a server that is there, and leaves it running, its own worker stopped
 - a worker in another folder runs the deployments of a folder that it does not have, as on another host
+- a flow's Searchers and machines are in its own work queue, also after another folder has deployed to the server
 - `tba up` keeps flow runs in a PostgreSQL that the environment names, and gives its URL to the server alone
 - a flow that fails ends `tba train` with status 1, the reason and the worker's log
 - Ctrl-C stops the flow run that this command submitted, and says how to resume
@@ -24,10 +25,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from prefect.client.schemas.actions import DeploymentUpdate
 
+from flows.run import flow_runs
 from infra import prefect_server, processes, stack
 from infra.processes import stop_processes
 from storage.process_identity import Process
@@ -94,6 +98,25 @@ def test_a_worker_runs_flows_in_its_own_folder_wherever_they_were_deployed(serve
         worker.wait()
     beat = json.loads((tmp_path / "store" / "elsewhere" / "trainer" / "heartbeat.json").read_text())
     assert beat["folder"] == str(other)
+
+
+@pytest.mark.slow
+def test_a_child_is_in_its_parents_queue_whichever_folder_deployed_last(server, monkeypatch):
+    """Unless its deployment was given another queue than tba/train's."""
+    project, url, _ = server
+    by_last, searcher = stack.work_queue(project), "search/searcher"
+    parent = SimpleNamespace(flow=None, flow_run=SimpleNamespace(work_queue_name="of-an-earlier-folder"))
+    assert flow_runs.queue_of_child(searcher) is None, "the flow was called without a server"
+    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: parent)
+    with prefect_server.api(url, stack.credentials(project, url)) as client:
+        deployment = client.read_deployment_by_name(searcher)
+        assert deployment.work_queue_name == by_last
+        assert flow_runs.queue_of_child(searcher) == "of-an-earlier-folder"
+        client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name="large-gpus"))
+        try:
+            assert flow_runs.queue_of_child(searcher) is None
+        finally:
+            client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name=by_last))
 
 
 @pytest.fixture

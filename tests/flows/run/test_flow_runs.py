@@ -1,10 +1,8 @@
-"""The flow runs of a run whose Prefect server is on another machine, against a stand-in for the server; one test has
-a real one.
+"""The flow runs of a run whose Prefect server is on another machine, against a stand-in for the server.
 
 - the worker of another machine stops the flow runs there
 - Searchers elsewhere that a dead flow left are ended if they are silent or not wanted
 - a flow whose machine died is no longer followed, even if the server's record says that it runs
-- a flow's Searchers and machines are in its own work queue, also after another folder has deployed to the server
 
 Run: pytest tests/flows/run/test_flow_runs.py
 """
@@ -18,12 +16,11 @@ from types import SimpleNamespace
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.states import Cancelling, Running, Scheduled
 
 from flows.config import RunConfig
 from flows.run import flow_runs
-from infra import prefect_server, stack
+from infra import prefect_server
 from storage import attempts, leases, policies, requests
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
@@ -150,22 +147,3 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
 
     flow.state = Cancelling()
     assert flow_runs.live_run(client, config) is None
-
-
-@pytest.mark.slow
-def test_a_child_is_in_its_parents_queue_whichever_folder_deployed_last(server, monkeypatch):
-    """Unless its deployment was given another queue than tba/train's."""
-    project, url, _ = server
-    by_last, searcher = stack.work_queue(project), "search/searcher"
-    parent = SimpleNamespace(flow=None, flow_run=SimpleNamespace(work_queue_name="of-an-earlier-folder"))
-    assert flow_runs.queue_of_child(searcher) is None, "the flow was called without a server"
-    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: parent)
-    with prefect_server.api(url, stack.credentials(project, url)) as client:
-        deployment = client.read_deployment_by_name(searcher)
-        assert deployment.work_queue_name == by_last
-        assert flow_runs.queue_of_child(searcher) == "of-an-earlier-folder"
-        client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name="large-gpus"))
-        try:
-            assert flow_runs.queue_of_child(searcher) is None
-        finally:
-            client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name=by_last))
