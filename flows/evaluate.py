@@ -22,7 +22,7 @@ from flows.config import RunConfig, StoreUrl, load_run
 from flows.searcher.policy_feed import load_once_more
 from flows.searcher.start import start_searcher_task
 from infra.machine import policy_cache
-from storage import policies
+from storage import kept_policies, policies
 from storage.store import RunStore
 from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, success_reward, win_rate
 from tba.tasks.tldr import Overlap, judge
@@ -77,7 +77,7 @@ def measure_policy(
 
     Raises: RuntimeError: its weights differ from the published ones.
     """
-    best = None if newest else policies.best_policy(store)
+    best = None if newest else kept_policies.best_policy(store)
     policy = best or policies.latest_policy(store)
     folder = policies.fetch_policy(store, policy, policy_cache(store.run))
     load_once_more(store, searcher, folder, policy, log.warning)

@@ -24,7 +24,7 @@ from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.round_reports import RoundReports
 from flows.searcher.start import samples_ahead, start_searcher_task
 from infra.machine import policy_cache
-from storage import ledger, policies, requests, shards
+from storage import kept_policies, ledger, policies, requests, shards
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.new_shards import restore_head
 from storage.rules import Limits, validate_shard
@@ -160,17 +160,17 @@ def evaluate(
     """
     if policy.step in ledger.evaluations(store):
         return 0.0
-    is_held = policies.hold_policy(store, policy, held.name)
+    is_held = kept_policies.hold_policy(store, policy, held.name)
     measured = searcher.evaluate(num_problems)
     held.check()  # evaluation takes minutes: another process of the name may hold another policy now
     result = measured | {"attempt": policy.attempt, "policy_step": policy.step}
     accuracy, num_problems = result["accuracy"], result["num_problems"]
     cache = policy_cache(store.run)
-    is_best = is_held and policies.keep_if_best(store, policy, accuracy, num_problems, cache, held.check)
+    is_best = is_held and kept_policies.keep_if_best(store, policy, accuracy, num_problems, cache, held.check)
     with contextlib.suppress(AlreadyExists):
         ledger.record_evaluation(store, result)
     held.check()
-    policies.release_policy(store, held.name)
+    kept_policies.release_policy(store, held.name)
     get_run_logger().info(
         "policy step %d: accuracy %.3f on %d held-out problems%s",
         policy.step, accuracy, num_problems, ", the best so far" if is_best else "",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from storage import attempts, ledger, policies
+from storage import attempts, kept_policies, ledger
 from storage.errors import StoreError
 from storage.store import RunStore, list_runs, transfer_all
 from storage.summary import read_summary
@@ -55,7 +55,7 @@ def run_status(store: RunStore) -> RunStatus:
     summary = read_summary(store)
     records = attempts.list_attempts(store)
     evaluated = list(ledger.evaluations(store).items())
-    best = policies.best_policy(store)
+    best = kept_policies.best_policy(store)
     known = beat | (summary or {})
     if summary:
         state = "finished"

@@ -8,7 +8,7 @@ from statistics import median
 
 from pydantic import BaseModel, FiniteFloat
 
-from storage import attempts, intake, policies, queries
+from storage import attempts, intake, kept_policies, policies, queries
 from storage.store import RunStore
 
 Interval = tuple[datetime, datetime]
@@ -49,7 +49,7 @@ def summarise(store: RunStore) -> dict:
         row["policy_step"]: row["accuracy"]
         for row in queries.query(store, "SELECT policy_step, accuracy FROM evaluations").to_pylist()
     }
-    best = policies.best_policy(store)
+    best = kept_policies.best_policy(store)
     training = [(step["started_at"], step["ended_at"]) for step in steps]
     sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
     num_attempts = queries.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()

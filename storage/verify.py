@@ -24,7 +24,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage import attempts, checkpoints, ledger, policies, schema
+from storage import attempts, checkpoints, kept_policies, ledger, policies, schema
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, StoreError
 from storage.intake import limits_of
 from storage.ledger_files import KEYS, is_entry, parts_named
@@ -48,7 +48,7 @@ _LEDGER = {
     "diversity": schema.DIVERSITY,
 }
 _PATH = pa.dictionary(pa.int32(), pa.string())  # once a file: a run's batches have millions of rows
-_POINTERS = {policies.LATEST: policies.PolicyRef, policies.BEST: policies.BestPolicy}
+_POINTERS = {policies.LATEST: policies.PolicyRef, kept_policies.BEST: kept_policies.BestPolicy}
 
 
 @dataclass

@@ -13,7 +13,8 @@ from flows.report.diversity import measure_diversity
 from flows.report.text import clip, long_duration, number, percent, setting, when
 from storage.errors import StoreError
 from storage.intake import recorded_reasons, refusals
-from storage.policies import BestPolicy, best_policy, published_policies
+from storage.kept_policies import BestPolicy, best_policy
+from storage.policies import published_policies
 from storage.queries import query
 from storage.report_tables import report_tables
 from storage.shards import refusal_path

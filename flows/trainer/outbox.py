@@ -20,7 +20,7 @@ from flows.trainer.alarms import RunAlarms
 from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.trackers import Trackers
 from infra.machine import filled_folder, policy_cache
-from storage import attempts, checkpoints, ledger, policies
+from storage import attempts, checkpoints, kept_policies, ledger, policies
 from storage.store import RunStore
 from tba import lora
 from tba.batch import Batch
@@ -172,7 +172,7 @@ class StoreOutbox:
             cache, before = policy_cache(self._store.run), self._served
             self._served = policies.publish_policy(self._store, folder, policy, cache, before)
         attempts.check_not_superseded(self._store, self._attempt)
-        policies.prune_policies(self._store, keep=KEPT_POLICIES)
+        kept_policies.prune_policies(self._store, keep=KEPT_POLICIES)
 
     def fill_policy(self, weights: dict[str, Tensor], folder: Path) -> None:
         """Writes a policy that from_pretrained loads: weights, or adapters, and the model's other files."""

@@ -12,7 +12,7 @@ from datetime import timedelta
 import numpy as np
 import pyarrow as pa
 
-from storage import attempts, ledger, policies
+from storage import attempts, kept_policies, ledger, policies
 from storage.fresh import Fresh
 from storage.ledger import Sync
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
@@ -194,4 +194,4 @@ def _publish(store: RunStore, steps: int) -> None:
         store.put_new(f"{folder}/{policies.MANIFEST}", json.dumps(manifest).encode())
     final = policies.PolicyRef(steps, folder, _fingerprint(steps), True, 1, NOON.isoformat())
     store.put(policies.LATEST, json.dumps(asdict(final)).encode())
-    policies.keep_if_best(store, final, _skill(steps, steps), 256)
+    kept_policies.keep_if_best(store, final, _skill(steps, steps), 256)

@@ -21,7 +21,19 @@ import pytest
 from hypothesis import strategies as st
 
 from flows.config import RunConfig, load_run, read_recorded
-from storage import attempts, checkpoints, intake, ledger, policies, requests, rules, shards, status, upkeep
+from storage import (
+    attempts,
+    checkpoints,
+    intake,
+    kept_policies,
+    ledger,
+    policies,
+    requests,
+    rules,
+    shards,
+    status,
+    upkeep,
+)
 from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.mop import Sampling
 from storage.new_shards import new_shards
@@ -186,7 +198,7 @@ def test_names_of_runs_searchers_and_folders(name):
     store._files.data |= {f"trainer/{name}/state.json": b"{}", f"policies/{name}/policy.json": b"{}"}
     checkpoints.list_checkpoints(store)
     with contextlib.suppress(*DECLARED):
-        policies.prune_policies(store, keep=1)
+        kept_policies.prune_policies(store, keep=1)
 
 
 NAMES = st.lists(
@@ -236,16 +248,16 @@ def fetched(store: RunStore) -> None:
 
 RECORDS = {
     "latest": (policies.LATEST, POLICY, readers(policies.latest_policy, intake.limits_of)),
-    "best": (policies.BEST, BEST, readers(policies.best_policy)),
+    "best": (kept_policies.BEST, BEST, readers(kept_policies.best_policy)),
     "held": ("policies/held/s0.json", POLICY, readers(policies._evaluated)),
     "pruning": ("policies/pruning.json", {"0": "policies/step=00000004"}, readers(
-        lambda store: policies.hold_policy(store, policies.PolicyRef(**POLICY), "s0"))),
+        lambda store: kept_policies.hold_policy(store, policies.PolicyRef(**POLICY), "s0"))),
     "manifest": (f"{POLICY['path']}/policy.json", MANIFEST, readers(
-        policies.published_policies, lambda store: policies.prune_policies(store, 1), fetched)),
+        policies.published_policies, lambda store: kept_policies.prune_policies(store, 1), fetched)),
     "chain": (f"{POLICY['path']}/policy.json", CHAIN, readers(
-        policies.published_policies, lambda store: policies.prune_policies(store, 1), fetched,
+        policies.published_policies, lambda store: kept_policies.prune_policies(store, 1), fetched,
         lambda store: policies.is_stored(store, policies.PolicyRef(**POLICY)),
-        lambda store: policies.keep_if_best(store, policies.PolicyRef(**POLICY), 0.5, 8))),
+        lambda store: kept_policies.keep_if_best(store, policies.PolicyRef(**POLICY), 0.5, 8))),
     "attempt": ("trainer/attempt=00000001.json", ATTEMPT, readers(
         attempts.list_attempts, attempts.latest_attempt, attempts.trainer, attempts.first_attempt_at,
         lambda store: attempts.run_is_alive(store, 0), ledger.evaluations)),

@@ -8,6 +8,7 @@
 - Training evaluates the first policy and the last, and in between as much as its share of the Searcher's time allows.
 - The best policy stays in the store while the Trainer prunes, also where the Searcher is killed at any moment; the
   summary says which it is, and what share of the time evaluations took.
+- A Searcher that lost its name meanwhile changes neither the best policy nor its successor's hold.
 
 python -m pytest tests/flows/test_evaluate.py
 """
@@ -29,7 +30,8 @@ from flows import evaluate, search
 from flows.cli.console import summary_table
 from flows.config import RunConfig
 from flows.search import EvaluationBudget
-from storage import attempts, ledger, policies
+from storage import attempts, kept_policies, ledger, policies
+from storage.errors import Superseded
 from storage.store import RunStore
 from storage.summary import summarise
 from tba.engine import Response, ServedPolicy
@@ -142,7 +144,7 @@ def publish(store: RunStore, folder, step: int, attempt: int = 1, final: bool = 
     ref = policies.publish_policy(
         store, folder, policies.policy_ref(step, f"{step:032d}", attempt=attempt, final=final)
     )
-    policies.prune_policies(store, keep=2)
+    kept_policies.prune_policies(store, keep=2)
     return ref
 
 
@@ -151,7 +153,7 @@ def test_the_best_policy_is_evaluated_and_its_figures_stay(tmp_path):
     refs = [publish(store, tmp_path / "policy", 12), publish(store, tmp_path / "policy", 14, attempt=2)]
     figures = evaluate.measure_policy(store, config(tmp_path), told, 2, 0)
     assert told.loaded == figures["policy_step"] == 14  # nothing was measured yet
-    assert policies.hold_policy(store, refs[0], "s0") and policies.keep_if_best(store, refs[0], 0.75, 256)
+    assert kept_policies.hold_policy(store, refs[0], "s0") and kept_policies.keep_if_best(store, refs[0], 0.75, 256)
     for newest, (step, name) in ((False, (12, "step=00000012")), (True, (14, "step=00000014-a0002"))):
         figures = evaluate.measure_policy(store, config(tmp_path), told, 2, 0, newest)
         assert told.loaded == figures["policy_step"] == step
@@ -261,7 +263,7 @@ def test_training_evaluates_as_its_share_allows_and_keeps_the_best(tmp_path, mon
     with disable_run_logger():
         search.search.fn(store.url, "run", "s0", evaluates=True)
     assert list(ledger.evaluations(store)) == evaluated
-    best = policies.best_policy(store)
+    best = kept_policies.best_policy(store)
     assert (best.step, best.accuracy, best.num_problems) == ((4, 0.75, 8) if share else (9, 0.5, 8))
     assert store.exists(f"{best.path}/model.safetensors")
 
@@ -321,7 +323,7 @@ def test_whenever_the_searcher_is_killed_a_recorded_accuracy_has_its_policy(tmp_
         searcher.evaluate = measure
         for step in (5, 6, 7):
             publish(store, folder, step)
-        best = policies.best_policy(store)
+        best = kept_policies.best_policy(store)
         assert store.get(f"{best.path}/model.safetensors") == f"policy {best.step} of attempt 1".encode()
         if 1 in ledger.evaluations(store):
             assert (best.step, best.accuracy) == (1, 0.75)
@@ -329,7 +331,32 @@ def test_whenever_the_searcher_is_killed_a_recorded_accuracy_has_its_policy(tmp_
         searcher.load(None, 7)
         search.evaluate(store, searcher, HELD, 8, policies.latest_policy(store))  # the next one of its name
     assert store.list("policies/held") == []
-    assert policies.best_policy(store).step == (1 if num_writes >= 2 else 7)
+    assert kept_policies.best_policy(store).step == (1 if num_writes >= 2 else 7)
+
+
+@pytest.mark.parametrize("accuracy", [0.75, 0.125], ids=["better", "worse"])
+def test_a_searcher_that_lost_its_name_leaves_its_successors_files(tmp_path, accuracy):
+    """It is cut off once its evaluation is done, while a process of its name begins one of another policy."""
+    store, folder = RunStore(tmp_path.as_uri(), "run"), tmp_path / "policy"
+    searcher, looks = Measured({0: 0.25, 1: accuracy}), []
+
+    def check() -> None:
+        looks.append(None)
+        if len(looks) > 1:
+            kept_policies.hold_policy(store, policies.latest_policy(store), "s0")
+            raise Superseded("another process has the name")
+
+    with disable_run_logger():
+        first = publish(store, folder, 0)
+        searcher.load(None, 0)
+        search.evaluate(store, searcher, HELD, 8, first)
+        late = publish(store, folder, 1)
+        publish(store, folder, 2)
+        searcher.load(None, 1)
+        with pytest.raises(Superseded):
+            search.evaluate(store, searcher, SimpleNamespace(name="s0", check=check), 8, late)
+    assert kept_policies.best_policy(store).step == 0
+    assert json.loads(store.get("policies/held/s0.json"))["step"] == 2
 
 
 def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_path):
@@ -353,8 +380,8 @@ def test_the_summary_says_which_policy_is_best_and_what_evaluations_cost(tmp_pat
         if attempt == 2:
             attempts.start_attempt(store, 1, OWNER)
         ref = publish(store, tmp_path / "policy", step, attempt)
-        assert policies.hold_policy(store, ref, "s0")
-        policies.keep_if_best(store, ref, accuracy, 8)
+        assert kept_policies.hold_policy(store, ref, "s0")
+        kept_policies.keep_if_best(store, ref, accuracy, 8)
         measured = {"attempt": attempt, "policy_step": step, "accuracy": accuracy, "created_at": at(ended)}
         ledger.record_evaluation(store, row | measured)
     summary = summarise(store)

@@ -27,7 +27,7 @@ from flows.searcher.held_name import held_name
 from flows.searcher.policy_feed import PolicyFeed
 from flows.searcher.start import start_searcher
 from flows.trainer.__main__ import learn
-from storage.policies import best_policy
+from storage.kept_policies import best_policy
 from storage.queries import query
 from storage.store import RunStore
 from tba.transformers_engine import TransformersEngine

@@ -3,7 +3,8 @@
 - while the Trainer owns the run, `began` is set; once another flow's Trainer has taken the run over, `lost` is set, so
   that the flow leaves the Searchers, which the other flow has adopted
 - the Trainer and the flow runs of its further machines get one key, a new one for each attempt
-- a flow that gives its Searchers up says why in the heartbeat; what the Trainer said of itself stays
+- a flow that gives its Searchers up says why in the heartbeat, unless another flow's Trainer writes it; what the
+  Trainer said of itself stays
 - the processes of a further machine share its cores, and get the environment of tensors, as the first machine's do
 - a Trainer that fails is started again, unless it fails three times without a checkpoint between; one that another
   flow's Trainer keeps out is not
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from prefect.exceptions import ObjectNotFound
+from prefect.states import Running
 
 from flows import ranks, train
 from flows.config import RunConfig
@@ -139,6 +141,46 @@ def test_the_reason_why_a_flow_ended_its_trainer_is_seen(local_store, state, mes
     train.tell_failure(local_store, RuntimeError("searcher s0 failed 4 times"))
     with Watcher(local_store) as watcher:
         assert watcher.look().stage == seen
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_a_flow_whose_searchers_fail_too_often_says_so_once_its_trainer_has_ended(
+    local_store, monkeypatch, is_taken_over
+):
+    """Not over the heartbeat of another flow's Trainer."""
+    config, events = RunConfig(run=local_store.run, store=local_store.url), []
+
+    def submit(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event):
+        attempts.start_attempt(local_store, 0, attempts.this_process())
+        lost.set() if is_taken_over else None
+
+        def wait() -> None:
+            assert over.is_set()
+            if not events:
+                attempts.heartbeat(local_store, {"state": "stopped", "step": 3})
+            events.append("trainer ended")
+
+        return SimpleNamespace(state=Running(), wait=wait)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("searcher s0 failed 4 times")
+
+    monkeypatch.setattr(train, "train_policy", SimpleNamespace(submit=submit))
+    for name, stand_in in {
+        "continued": lambda config: config,
+        "prepare_task": lambda *_: local_store,
+        "take_over_task": lambda *_: None,
+        "Page": lambda *_: None,
+        "look_after": fail,
+        "end_searchers": lambda searchers: events.append("searchers ended"),
+    }.items():
+        monkeypatch.setattr(train, name, stand_in)
+    with pytest.raises(RuntimeError, match="failed 4 times"):
+        train.tba.fn(config)
+    beat = attempts.read_heartbeat(local_store)
+    expected = ("stopped", None) if is_taken_over else ("failed", "searcher s0 failed 4 times")
+    assert (beat["state"], beat.get("message")) == expected
+    assert ("searchers ended" in events) is not is_taken_over
 
 
 def test_a_further_machines_processes_get_the_environment_of_the_first_ones(local_store, monkeypatch):

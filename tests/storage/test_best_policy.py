@@ -1,4 +1,4 @@
-"""Claims about the best policy (storage/policies.py). Run: pytest tests/storage/test_best_policy.py
+"""Claims about the best policy (storage/kept_policies.py). Run: pytest tests/storage/test_best_policy.py
 
 - the best policy and one that is being evaluated are never pruned; best.json names a whole policy in every order in
   which the Trainer's and the Searcher's requests reach the store
@@ -16,17 +16,10 @@ from random import Random
 
 import pytest
 
-from storage import policies
+from storage import kept_policies
 from storage.errors import Superseded
-from storage.policies import (
-    best_policy,
-    fetch_policy,
-    hold_policy,
-    keep_if_best,
-    prune_policies,
-    published_policies,
-    release_policy,
-)
+from storage.kept_policies import best_policy, hold_policy, keep_if_best, prune_policies, release_policy
+from storage.policies import fetch_policy, published_policies
 from storage.store import RunStore
 from tests.faults.memory_store import MemoryFiles, memory_store
 from tests.storage.helpers import has_weights
@@ -110,7 +103,7 @@ def test_a_searcher_that_lost_its_name_replaces_nothing(store, publish):
 def test_a_better_policy_of_meanwhile_stays_the_best(store, publish):
     first, second = (publish(store, step) for step in range(2))
     assert hold_policy(store, first, "s0") and hold_policy(store, second, "s1")
-    upload = policies._store_weights
+    upload = kept_policies._store_weights
 
     def upload_slowly(*given: object) -> None:
         upload(*given)
@@ -118,7 +111,7 @@ def test_a_better_policy_of_meanwhile_stays_the_best(store, publish):
             assert keep_if_best(store, second, 0.75, 256)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policies, "_store_weights", upload_slowly)
+        patch.setattr(kept_policies, "_store_weights", upload_slowly)
         assert not keep_if_best(store, first, 0.5, 256)
     assert best_policy(store).step == 1
 

@@ -17,15 +17,8 @@ import pytest
 
 from storage import attempts
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound
-from storage.policies import (
-    PolicyRef,
-    fetch_policy,
-    is_stored,
-    keep_if_best,
-    latest_policy,
-    prune_policies,
-    published_policies,
-)
+from storage.kept_policies import keep_if_best, prune_policies
+from storage.policies import PolicyRef, fetch_policy, is_stored, latest_policy, published_policies
 from storage.store import RunStore
 from storage.verify import verify
 from tests.faults.memory_store import memory_store

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import pytest
 
 from flows.config import RunConfig, load_run, read_recorded
-from storage import attempts, ledger, policies, requests, summary
+from storage import attempts, kept_policies, ledger, policies, requests, summary
 from storage.errors import DamagedRecord
 from storage.status import all_runs
 from storage.store import RunStore
@@ -21,7 +21,7 @@ from tests.storage.helpers import NOON, OWNER
 DAMAGES = {"0 bytes": b"", "cut short": b'{"step"', "foreign": b'{"a": 1}', "no object": b"7", "no text": b"\xff\x00"}
 READERS = {
     "policies/latest.json": policies.latest_policy,
-    "policies/best.json": policies.best_policy,
+    "policies/best.json": kept_policies.best_policy,
     "trainer/attempt=00000001.json": attempts.list_attempts,
     "trainer/heartbeat.json": attempts.read_heartbeat,
     "control/searchers.json": lambda store: requests.wanted_searchers(store, 1),
@@ -128,24 +128,24 @@ def test_one_bad_run_does_not_hide_the_others(run, path, damage):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_pointer_is_replaced_by_the_next_policy(run, tmp_path, damage):
     publish(run, tmp_path, 1)
-    for path in (policies.LATEST, policies.BEST):
+    for path in (policies.LATEST, kept_policies.BEST):
         run.put(path, DAMAGES[damage])
     newest = publish(run, tmp_path, 2)
     assert policies.latest_policy(run) == newest
-    policies.prune_policies(run, keep=1)
+    kept_policies.prune_policies(run, keep=1)
     assert run.exists("policies/step=00000001/model.safetensors"), "it may be the best one"
-    assert policies.hold_policy(run, newest, "s0") and policies.keep_if_best(run, newest, 0.5, 8)
-    policies.prune_policies(run, keep=1)
+    assert kept_policies.hold_policy(run, newest, "s0") and kept_policies.keep_if_best(run, newest, 0.5, 8)
+    kept_policies.prune_policies(run, keep=1)
     assert not run.exists("policies/step=00000001/model.safetensors")
-    assert policies.best_policy(run).path == newest.path
+    assert kept_policies.best_policy(run).path == newest.path
 
 
 def test_a_damaged_best_json_is_deleted_as_its_message_says(run):
-    run.put(policies.BEST, b"")
+    run.put(kept_policies.BEST, b"")
     with pytest.raises(DamagedRecord, match=r"best\.json.*Delete it: the next better policy is named there"):
-        policies.best_policy(run)
-    run.delete(policies.BEST)
-    assert policies.best_policy(run) is None
+        kept_policies.best_policy(run)
+    run.delete(kept_policies.BEST)
+    assert kept_policies.best_policy(run) is None
 
 
 def test_a_pointer_of_an_attempt_that_never_began_stops_no_trainer(run, tmp_path):
@@ -159,10 +159,10 @@ def test_a_pointer_of_an_attempt_that_never_began_stops_no_trainer(run, tmp_path
 @pytest.mark.parametrize("accuracy", [float("nan"), float("inf")])
 def test_an_accuracy_that_is_no_number_makes_no_best_policy(run, tmp_path, accuracy):
     ref = publish(run, tmp_path, 1)
-    assert not policies.keep_if_best(run, ref, accuracy, 8)
-    assert policies.best_policy(run) is None
-    assert policies.keep_if_best(run, ref, 0.5, 8)
-    run.put(policies.BEST, json.dumps(json.loads(run.get(policies.BEST)) | {"accuracy": accuracy}).encode())
+    assert not kept_policies.keep_if_best(run, ref, accuracy, 8)
+    assert kept_policies.best_policy(run) is None
+    assert kept_policies.keep_if_best(run, ref, 0.5, 8)
+    run.put(kept_policies.BEST, json.dumps(json.loads(run.get(kept_policies.BEST)) | {"accuracy": accuracy}).encode())
     with pytest.raises(DamagedRecord, match=r"policies/best\.json"):
-        policies.best_policy(run)
-    assert policies.keep_if_best(run, ref, 0.25, 8)
+        kept_policies.best_policy(run)
+    assert kept_policies.keep_if_best(run, ref, 0.25, 8)

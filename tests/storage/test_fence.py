@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from storage import attempts, checkpoints, policies
+from storage import attempts, checkpoints, kept_policies, policies
 from storage.errors import Superseded
 from storage.store import RunStore
 from storage.verify import verify
@@ -172,7 +172,7 @@ def test_a_policy_that_comes_back_after_a_later_attempt_pruned_it_is_no_fault(ru
     attempts.start_attempt(run, 50, OWNER)
     publish(run, 50, 2)
     newest = publish(run, 51, 2)
-    policies.prune_policies(run, keep=2)
+    kept_policies.prune_policies(run, keep=2)
     run.put(f"{late.path}/policy.json", text)
     assert policy_faults(run) == []
 

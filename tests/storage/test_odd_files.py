@@ -31,7 +31,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from flows.trainer.__main__ import latest_policy
-from storage import attempts, checkpoints, ledger, policies, queries, reward_versions, status, summary
+from storage import attempts, checkpoints, kept_policies, ledger, policies, queries, reward_versions, status, summary
 from storage.buffer import ReplayBuffer
 from storage.export import export
 from storage.intake import refusals
@@ -84,12 +84,12 @@ def test_a_late_evaluation_of_a_pruned_policy_changes_nothing(local_store, publi
     local_store.put("run.json", b"{}")
     attempts.start_attempt(local_store, 0, OWNER)
     late = publish(local_store, 4)
-    assert policies.hold_policy(local_store, late, "s0")  # its machine freezes
+    assert kept_policies.hold_policy(local_store, late, "s0")  # its machine freezes
     newest = [publish(local_store, step) for step in range(5, 10)][-1]
-    policies.hold_policy(local_store, newest, "s0")  # by its successor
-    policies.prune_policies(local_store, keep=3)
-    assert not policies.keep_if_best(local_store, late, 0.9, 8)
-    assert policies.best_policy(local_store) is None
+    kept_policies.hold_policy(local_store, newest, "s0")  # by its successor
+    kept_policies.prune_policies(local_store, keep=3)
+    assert not kept_policies.keep_if_best(local_store, late, 0.9, 8)
+    assert kept_policies.best_policy(local_store) is None
 
 
 @pytest.mark.parametrize("damage", [lambda run: run.put(policies.LATEST, b""), lambda run: run.delete(policies.LATEST)])

@@ -18,17 +18,8 @@ import pytest
 
 from storage import attempts, policy_delta
 from storage.errors import Superseded
-from storage.policies import (
-    best_policy,
-    fetch_policy,
-    hold_policy,
-    is_stored,
-    keep_if_best,
-    latest_policy,
-    prune_policies,
-    published_policies,
-    release_policy,
-)
+from storage.kept_policies import best_policy, hold_policy, keep_if_best, prune_policies, release_policy
+from storage.policies import fetch_policy, is_stored, latest_policy, published_policies
 from tests.storage.helpers import OWNER
 from tests.storage.travelling import BOTH, DELTA, NUMBERS, WHOLE, Killed, Trainer, files, is_right, of_weights, weights
 

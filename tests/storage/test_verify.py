@@ -22,7 +22,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from flows.config import RunConfig
-from storage import attempts, checkpoints, ledger, policies, shards
+from storage import attempts, checkpoints, kept_policies, ledger, policies, shards
 from storage.buffer import ReplayBuffer
 from storage.errors import NotFound
 from storage.mop import Sampling
@@ -48,10 +48,10 @@ def publish(store: RunStore, folder: Path, step: int, attempt: int) -> str:
     save_file({"weight": np.full(4, step + 100 * attempt, np.float32)}, folder / "model.safetensors")
     mark = fingerprint(folder)
     ref = policies.publish_policy(store, folder, policies.policy_ref(step, mark, attempt=attempt))
-    assert policies.hold_policy(store, ref, "s0")
-    policies.keep_if_best(store, ref, accuracy=0.5 if step % 3 == 0 else 0.25, num_problems=4)
-    policies.release_policy(store, "s0")
-    policies.prune_policies(store, keep=2)
+    assert kept_policies.hold_policy(store, ref, "s0")
+    kept_policies.keep_if_best(store, ref, accuracy=0.5 if step % 3 == 0 else 0.25, num_problems=4)
+    kept_policies.release_policy(store, "s0")
+    kept_policies.prune_policies(store, keep=2)
     return mark
 
 

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from flows.cli import sql
 from flows.cli.app import app
 from flows.cli.console import Progress
-from storage import attempts, ledger, policies
+from storage import attempts, kept_policies, ledger, policies
 from storage.store import RunStore
 from tests.flows.prepared_run import heartbeat, prepare_run
 from tests.storage.helpers import make_batch
@@ -65,7 +65,7 @@ def test_runs_tells_the_state_of_each(root):
     attempts.start_attempt(ours, resumed_from=0, owner=attempts.this_process())
     attempts.heartbeat(ours, heartbeat(2))
     (root / "policy").mkdir()
-    policies.keep_if_best(
+    kept_policies.keep_if_best(
         ours, policies.publish_policy(ours, root / "policy", policies.policy_ref(2, "f" * 32, attempt=2)), 0.875, 8
     )
     lost = prepare_run(url, "lost")

@@ -44,6 +44,7 @@ class Server:
     def __init__(self) -> None:
         self.runs: dict[UUID, SimpleNamespace] = {}
         self.started: list[dict] = []
+        self.queues: list[str] = []  # of those that were started
 
     def add(self, state: State, **parameters) -> SimpleNamespace:
         run = SimpleNamespace(id=uuid4(), state=state, parameters=parameters)
@@ -52,6 +53,7 @@ class Server:
 
     def run_deployment(self, name: str, **given) -> SimpleNamespace:
         self.started.append(given["parameters"])
+        self.queues.append(given["work_queue_name"])
         return self.add(Running(), **given["parameters"])
 
     def read_flow_runs(self, ids) -> dict[UUID, SimpleNamespace]:
@@ -74,6 +76,7 @@ class Server:
 def server(monkeypatch) -> Server:
     server = Server()
     monkeypatch.setattr(of_run, "run_deployment", server.run_deployment)
+    monkeypatch.setattr(of_run, "queue_of_child", lambda deployment: f"the flow's, for {deployment}")
     monkeypatch.setattr(of_run, "read_flow_runs", server.read_flow_runs)
     monkeypatch.setattr(of_run, "read_ended", server.read_ended)
     monkeypatch.setattr(of_run, "_end", server.end)
@@ -111,6 +114,7 @@ def test_a_flow_run_of_another_run_is_let_alone(store, server, parameters):
     held(store, "s0", foreign, boot_id="of another machine")
     keep_up(make_searchers(store, 1))
     assert foreign.state.is_running() and server.names == ["s0"]
+    assert server.queues == ["the flow's, for search/searcher"]
 
 
 def test_a_resumed_flow_adopts_the_living_and_starts_the_missing(store, server):

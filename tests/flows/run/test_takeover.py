@@ -4,6 +4,7 @@
 - however many Searchers ask, there is one at a time, and few after one heartbeat; none if the run was stopped
 - it is not needed if the Trainer has written another heartbeat since
 - once it trains, the silent flow runs, and machines of other attempts, are marked as Crashed
+- further machines' flow runs are in the flow's own work queue
 - of the further machines' flow runs, those of an ended attempt that no worker has taken are cancelled
 
 Run: pytest tests/flows/run/test_takeover.py
@@ -113,6 +114,17 @@ def test_what_claims_to_run_is_ended(server, config):
     states = [run.state.name for run in (ours, silent, stopped, waiting, before, now)]
     assert states == ["Running", "Crashed", "Crashed", "Scheduled", "Crashed", "Running"]
     assert str(ours.id) in silent.state.message
+
+
+def test_further_machines_are_in_the_flows_queue(config, monkeypatch):
+    given = []
+    monkeypatch.setattr(trainer_machines, "run_deployment", lambda name, **options: given.append((name, options)))
+    monkeypatch.setattr(flow_runs, "queue_of_child", lambda deployment: f"the flow's, for {deployment}")
+    three = config.model_copy(update={"train": config.train.model_copy(update={"machines": 3})})
+    trainer_machines.start_machines(three, 1, "key")
+    assert [(name, of_one["work_queue_name"]) for name, of_one in given] == [
+        ("ranks/machine", "the flow's, for ranks/machine")
+    ] * 2
 
 
 def test_machines_that_no_worker_took_are_cancelled(server, config, monkeypatch):
