@@ -249,7 +249,7 @@ def fetched(store: RunStore) -> None:
 RECORDS = {
     "latest": (policies.LATEST, POLICY, readers(policies.latest_policy, intake.limits_of)),
     "best": (kept_policies.BEST, BEST, readers(kept_policies.best_policy)),
-    "held": ("policies/held/s0.json", POLICY, readers(policies._evaluated)),
+    "held": ("policies/held/s0.json", POLICY, readers(kept_policies._evaluated)),
     "pruning": ("policies/pruning.json", {"0": "policies/step=00000004"}, readers(
         lambda store: kept_policies.hold_policy(store, policies.PolicyRef(**POLICY), "s0"))),
     "manifest": (f"{POLICY['path']}/policy.json", MANIFEST, readers(
