@@ -104,13 +104,14 @@ def test_a_worker_runs_flows_in_its_own_folder_wherever_they_were_deployed(serve
 def test_a_child_is_in_its_parents_queue_whichever_folder_deployed_last(server, monkeypatch):
     """Unless its deployment was given another queue than tba/train's."""
     project, url, _ = server
-    by_last, searcher = stack.work_queue(project), "search/searcher"
+    searcher = "search/searcher"
     parent = SimpleNamespace(flow=None, flow_run=SimpleNamespace(work_queue_name="of-an-earlier-folder"))
     assert flow_runs.queue_of_child(searcher) is None, "the flow was called without a server"
     monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: parent)
     with prefect_server.api(url, stack.credentials(project, url)) as client:
         deployment = client.read_deployment_by_name(searcher)
-        assert deployment.work_queue_name == by_last
+        by_last = deployment.work_queue_name  # of this project's folder, or of a test's that deployed after it
+        assert by_last == client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name
         assert flow_runs.queue_of_child(searcher) == "of-an-earlier-folder"
         client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name="large-gpus"))
         try:
