@@ -94,7 +94,7 @@ class Study(Settings):
     expected: str = Field(description="Expected result.")
     lags: tuple[int, ...] = Field(min_length=1)
     seeds: int = Field(10, ge=1)
-    steps: int = Field(320, ge=2)
+    steps: int = Field(160, ge=2)
     compared_with: str = Field(description="Label of the arm that the others are compared with.")
     common: dict[str, Any] = Field({}, description="Settings of every arm, by section.")
     arms: dict[str, dict[str, Any]] = Field(min_length=1, description="By label, settings over those in common.")

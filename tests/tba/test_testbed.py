@@ -1,6 +1,6 @@
 """The testbed: a small policy that is far from its ceiling, samples of an enforced age, the Trainer's own objectives.
 
-- The first policy answers some two fifths of held-out sums; the same policy can answer nearly all of them.
+- Of the first policy's answers to held-out sums two fifths are right; the same policy can answer nearly all of them.
 - Sampled and scored log-probabilities are the same numbers; a response ends with its first newline.
 - The sparse reward is for nine numbers, which the first policy seldom gives.
 - A run depends on its seed alone. Its lag is what was asked: with lag n the first n + 1 steps see the first policy.
@@ -37,9 +37,11 @@ def first(tmp_path_factory):
 
 
 def test_the_first_policy_has_far_to_rise(first):
-    assert 0.3 < testbed.accuracy(first) < 0.55
-    right_answers = testbed.pretraining((1.0, 0.0, 0.0, 0.0), 0)
-    assert any(testbed.accuracy(policy, 512) >= 0.95 for policy in right_answers)
+    assert 0.25 < testbed.accuracy(first) < 0.4
+    samples = testbed.sample_sums(first, 1000, 16, torch.Generator().manual_seed(0))
+    assert 0.33 < samples.reward.mean() < 0.45
+    right_answers = testbed.pretraining((1.0, *12 * (0.0,)), 0, steps=1200)
+    assert testbed.accuracy(right_answers) >= 0.95
 
 
 def test_it_is_read_from_its_file_when_it_is_there(first, tmp_path):
@@ -49,7 +51,7 @@ def test_it_is_read_from_its_file_when_it_is_there(first, tmp_path):
 
 
 def test_each_seed_has_a_pretraining_of_its_own():
-    one, same, other = (next(testbed.pretraining(testbed.ANSWER_SHARES, seed)).head.weight for seed in (1, 1, 2))
+    one, same, other = (testbed.pretraining(testbed.ANSWER_SHARES, seed, 10).head.weight for seed in (1, 1, 2))
     assert (one == same).all() and (one != other).any()
 
 
@@ -74,7 +76,7 @@ def test_the_sparse_reward_is_for_nine_numbers_above_the_sum(first):
     assert testbed.sparse_rewards(responses, numbers).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]  # 13 and 21 alone
     assert testbed.sparse_rewards(testbed._tokens(["702\n"]), torch.tensor([9999])).tolist() == [1.0]  # 198 + 9
     samples = testbed.sample_sums(first, 1000, 16, torch.Generator().manual_seed(0), "sparse")
-    assert 0.001 < samples.reward.mean() < 0.01
+    assert 0.0005 < samples.reward.mean() < 0.01
 
 
 def settings(**changed) -> TrainSettings:
@@ -118,11 +120,12 @@ def test_a_learned_log_z_follows_the_estimate_and_the_policy_learns_with_it(firs
         return learned_loss(policy, behavior, rest, *arguments)
 
     monkeypatch.setattr(testbed, "_learned_loss", watched)
-    monkeypatch.setattr(testbed, "ENOUGH", -0.4)  # a first guess that is 16 nats off
+    log_partition = testbed.LogPartition
+    monkeypatch.setattr(testbed, "LogPartition", lambda first_guess: log_partition(first_guess - 16.0))  # nats
     gentle, before = settings(learning_rate=1e-3, steps=160), testbed.accuracy(first)
     learned = testbed.train(first, gentle, 4, 0, variant=testbed.Variant(log_z_rate=100.0))
     assert learned.accuracy > before + 0.1
-    assert errors[0] < -15.0  # nats
+    assert errors[0] < -14.0
     assert abs(statistics.fmean(errors[-20:])) < 6.0
 
 
@@ -131,7 +134,8 @@ def turned_taper(error, policy_logprob, behavior_logprob):
     return torch.where(error.detach() < 0, ratio, 1.0)
 
 
-def test_old_samples_teach_with_the_taper_and_unteach_without(first, monkeypatch):
+def test_old_samples_teach_with_the_taper_and_unteach_without(monkeypatch):
+    first = testbed.pretraining((0.3, 0.17, 0.17, 0.36, *9 * (0.0,)), 0, steps=1200)  # has right answers to lose
     before = testbed.accuracy(first)
 
     def runs(**changed) -> list[testbed.Trained]:

@@ -72,7 +72,7 @@ def test_what_would_have_no_effect_is_refused(changes, message):
 def test_arms_with_steps_of_their_own_take_no_other_number():
     with pytest.raises(ValueError, match="--steps: got 10, but the arms of searchers_equal have their own"):
         read_study("searchers_equal", steps=10)
-    assert study_page._steps(read_study("searchers_equal")).startswith("searchers_1 640, searchers_2 320, ")
+    assert study_page._steps(read_study("searchers_equal")).startswith("searchers_1 320, searchers_2 160, ")
     assert study_page._steps(read_study("searchers", steps=10)) == 10
 
 
