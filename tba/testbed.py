@@ -14,6 +14,7 @@ response tokens at most, V characters, D width, H heads.
 """
 
 import copy
+import hashlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -199,12 +200,22 @@ def accuracy(policy: Policy, num_sums: int = NUM_SUMS - NUM_TRAIN, reward: str =
     return (REWARDS[reward](responses, numbers) == 1).float().mean().item()
 
 
+def pretraining_version() -> str:
+    """Eight digits that change with the settings of the first policies' pretraining."""
+    settings = repr((ANSWER_SHARES, PRETRAINING_STEPS, PRETRAINING_RATE, SUMS_PER_STEP))
+    return hashlib.sha256(settings.encode()).hexdigest()[:8]
+
+
+def first_policy_file(folder: Path, seed: int) -> Path:
+    return folder / f"first_policy_{pretraining_version()}_{seed}.safetensors"
+
+
 def first_policy(folder: Path, seed: int) -> Policy:
     """The first policy of a seed's runs: read from a file in `folder`, or trained in half a minute and written there.
 
     Several processes may ask for it at once.
     """
-    policy, file = Policy(), folder / f"first_policy_{seed}.safetensors"
+    policy, file = Policy(), first_policy_file(folder, seed)
     if file.exists():
         policy.load_state_dict(load_file(file))
         return policy

@@ -121,11 +121,12 @@ def run_arm(arm: Arm, seed: int, store: RunStore, first_policies: Path) -> Outco
 
     Raises: RunConfigMismatch: the store has a run of this name with other settings; the message names them.
     """
-    store.create_run({"arm": asdict(arm), "seed": seed})
+    of_model = "model" in arm.settings
+    store.create_run({"arm": asdict(arm), "seed": seed, **({} if of_model else {"pretraining": _pretraining()})})
     if (stored := store.read_json("outcome.json", Outcome)) is not None:
         return stored
     started = time.monotonic()
-    found = _run_of_model(arm, seed) if "model" in arm.settings else _run_on_testbed(arm, seed, first_policies)
+    found = _run_of_model(arm, seed) if of_model else _run_on_testbed(arm, seed, first_policies)
     outcome = Outcome(
         arm=arm.name,
         seed=seed,
@@ -136,6 +137,12 @@ def run_arm(arm: Arm, seed: int, store: RunStore, first_policies: Path) -> Outco
     )
     store.put("outcome.json", json.dumps(asdict(outcome)).encode())
     return outcome
+
+
+def _pretraining() -> str:
+    from tba import testbed
+
+    return testbed.pretraining_version()
 
 
 def _run_on_testbed(arm: Arm, seed: int, first_policies: Path) -> dict:

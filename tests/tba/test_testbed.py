@@ -44,10 +44,13 @@ def test_the_first_policy_has_far_to_rise(first):
     assert testbed.accuracy(right_answers) >= 0.95
 
 
-def test_it_is_read_from_its_file_when_it_is_there(first, tmp_path):
-    testbed.save_file(first.state_dict(), tmp_path / "first_policy_1.safetensors")
+def test_it_is_read_from_its_file_when_it_is_there(first, tmp_path, monkeypatch):
+    testbed.save_file(first.state_dict(), testbed.first_policy_file(tmp_path, 1))
     again = testbed.first_policy(tmp_path, 1)
     assert all((a == b).all() for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    monkeypatch.setattr(testbed, "PRETRAINING_STEPS", 10)
+    other = testbed.first_policy(tmp_path, 1)
+    assert (other.head.weight != first.head.weight).any(), "a policy of another pretraining was read"
 
 
 def test_each_seed_has_a_pretraining_of_its_own():

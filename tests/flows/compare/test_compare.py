@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from flows.cli.app import app
 from flows.compare import study_page, turns
-from flows.compare.bench import Bench, Outcome, rates_to_try, with_rate
+from flows.compare.bench import Bench, Outcome, rates_to_try, run_arm, with_rate
 from flows.compare.replay import experience
 from flows.compare.results import confidence_interval, paired_differences
 from flows.compare.study import Arm, Configuration, Study, read_study
@@ -35,12 +35,12 @@ STALENESS = read_study("staleness", seeds=2, steps=3)
 
 
 @pytest.mark.slow
-def test_an_arm_is_run_once(tmp_path):
+def test_an_arm_is_run_once(tmp_path, monkeypatch):
     settings = STALENESS.configuration("tb").model_dump(mode="json") | {"reward": "dense"}
     arm = with_rate(Arm("tb", 2, settings), 1e-3)
     first_policies = [testbed.Policy(), testbed.Policy()]
     for seed, policy in enumerate(first_policies):  # pretraining takes long
-        testbed.save_file(policy.state_dict(), tmp_path / f"first_policy_{seed}.safetensors")
+        testbed.save_file(policy.state_dict(), testbed.first_policy_file(tmp_path, seed))
     with Bench(tmp_path.as_uri(), "mine", tmp_path, print) as bench:
         one, other = bench.run([(arm, 0), (arm, 1)])
         assert (one.arm, one.seed, other.seed, one.learning_rate) == ("tb-lag2", 0, 1, 1e-3)
@@ -52,6 +52,9 @@ def test_an_arm_is_run_once(tmp_path):
         changed = Arm("tb", 2, arm.settings | {"reward": "exact"})
         with pytest.raises(RunConfigMismatch, match="reward"):
             bench.run([(changed, 0)])
+    monkeypatch.setattr(testbed, "PRETRAINING_STEPS", 10)
+    with pytest.raises(RunConfigMismatch, match="pretraining"):
+        run_arm(arm, 0, RunStore(tmp_path.as_uri(), "mine-tb-lag2-rate1.00e-03-seed0"), tmp_path)
 
 
 def test_runs_of_another_number_of_steps_ask_for_another_store(tmp_path, monkeypatch):
