@@ -20,8 +20,9 @@ GIB = 1024**3
 LOGIT_ROWS = 512  # of logits that exist at once (tba/logprobs.py)
 CAST_AGAIN_TOKENS = 1024  # of a pass, from which no bfloat16 copy of a weight is kept (tba/precision.py)
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
-# Measured on Linux: what Python, torch and this project's packages take before a model is loaded.
-PROCESS, ENGINE_PROCESS = int(0.55 * GIB), int(1.4 * GIB)
+# Measured on Linux: what Python, torch and this project's packages take before a model is loaded; and what they and a
+# Searcher's engine, Prefect's client and a round's tensors take.
+PROCESS, ENGINE_PROCESS = int(0.55 * GIB), int(1.7 * GIB)
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,17 @@ def _logits(shape: Shape, machine: Machine) -> Bytes:
 
 
 def searcher_parts(
-    shape: Shape, num_devices: int, machine: Machine, cache_bytes: Bytes, *, scores_apart: bool
+    shape: Shape, num_devices: int, machine: Machine, cache_bytes: Bytes, *, merges_adapters: bool, scores_apart: bool
 ) -> dict[str, Bytes]:
-    """Of each of its devices. cache_bytes: of keys and values. scores_apart: by tba/reference_process.py."""
+    """Of each of its devices. cache_bytes: of keys and values.
+
+    merges_adapters: policies are adapters, which a CPU's engine merges. scores_apart: by tba/reference_process.py.
+    """
     wide = 2 if machine.has_bfloat16 else 4
+    loaded = wide + 2 + (2 if merges_adapters else 0)  # a policy's file, what is made of it, and what is merged
     parts = {
         "engine's weights": wide * shape.num_parameters // num_devices,
-        "weights that are loaded": (wide + 2) * shape.num_parameters,  # a policy's file, and what is made of it
+        "weights that are loaded": loaded * shape.num_parameters,
         "keys and values": cache_bytes,
         "reference policy": 4 * shape.num_parameters,  # until it is loaded; a process keeps the memory that it frees
     }

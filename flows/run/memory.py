@@ -130,12 +130,15 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     trainer = ProcessPlan("Trainer", config.train.processes, trainer_parts(shape, config.train, num_tokens, machine))
     cache = _cache(config, shape, machine)
     has_cores = cpu_threads(config.searchers + config.train.processes) > 1 and not config.synchronous
-    of_searcher = searcher_parts(shape, config.search.num_devices, machine, cache, scores_apart=has_cores)
+    by_adapters = bool(config.train.lora_rank) and shape.is_bfloat16  # other policies are published whole
+    of_searcher = searcher_parts(
+        shape, config.search.num_devices, machine, cache, merges_adapters=by_adapters, scores_apart=has_cores
+    )
     searcher = ProcessPlan("Searcher", config.searchers, of_searcher)
     trained = config.train.lora_rank * shape.num_sides if config.train.lora_rank else shape.num_parameters
     of_checkpoint = 16 if config.train.reference_reset_interval else 12  # the reference, after a reset
     files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": of_checkpoint * trained}
-    if config.train.lora_rank and shape.is_bfloat16:  # others are published whole
+    if by_adapters:
         files["a policy's adapters"] = (2 if machine.has_bfloat16 else 4) * trained
     return MemoryPlan([trainer, searcher], machine, num_tokens, files)
 

@@ -208,6 +208,16 @@ def test_the_reference_policys_own_process_counts(monkeypatch, cores, synchronou
     assert ("process of the reference policy" in searcher.parts) == apart
 
 
+def test_adapters_that_a_cpus_engine_merges_count(monkeypatch):
+    plans = []
+    for machine, rank in ((CPU, None), (CPU, 16), (Machine(True, True, 80 * GIB), 16)):
+        monkeypatch.setattr(memory, "this_machine", lambda of=machine: of)
+        config = RunConfig.model_validate({"train": {"lora_rank": rank}})
+        plans.append(plan_of(config, SEVEN_B, Lengths(2, 0, 2)).processes[1].parts["weights that are loaded"])
+    whole, merged, on_gpu = plans
+    assert merged - whole == 2 * SEVEN_B.num_parameters and on_gpu == 0
+
+
 def test_only_a_trainer_that_cannot_fit_is_refused(monkeypatch):
     small = Machine(is_gpu=False, has_bfloat16=False, num_bytes=5 * GIB // 2)  # less than the engine and a pass need
     monkeypatch.setattr(memory, "this_machine", lambda: small)
