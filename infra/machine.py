@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from itertools import chain, count
 from pathlib import Path, PurePosixPath
@@ -149,6 +149,17 @@ def _is_locked(file: Path) -> bool:
     if lock is not None:
         lock.close()
     return lock is None
+
+
+@contextmanager
+def alone_here(what: str) -> Iterator[None]:
+    """While this process is inside, others of this user on this machine wait to enter. what: a name as a file's."""
+    with _place_file(what, 0).open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(opened, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file, too
 
 
 def keep_freed_memory() -> None:

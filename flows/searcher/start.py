@@ -2,13 +2,14 @@
 
 import hashlib
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from infra.machine import code_version, cpu_threads, keep_freed_memory, num_places, take_gpus, take_place
+from infra.machine import alone_here, code_version, cpu_threads, keep_freed_memory, num_places, take_gpus, take_place
 from storage import attempts, machines
 from storage.store import RunStore
 from tba.models import model_folder
@@ -48,16 +49,18 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
-    engine = make_engine(
-        folder,
-        max_tokens=max(map(len, prompts)) + max_response_tokens,
-        max_sequences=min(config.search.prompts_per_round, len(task_.train)) * config.search.samples_per_prompt,
-        # Not the run's seed alone: different Searchers, and restarts of one, need different random numbers.
-        seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
-        threads=threads,
-        arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
-        lora_rank=config.train.lora_rank,
-    )
+    # On a GPU vLLM measures how the free memory changes while it starts, so engines that share one start in turn.
+    with alone_here("engine-start") if gpu_share < 1 else nullcontext():
+        engine = make_engine(
+            folder,
+            max_tokens=max(map(len, prompts)) + max_response_tokens,
+            max_sequences=min(config.search.prompts_per_round, len(task_.train)) * config.search.samples_per_prompt,
+            # Not the run's seed alone: different Searchers, and restarts of one, need different random numbers.
+            seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
+            threads=threads,
+            arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
+            lora_rank=config.train.lora_rank,
+        )
     reference = ReferencePolicy(folder)  # loads on the first use
     if begins_ahead and default_device() == "cpu" and samples_ahead(config):
         reference = ReferenceProcess(folder, prepare=keep_freed_memory)

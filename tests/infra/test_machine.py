@@ -16,6 +16,7 @@ import errno
 import math
 import os
 import platform
+import select
 import subprocess
 import sys
 import threading
@@ -186,6 +187,29 @@ def test_living_processes_have_the_lowest_free_places(tmp_path):
         process.communicate()
     assert begin() == ["0", "0", "1"]
     started[-1].communicate("\n")
+
+
+def test_one_process_is_alone_until_it_leaves_or_ends(tmp_path):
+    code = "from infra.machine import *\nwith alone_here('a'): print('in', flush=True); input()\nprint('out'); input()"
+
+    def begin() -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    first = begin()
+    assert first.stdout.readline() == "in\n"
+    second = begin()
+    assert not select.select([second.stdout], [], [], 3)[0], "two were inside at once"
+    print(file=first.stdin, flush=True)
+    assert (first.stdout.readline(), second.stdout.readline()) == ("out\n", "in\n")
+    third = begin()
+    second.kill()
+    assert third.stdout.readline() == "in\n"
+    for process in (first, second, third):
+        process.kill()
+        process.communicate()
 
 
 def test_another_users_places_are_not_used(tmp_path, monkeypatch):

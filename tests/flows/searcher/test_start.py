@@ -3,11 +3,12 @@
 - The next rounds are sampled ahead, unless engine and scoring share a core, or the run is synchronous.
 - Where it samples ahead on a CPU, the reference policy has a process of its own.
 - A run's processes on a machine take its GPUs in order, the Trainer the first. Where there are fewer, each has a share
-  of the memory. Searchers on other machines take nothing away.
+  of the memory, and engines start in turn. Searchers on other machines take nothing away.
 
 python -m pytest tests/flows/searcher/test_start.py
 """
 
+import contextlib
 import os
 import string
 
@@ -84,6 +85,30 @@ def test_the_reference_policy_has_a_process_where_rounds_are_sampled_ahead(
     searcher = start.start_searcher(config, "s0", 0, begins_ahead=True)
     assert type(searcher._reference) is reference
     assert searcher.vocabulary_size >= len(string.printable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_gpus", "in_turn"), [(1, True), (2, False)])
+def test_engines_that_share_a_gpu_start_in_turn(store, tmp_path, monkeypatch, num_gpus, in_turn):
+    inside, seen = [], []
+
+    @contextlib.contextmanager
+    def alone_here(what):
+        inside.append(what)
+        yield
+        inside.clear()
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(precision, "default_device", lambda: "cpu")
+    monkeypatch.setattr(start, "alone_here", alone_here)
+    monkeypatch.setattr(engines, "make_engine", lambda *_, **__: seen.append(bool(inside)) or WholeBatches())
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")
+    model = save_character_model(tmp_path / "model", string.printable)
+    attempts.start_attempt(store, 0, attempts.this_process())
+    config = RunConfig(run=store.run, store=store.url, model=str(model), searchers=1)
+    start.start_searcher(config, "s0", 0)
+    assert seen == [in_turn]
 
 
 def test_a_synchronous_run_samples_no_round_ahead(monkeypatch):
