@@ -9,6 +9,7 @@ from prefect import flow, get_run_logger
 
 from flows.config import StoreUrl, load_run
 from infra.machine import cpu_threads, tensor_environment
+from storage.run_model import check_model
 from storage.store import RunStore
 
 
@@ -19,6 +20,7 @@ def ranks(store: StoreUrl, run: str, attempt: int, key: str, devices: dict) -> N
     Raises: RuntimeError: one of its processes failed.
     """
     from flows.trainer.ranks import follow
+    from tba.lora import base_fingerprint
     from tba.models import model_folder
 
     run_store = RunStore(store, run)
@@ -26,5 +28,6 @@ def ranks(store: StoreUrl, run: str, attempt: int, key: str, devices: dict) -> N
     threads = str(cpu_threads(config.train.processes))
     os.environ |= {"OMP_NUM_THREADS": threads, **tensor_environment()}  # for the processes started here
     folder = model_folder(config.model)
+    check_model(run_store, config.model, base_fingerprint(str(folder)))
     if not follow(run_store, config, folder, attempt, key):
         get_run_logger().info("attempt %d has ended, or began without this machine", attempt)

@@ -24,6 +24,7 @@ from storage import shards
 from storage.errors import AlreadyExists
 from storage.reward_versions import replace_columns
 from storage.rules import Limits, broken_in_each
+from storage.run_model import check_model
 from storage.store import RunStore
 from tba.models import model_folder
 from tba.tasks import load_task
@@ -109,9 +110,11 @@ class Copy:
         from transformers import AutoConfig, AutoTokenizer
 
         from tba.demonstrations import Demonstrations
+        from tba.lora import base_fingerprint
         from tba.reference_policy import ReferencePolicy
 
         folder = model_folder(config.model)
+        check_model(store, config.model, base_fingerprint(str(folder)))
         tokenizer = AutoTokenizer.from_pretrained(folder)
         task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
         self._store = store

@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.config import RunConfig
 from infra.machine import alone_here, code_version, cpu_threads, keep_freed_memory, num_places, take_gpus, take_place
 from storage import attempts, machines
+from storage.run_model import check_model
 from storage.store import RunStore
 from tba.models import model_folder
 
@@ -35,6 +36,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     from transformers import AutoTokenizer
 
     from tba.engines import make_engine
+    from tba.lora import base_fingerprint
     from tba.precision import default_device
     from tba.reference_policy import ReferencePolicy
     from tba.reference_process import ReferenceProcess
@@ -44,6 +46,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     if default_device() == "cpu":
         keep_freed_memory()
     folder = model_folder(config.model)
+    check_model(RunStore(config.store, config.run), config.model, base_fingerprint(str(folder)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens

@@ -19,7 +19,9 @@ from infra.machine import cpu_threads, filled_folder, keep_freed_memory
 from storage import checkpoints
 from storage.buffer import ReplayBuffer
 from storage.rules import Limits
+from storage.run_model import check_model
 from storage.store import RunStore
+from tba.lora import base_fingerprint
 from tba.models import model_folder
 from tba.precision import default_device
 from tba.training_loop import train
@@ -35,6 +37,7 @@ def train_run(
     Returns "finished" or "stopped".
     """
     folder, processes = model_folder(config.model), config.train.processes
+    check_model(store, config.model, base_fingerprint(str(folder)))
     threads = cpu_threads(processes if config.synchronous else processes + config.searchers)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes started here

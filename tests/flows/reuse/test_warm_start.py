@@ -25,8 +25,9 @@ from flows.reuse import warm_start
 from flows.reuse.rescore import rescore
 from flows.trainer.__main__ import learn
 from storage import reward_versions, shards
-from storage.errors import NotFound
+from storage.errors import NotFound, RunConfigMismatch
 from storage.queries import query
+from storage.run_model import check_model
 from storage.schema import TRAJECTORY, to_table
 from storage.shard_files import read_file
 from storage.store import RunStore
@@ -146,6 +147,13 @@ def die_in_the_copy(config: RunConfig, num_commits: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shards, "commit_shard", dies)
+        begin(config)
+
+
+def test_another_model_than_the_runs_scores_no_source(tmp_path, model):
+    config = run_config(tmp_path, model, "new", warm_start=[url(new_run(tmp_path, model, "old"))])
+    check_model(RunStore(config.store, config.run), model, "the first machine's")
+    with pytest.raises(RunConfigMismatch, match="began with the first machine's"):
         begin(config)
 
 

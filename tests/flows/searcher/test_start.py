@@ -1,5 +1,6 @@
 """A Searcher's share of its machine (flows/searcher/start.py). `start_searcher` itself is tested by whole runs.
 
+- A Searcher whose model has other weights than the run's does not start.
 - The next rounds are sampled ahead, unless engine and scoring share a core, or the run is synchronous.
 - Where it samples ahead on a CPU, the reference policy has a process of its own.
 - A run's processes on a machine take its GPUs in order, the Trainer the first. Where there are fewer, each has a share
@@ -20,6 +21,8 @@ from flows.searcher import start
 from flows.searcher.start import place_among_gpus, samples_ahead, searcher_threads
 from infra import machine
 from storage import attempts
+from storage.errors import RunConfigMismatch
+from storage.run_model import check_model
 from storage.store import RunStore
 from tba import engines, precision
 from tba.engine import WholeBatches
@@ -85,6 +88,15 @@ def test_the_reference_policy_has_a_process_where_rounds_are_sampled_ahead(
     searcher = start.start_searcher(config, "s0", 0, begins_ahead=True)
     assert type(searcher._reference) is reference
     assert searcher.vocabulary_size >= len(string.printable)
+
+
+@pytest.mark.slow
+def test_another_model_than_the_trainers_samples_nothing(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "make_engine", lambda *_, **__: pytest.fail("an engine was started"))
+    check_model(store, "model", "the Trainer's")
+    model = save_character_model(tmp_path / "model", string.printable)
+    with pytest.raises(RunConfigMismatch, match="began with the Trainer's"):
+        start.start_searcher(RunConfig(run=store.run, store=store.url, model=str(model)), "s0", 0)
 
 
 @pytest.mark.slow

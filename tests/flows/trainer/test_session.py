@@ -9,6 +9,7 @@ Claims
 - a resumed run's first batch waits for a shard that is new, also where it had no checkpoint yet
 - a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
 - an error of its writers stops the Trainer, also where it waits
+- a model whose weights are not those that the run began with is refused before it is loaded
 - what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
 Run: pytest tests/flows/trainer/test_session.py
@@ -35,10 +36,13 @@ from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience, make_draws
 from infra import machine
 from storage import attempts, checkpoints, ledger, policies
+from storage.errors import RunConfigMismatch
+from storage.run_model import check_model
 from storage.schema import TRAINING_STEP
 from storage.store import RunStore
 from tba.batch import Batch
 from tba.training_loop import TooEarly
+from tests.character_model import save_character_model
 from tests.futures import done
 from tests.storage.buffer_runs import commit, distinct, new_buffer
 from tests.storage.helpers import make_batch, make_training_step
@@ -276,11 +280,19 @@ def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, m
     """Killed before its first one, a run begins anew with what its buffer holds, sooner than its engines start."""
     monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: experience.draw(1))
     monkeypatch.setattr(session, "model_folder", lambda model: Path("unused"))
+    monkeypatch.setattr(session, "base_fingerprint", lambda folder: "a1")
     monkeypatch.setattr(
         session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary=10))
     )
     with pytest.raises(TooEarly, match=r"^resumed"):
         session.train_run(store, RunConfig(), 2, checkpoints.FROM_SCRATCH, heart)
+
+
+def test_another_model_than_the_runs_is_not_trained(store, heart, tmp_path):
+    check_model(store, "model", "the first machine's")
+    config = RunConfig(model=str(save_character_model(tmp_path / "model")))
+    with pytest.raises(RunConfigMismatch, match="began with the first machine's"):
+        session.train_run(store, config, 2, checkpoints.FROM_SCRATCH, heart)
 
 
 def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):

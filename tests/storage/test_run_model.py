@@ -1,0 +1,27 @@
+"""All processes of a run load the model that it began with (storage/run_model.py).
+
+- The first process records the model's fingerprint; others with the same weights go on.
+- Other weights are refused, and the record stays. So is a record that cannot be read.
+
+python -m pytest tests/storage/test_run_model.py
+"""
+
+import pytest
+
+from storage.errors import DamagedRecord, RunConfigMismatch
+from storage.run_model import MODEL, check_model
+
+
+def test_all_processes_have_the_first_ones_weights(store):
+    check_model(store, "org/model", "a1")
+    check_model(store, "/elsewhere/model", "a1")
+    with pytest.raises(RunConfigMismatch, match=r"org/model on this machine have fingerprint b2, but .* began with a1"):
+        check_model(store, "org/model", "b2")
+    check_model(store, "org/model", "a1")
+
+
+def test_a_damaged_record_is_named(local_store):
+    check_model(local_store, "org/model", "a1")
+    local_store.put(MODEL, b"{}")
+    with pytest.raises(DamagedRecord, match=r"model\.json .* Delete it if org/model has not changed"):
+        check_model(local_store, "org/model", "a1")
