@@ -182,7 +182,7 @@ _BY_CLASS = {
     "HTTPClientError": CUT_OFF,
     "ClientConnectionError": CUT_OFF,
     "ParamValidationError": REFUSED,
-    "BotoCoreError": Cause(StoreUnreachable, "no answer; check the network, AWS_ENDPOINT_URL and AWS_REGION"),
+    "BotoCoreError": Cause(StoreUnreachable, "no answer; check the network, AWS_ENDPOINT_URL and AWS_DEFAULT_REGION"),
     "OSError": REFUSED,
     "ClientError": REFUSED,
 }

@@ -183,7 +183,7 @@ DIVERSITY = pa.schema(
         "last_policy_step": pa.int64(),
         "metric": pa.string(),
         "value": pa.float64(),  # mean over prompts
-        "standard_error": pa.float64(),  # 0: all prompts were measured; null: only one was
+        "standard_error": pa.float64(),  # 0: all responses to all prompts were measured; null: one prompt was
         "low": pa.float64(),  # of the 95 % interval
         "high": pa.float64(),
         "responses_per_prompt": pa.int64(),

@@ -2,8 +2,11 @@
 
 import json
 import math
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
+from itertools import chain, pairwise
 from statistics import median
 
 from pydantic import BaseModel, FiniteFloat
@@ -45,16 +48,16 @@ def summarise(store: RunStore) -> dict:
     refused = intake.refusals(store)
     steps = queries.query(store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
     rounds = queries.query(store, "SELECT * FROM search_rounds ORDER BY started_at").to_pylist()
-    accuracy = {
-        row["policy_step"]: row["accuracy"]
-        for row in queries.query(store, "SELECT policy_step, accuracy FROM evaluations").to_pylist()
-    }
+    evaluations = queries.query(store, "SELECT policy_step, accuracy, created_at FROM evaluations").to_pylist()
+    accuracy = {row["policy_step"]: row["accuracy"] for row in evaluations}
+    attempts_ = queries.query(store, "SELECT created_at FROM attempts").to_pylist()
     best = kept_policies.best_policy(store)
     training = [(step["started_at"], step["ended_at"]) for step in steps]
     sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
     num_attempts = queries.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
-    # Of the time from the Trainer's first step to its last. The time between attempts of a resumed run does not count.
-    wait_s = sum(step["wait_s"] or 0.0 for step in steps[1:])
+    # Of each attempt's time from its first step to its last: before the first one engines start.
+    later = [step for before, step in pairwise(steps) if step["attempt"] == before["attempt"]]
+    wait_s = sum(step["wait_s"] or 0.0 for step in later)
     last = _last_step(store, steps)
     staleness = [step for step in steps if step["staleness_mean"] is not None and step["staleness_max"] is not None]
     summary = {
@@ -70,11 +73,11 @@ def summarise(store: RunStore) -> dict:
         "staleness_max": max((step["staleness_max"] for step in staleness), default=None),
         "trainer_wait_share": _share(wait_s, wait_s + length(training)),
         # Runs of an older version did not measure it.
-        "publish_stall_share": _share(sum(step["publish_stall_s"] or 0.0 for step in steps[1:]), length(training)),
-        "searcher_idle_share": idle_share(rounds),
+        "publish_stall_share": _share(sum(step["publish_stall_s"] or 0.0 for step in later), length(training)),
+        "searcher_idle_share": idle_share(rounds, [attempt["created_at"] for attempt in attempts_]),
         "evaluation_share": evaluation_share(store, rounds),
         "overlap_share": _share(length(intersection(union(training), sampling)), length(training)),
-        "wall_s": (datetime.now(UTC) - attempts.first_attempt_at(store)).total_seconds(),
+        "wall_s": (_last_record(steps, rounds, evaluations) - attempts.first_attempt_at(store)).total_seconds(),
         "step_s_median": median([step["step_s"] for step in steps if step["step_s"] is not None] or [0.0]),
         "attempts": num_attempts,
         "num_refused_shards": len(refused),
@@ -102,16 +105,24 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 and math.isfinite(part / whole) else None
 
 
-def idle_share(rounds: list[dict]) -> float | None:
-    """Share of the Searchers' time, each from its first round to its last, that is outside their rounds.
+def _last_record(*rows: list[dict]) -> datetime:
+    """When the last step, round or evaluation ended; now, if there is none."""
+    times = (row.get("ended_at") or row.get("created_at") for row in chain(*rows))
+    return max((time for time in times if time is not None), default=datetime.now(UTC))
 
-    None: there was no Searcher, or no time passed by its clock.
+
+def idle_share(rounds: list[dict], attempts_at: Iterable[datetime]) -> float | None:
+    """Share of the Searchers' time, each from its first round of an attempt to its last, that is outside their rounds.
+
+    attempts_at: when each attempt began. None: there was no Searcher, or no time passed by its clock.
     """
+    began, by_attempt = sorted(attempts_at), defaultdict(list)
+    for row in rounds:
+        by_attempt[row["searcher"], bisect_right(began, row["started_at"])].append(row)
     busy = present = timedelta()
-    for searcher in {row["searcher"] for row in rounds}:
-        own = [(row["started_at"], row["ended_at"]) for row in rounds if row["searcher"] == searcher]
-        busy += sum((end - start for start, end in own), timedelta())
-        present += max(end for _, end in own) - min(start for start, _ in own)
+    for own in by_attempt.values():
+        busy += sum((row["ended_at"] - row["started_at"] for row in own), timedelta())
+        present += max(row["ended_at"] for row in own) - min(row["started_at"] for row in own)
     return 1 - busy / present if present else None
 
 

@@ -1,7 +1,8 @@
 """Alarms: signs that a run goes wrong, and the setting to change for each.
 
 Alarms follow from the rows of training_steps, in order. The Trainer computes them after each step, and a report from
-the stored rows; both get the same alarms. docs/metrics.md, "Alarms", has the thresholds.
+the stored rows; both get the same alarms. While it waits, the Trainer alone sees that Searchers are silent.
+docs/metrics.md, "Alarms", has the thresholds.
 
 A change of `num_inserted` shows that a sync took in trajectories. The `fresh_` columns describe that sync.
 """

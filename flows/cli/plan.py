@@ -89,12 +89,12 @@ def _durations(run: str, store: str | None, searchers: list[int]) -> list[dict]:
 
     from flows.config import load_run
     from flows.plan.simulator import Loop, simulate, synchronous_seconds
-    from flows.plan.times import measured_outcome, measured_times, resumes
+    from flows.plan.times import measured_outcome, measured_times, resumes, round_size
     from storage.errors import StoreError
 
     run_store = existing_run(run, store)
     try:
-        loop = Loop.of(load_run(run_store))
+        loop = Loop.of(load_run(run_store), round_size(run_store))
         times, measured, resumed = measured_times(run_store), measured_outcome(run_store), resumes(run_store)
     except (StoreError, ValueError) as error:
         fail(str(error), status=2)

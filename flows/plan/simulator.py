@@ -31,8 +31,10 @@ class Loop:
     samples_per_insert: float | None
 
     @staticmethod
-    def of(config: RunConfig) -> "Loop":
-        """Raises: ValueError: the run's Trainer or Searchers wait by a rule that the simulation does not have."""
+    def of(config: RunConfig, round_size: int) -> "Loop":
+        """round_size: trajectories of a round, as measured.
+
+        Raises: ValueError: the run's Trainer or Searchers wait by a rule that the simulation does not have."""
         others = {
             "synchronous": config.synchronous,
             "sampling.max_age": config.sampling.max_age is not None,
@@ -42,12 +44,12 @@ class Loop:
             raise ValueError(
                 f"tba plan does not simulate {', '.join(unknown)}, which run {config.run} has; plan with a run without"
             )
-        search, sampling, train = config.search, config.sampling, config.train
+        sampling, train = config.sampling, config.train
         return Loop(
             searchers=config.searchers,
             steps=train.steps,
             sync_interval=train.sync_interval,
-            round_size=search.prompts_per_round * search.samples_per_prompt,
+            round_size=round_size,
             batch_size=sampling.prompts_per_batch * sampling.responses_per_prompt,
             min_size=sampling.min_size,
             samples_per_insert=sampling.samples_per_insert,

@@ -98,6 +98,12 @@ def measured_times(store: RunStore) -> Times:
     )
 
 
+def round_size(store: RunStore) -> int:
+    """Median trajectories of a round: near duplicates are dropped, and a task may have fewer prompts than asked for."""
+    found = query(store, "SELECT median(num_trajectories) AS num_trajectories FROM search_rounds").to_pylist()
+    return max(1, round(found[0]["num_trajectories"] or 1))
+
+
 def resumes(store: RunStore) -> list[datetime]:
     """When each attempt after the first one began."""
     found = query(store, "SELECT created_at FROM attempts WHERE attempt > 1 ORDER BY attempt")

@@ -44,7 +44,10 @@ def render(store: RunStore) -> str:
     tables = {name: table.to_pylist() for name, table in report_tables(store).items()}
     best = best_policy(store)
     config, summary = load_run(store).recorded(), read_summary(store)
-    totals = tables["totals"][0]
+    totals, reset = tables["totals"][0], config.get("train", {}).get("reference_reset_interval")
+    for row in tables["draws"]:
+        if reset and row["step"] > reset:  # the Trainer's gap is to another reference than the stored one
+            row["policy_behavior_gap"] = None
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (number, percent, clip, when, long_duration, setting)}
     page = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8"))
@@ -75,7 +78,9 @@ def _state(config: dict, summary: dict | None, totals: dict) -> dict:
 
 def _since(before: float | None, newest: dict | None) -> str:
     """The remark on the newest evaluation. before: accuracy of policy step 0, which a warm start may leave out."""
-    if newest is None or newest["policy_step"] == 0:
+    if newest is None:
+        return "not evaluated"
+    if newest["policy_step"] == 0:
         return "before training"
     return f"policy step {newest['policy_step']:,}" if before is None else f"from {percent(before)} before training"
 
@@ -89,6 +94,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
     there = [moment for moment in moments if moment]
     wall = (max(there) - min(there)).total_seconds() if there else None
     sampled = totals["num_sampled_tokens"] or 0
+    rewards = [row["sampled_reward"] for row in tables["training"] if row["sampled_reward"] is not None]
     attempts = f"{totals['num_attempts'] or 0} {'attempt' if totals['num_attempts'] == 1 else 'attempts'}"
     tiles = [
         {
@@ -98,8 +104,8 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
         },
         {
             "label": "newest sampled reward",
-            "value": number(tables["training"][-1]["sampled_reward"] or 0) if tables["training"] else "–",
-            "remark": f"{number(totals['reward_mean'] or 0)} over the whole run",
+            "value": number(rewards[-1]) if rewards else "–",
+            "remark": "" if totals["reward_mean"] is None else f"{number(totals['reward_mean'])} over the whole run",
         },
         {
             "label": "policy steps",
@@ -109,7 +115,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
         {
             "label": "trajectories",
             "value": number(totals["num_trajectories"]),
-            "remark": f"{number(totals['num_prompts'])} prompts, {number(sampled)} tokens",
+            "remark": f"{number(totals['num_prompts'])} prompts, {number(sampled)} tokens sampled",
         },
         {
             "label": "staleness",
@@ -119,7 +125,7 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
         {
             "label": "wall time",
             "value": long_duration(summary.get("wall_s") if summary else wall),
-            "remark": f"{number(sampled / wall)} sampled tokens a second" if wall else "",
+            "remark": f"{number(sampled / wall)} sampled tokens a second" if wall and sampled else "",
         },
     ]
     return tiles
@@ -183,6 +189,9 @@ def _diversity(store: RunStore) -> dict:
         f"How different {m} responses to one prompt are, by the policies that sampled them. Shaded: 95 % confidence "
         "intervals, if not all prompts were measured."
     )
+    if not hint:
+        newest = max(row["last_policy_step"] for row in rows)
+        note += f" Measured {when(rows[0]['measured_at'])}, of policies up to step {newest:,}."
     return {"note": note, "hint": hint, "figures": figures.diversity(rows)}
 
 

@@ -58,15 +58,13 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
             folder,
             max_tokens=max(map(len, prompts)) + max_response_tokens,
             max_sequences=min(config.search.prompts_per_round, len(task_.train)) * config.search.samples_per_prompt,
-            # Not the run's seed alone: different Searchers, and restarts of one, need different random numbers.
-            seed=int.from_bytes(hashlib.blake2b(f"{config.seed}/{name}/{next_round}".encode(), digest_size=4).digest()),
+            seed=_seed(f"{config.seed}/{name}/{next_round}"),
             threads=threads,
             arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
             lora_rank=config.train.lora_rank,
         )
-    reference = ReferencePolicy(folder)  # loads on the first use
-    if begins_ahead and default_device() == "cpu" and samples_ahead(config):
-        reference = ReferenceProcess(folder, prepare=keep_freed_memory)
+    scores_apart = begins_ahead and default_device() == "cpu" and samples_ahead(config)
+    reference = ReferenceProcess(folder, prepare=keep_freed_memory) if scores_apart else ReferencePolicy(folder)
     return Searcher(
         Identity(name, config.seed, code_version()),
         task_,
@@ -75,6 +73,11 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
         max_response_tokens=max_response_tokens,
         temperature=config.train.temperature,
     )
+
+
+def _seed(text: str) -> int:
+    """Not the run's seed alone: different Searchers, and restarts of one, need different random numbers."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
 def searcher_threads(config: RunConfig) -> int:

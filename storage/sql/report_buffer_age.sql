@@ -1,5 +1,5 @@
 -- Age of all trajectories that the buffer has taken in, in policy steps, at $num_bins steps of training. Trajectories that
--- expired or were evicted count, too, so this is an upper bound of the buffer's age.
+-- were evicted count, too. Those that have expired since do not.
 WITH
 -- trajectories by the policy step that their age counts from (buffer.ages_from) and the first step that could draw them
 arrivals AS (

@@ -7,7 +7,10 @@ span AS (
 ),
 -- by step, because the ledger has one gap of the policy for each step
 steps AS (
-    SELECT step, avg(behavior_logprob - reference_logprob) AS behavior_gap
+    SELECT
+        step,
+        avg(behavior_logprob - reference_logprob) AS behavior_gap,
+        count(*) = count(behavior_logprob) AS is_whole -- the ledger's gap is of all slots, expired ones included
     FROM report_batches LEFT JOIN report_trajectories USING (trajectory_id)
     GROUP BY step
 ),
@@ -16,7 +19,7 @@ gaps AS (
         (step - first) * $num_bins // (last - first + 1) AS bin,
         avg(behavior_gap) AS behavior_reference_gap,
         avg(logprob_gap_mean) AS policy_reference_gap,
-        avg(logprob_gap_mean - behavior_gap) AS policy_behavior_gap
+        avg(logprob_gap_mean - behavior_gap) FILTER (is_whole) AS policy_behavior_gap
     FROM steps LEFT JOIN report_steps USING (step), span
     GROUP BY bin
 ),

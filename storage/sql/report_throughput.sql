@@ -1,20 +1,44 @@
--- Response tokens a second over the run's wall time, in $num_bins bins: those sampled and those trained on.
+-- Response tokens a second over the run's wall time, in $num_bins bins: those sampled and those trained on. The tokens of a
+-- round are spread over its sampling, those of a step over the step.
 WITH
--- tokens, at the time they were done
-done AS (
-    SELECT ended_at AS done_at, num_response_tokens AS sampled, 0 AS trained FROM report_rounds
+work AS (
+    SELECT sampling_started_at AS began, sampling_ended_at AS ended, num_response_tokens AS sampled, 0 AS trained
+    FROM report_rounds
     UNION ALL
-    SELECT ended_at, 0, num_response_tokens FROM report_steps
+    SELECT started_at, ended_at, 0, num_response_tokens FROM report_steps
 ),
 span AS (
-    SELECT min(done_at) AS began, greatest(epoch(max(done_at) - min(done_at)), 1e-3) AS seconds FROM done
+    SELECT min(began) AS first, greatest(epoch(max(ended) - min(began)), 1e-3) AS seconds
+    FROM work
+    HAVING count(*) > 0
+),
+-- in seconds since the first one's begin; a millisecond at least
+placed AS (
+    SELECT
+        epoch(began - first) AS from_s,
+        greatest(epoch(ended - first), epoch(began - first) + 1e-3) AS to_s,
+        sampled,
+        trained
+    FROM work, span
+),
+bins AS (
+    SELECT seconds * number / $num_bins AS from_s, seconds * (number + 1) / $num_bins AS to_s
+    FROM range($num_bins) AS numbers(number), span
+),
+parts AS (
+    SELECT
+        bins.from_s,
+        bins.to_s,
+        greatest(least(bins.to_s, placed.to_s) - greatest(bins.from_s, placed.from_s), 0)
+            / (placed.to_s - placed.from_s) AS share,
+        sampled,
+        trained
+    FROM bins LEFT JOIN placed ON placed.from_s < bins.to_s AND placed.to_s > bins.from_s
 )
 SELECT
-    (bin + 0.5) * any_value(seconds) / $num_bins AS at_s,
-    sum(sampled) / any_value(seconds) * $num_bins AS sampled_per_s,
-    sum(trained) / any_value(seconds) * $num_bins AS trained_per_s
-FROM (
-    SELECT *, least($num_bins - 1, floor(epoch(done_at - began) / seconds * $num_bins)) AS bin FROM done, span
-)
-GROUP BY bin
-ORDER BY bin;
+    (from_s + to_s) / 2 AS at_s,
+    coalesce(sum(sampled * share), 0) / (to_s - from_s) AS sampled_per_s,
+    coalesce(sum(trained * share), 0) / (to_s - from_s) AS trained_per_s
+FROM parts
+GROUP BY from_s, to_s
+ORDER BY at_s;

@@ -2,7 +2,7 @@
 SELECT
     (SELECT count(*) FROM report_trajectories) AS num_trajectories,
     (SELECT count(DISTINCT prompt_id) FROM report_trajectories) AS num_prompts,
-    (SELECT sum(num_response_tokens)::BIGINT FROM report_trajectories) AS num_sampled_tokens,
+    (SELECT sum(num_response_tokens)::BIGINT FROM report_rounds) AS num_sampled_tokens, -- without a warm start's copies
     (SELECT avg(reward) FROM report_trajectories) AS reward_mean,
     (SELECT avg((finish_reason = 'length')::INTEGER) FROM report_trajectories) AS cut_share,
     (SELECT max(step) FROM report_steps) AS num_steps,

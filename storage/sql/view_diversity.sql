@@ -12,7 +12,7 @@ COMMENT ON COLUMN diversity.first_policy_step IS 'First policy whose responses a
 COMMENT ON COLUMN diversity.last_policy_step IS 'Last policy whose responses are in the group.';
 COMMENT ON COLUMN diversity.metric IS 'Measure, as tba/diversity.py defines it.';
 COMMENT ON COLUMN diversity.value IS 'Mean over prompts.';
-COMMENT ON COLUMN diversity.standard_error IS 'Standard error of the value; 0: all prompts were measured; NULL: only one prompt was.';
+COMMENT ON COLUMN diversity.standard_error IS 'Standard error of the value; 0: all responses to all prompts were measured; NULL: only one prompt was.';
 COMMENT ON COLUMN diversity.low IS 'Lower end of the 95 % interval.';
 COMMENT ON COLUMN diversity.high IS 'Upper end of the 95 % interval.';
 COMMENT ON COLUMN diversity.responses_per_prompt IS 'Responses to a prompt that each value was computed from.';

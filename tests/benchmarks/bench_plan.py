@@ -22,7 +22,7 @@ from statistics import fmean
 
 from flows.config import RunConfig, load_run
 from flows.plan.simulator import Loop, simulate
-from flows.plan.times import Outcome, Times, measured_outcome, measured_times
+from flows.plan.times import Outcome, Times, measured_outcome, measured_times, round_size
 from storage.store import RunStore
 from tests.character_model import save_character_model
 
@@ -85,7 +85,7 @@ def run_for_real(folder: Path, name: str) -> RunStore:
 
 
 def simulated(times: Times, store: RunStore) -> dict[str, float]:
-    outcomes = [asdict(simulate(times, Loop.of(load_run(store)), seed)) for seed in range(SEEDS)]
+    outcomes = [asdict(simulate(times, Loop.of(load_run(store), round_size(store)), seed)) for seed in range(SEEDS)]
     return {key: fmean(outcome[key] for outcome in outcomes) for key in SHOWN}
 
 

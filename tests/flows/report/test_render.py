@@ -16,16 +16,19 @@ Claims
 Run: pytest tests/flows/report/test_render.py
 """
 
+import json
 import math
 import re
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
 from flows.report import svg
-from flows.report.render import render
+from flows.report.figures import charts
+from flows.report.render import _tiles, render
 from flows.report.text import MAX_TEXT, number
 from storage.ledger import record_batch, record_training_step
 from storage.report_tables import report_tables
@@ -110,6 +113,43 @@ def test_the_numbers_are_those_of_the_store(run_store):
     assert tables["trainer"][0] == {"present_s": pytest.approx(90 + 2), "step_s": 48.0, "wait_s": pytest.approx(9.2)}
     age = tables["buffer_age"]
     assert age[0]["age_median"] == 0 and age[-1]["age_low"] <= age[-1]["age_median"] <= age[-1]["age_high"] <= 23
+
+
+def test_after_a_reset_of_the_reference_no_distance_is_drawn(run_store, monkeypatch):
+    """The Trainer's gap is to the new reference, the stored one to the first."""
+    drawn = {}
+    monkeypatch.setattr("flows.report.figures.charts", lambda tables: drawn.update(tables) or charts(tables))
+    config = json.loads(run_store.get("run.json")) | {"train": {"reference_reset_interval": 10}}
+    monkeypatch.setattr("flows.report.render.load_run", lambda store: SimpleNamespace(recorded=lambda: config))
+    render(run_store)
+    found = [row["step"] for row in drawn["draws"] if row["policy_behavior_gap"] is not None]
+    assert found == list(range(1, 11))
+
+
+def test_where_drawn_trajectories_have_expired_no_distance_is_drawn(tmp_path):
+    store = RunStore(tmp_path.as_uri(), "expired")
+    generate_run(store, 256, rows_per_shard=64, num_steps=8, num_response_tokens=8)
+    before = report_tables(store)["draws"].to_pylist()
+    store.put("expired/searcher=s0/through=00000000.json", b"{}")
+    after = report_tables(store)["draws"].to_pylist()
+    assert all(row["policy_behavior_gap"] is not None for row in before)
+    assert any(row["policy_behavior_gap"] is None and row["behavior_reference_gap"] is not None for row in after)
+
+
+def test_a_run_without_evaluation_or_new_samples_says_so(tmp_path):
+    store = RunStore(tmp_path.as_uri(), "warm")
+    store.create_run({"run": "warm", "train": {"steps": 2}})
+    commit_shard(store, make_shard())
+    for step in (1, 2):
+        record_training_step(store, make_training_step(1, step) | {"fresh_reward_mean": None})
+    tiles = {tile["label"]: tile for tile in _tiles(rows_of(store), rows_of(store)["totals"][0], None, None)}
+    assert tiles["held-out accuracy"]["remark"] == "not evaluated"
+    assert tiles["newest sampled reward"]["value"] == "–"
+    assert tiles["wall time"]["remark"] == ""
+
+
+def rows_of(store: RunStore) -> dict[str, list[dict]]:
+    return {name: table.to_pylist() for name, table in report_tables(store).items()}
 
 
 def test_best_worst_and_most_trained_are(run_store):
