@@ -75,7 +75,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         training.result()
         if not policies.latest_policy(store).final:
             return Completed(name="Stopped", message="The Trainer was asked to stop. The same command resumes the run.")
-        if config.searchers:  # without a Searcher there is no engine to evaluate with
+        if requests.wanted_or_configured(store, config.searchers):  # otherwise there is no engine to evaluate with
             await_evaluation_task(store, searchers)
     except RuntimeError as error:
         over.set()

@@ -195,7 +195,11 @@ def check_server(project: Path) -> Finding:
         from infra import prefect_server, stack
     except ImportError as error:
         return Finding("server", FAULT, f"Prefect cannot be imported: {error}", REINSTALL)
-    url = os.environ.get("PREFECT_API_URL") or stack.running_url(project) or prefect_server.configured_url()
+    try:
+        running = stack.running_url(project)
+    except stack.StackError:  # `check_stack` names it
+        running = None
+    url = os.environ.get("PREFECT_API_URL") or running or prefect_server.configured_url()
     if url is None:
         return _unnamed_server(prefect_server.free_port(DEFAULT_PORT))
     try:

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from infra.processes import find_processes, listens, stop_processes
 from storage.process_identity import Process
 
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
+HUNG_AFTER_S = 30  # without an answer; a busy machine's server may need more than one request's time
 SERVER_TRIES = 3  # at a port that is free, until another process takes it
 DEPLOY_TRIES = 3
 ANSWER_TIMEOUT_S = 30  # of a deploying request, which is made three times; an idle server answers in milliseconds
@@ -66,7 +68,8 @@ def local_folder(project: Path) -> Path:
 
 def work_queue(project: Path) -> str:
     """This folder's own work queue: its worker does not run the flows of another folder on the same server."""
-    return f"{project.name}-{zlib.crc32(bytes(project)):08x}"
+    name = re.sub(r"[^\w.-]", "-", project.name)  # Prefect refuses some characters
+    return f"{name}-{zlib.crc32(bytes(project)):08x}"
 
 
 def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
@@ -172,6 +175,8 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
     ours = state.url if state.processes else None
     url = prefect_server.find(ours, say, partial(credentials, project))
     if url is None:
+        url = state.url if _answers_late(project, state) else None
+    if url is None:
         if "server" in state.processes:  # alive, yet it does not answer
             _stop_hung(project, state, say)
         _start_server(project, state, keep, say)
@@ -200,10 +205,12 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
 
 def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:
     folder = local_folder(project)
-    configured = prefect_server.configured_url()
-    preferred = (configured and prefect_server.is_loopback(configured) and urlsplit(configured).port) or 4200
-    _stop_workers(project, None)  # their server no longer runs
-    state.processes.clear()
+    preferred = _port_of_survivors(state, say)
+    if preferred is None:
+        configured = prefect_server.configured_url()
+        preferred = (configured and prefect_server.is_loopback(configured) and urlsplit(configured).port) or 4200
+        _stop_workers(project, None)  # their server no longer runs
+        state.processes.clear()
     string, port = server_access.auth_string(folder), prefect_server.free_port(preferred)
     for tries_left in reversed(range(SERVER_TRIES)):
         state.url, state.own_server = f"http://127.0.0.1:{port}/api", True
@@ -221,6 +228,25 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
     server_access.link_settings(folder, project)
     if port != preferred:
         say(f"Port {preferred} is taken by another process; the server has port {port}.")
+
+
+def _port_of_survivors(state: State, say: Callable[[str], None]) -> int | None:
+    """The port of our server that died, for the next one, if the worker lives: its runs find that one there."""
+    worker, port = state.processes.get("worker"), state.own_server and urlsplit(state.url).port
+    if worker is None or worker.find() is None or not port or prefect_server.free_port(port) != port:
+        return None
+    say("The Prefect server died. The worker and its runs go on.")
+    return port
+
+
+def _answers_late(project: Path, state: State) -> bool:
+    """Whether our living server answers within `HUNG_AFTER_S`."""
+    server, deadline = state.processes.get("server"), time.monotonic() + HUNG_AFTER_S
+    while server is not None and server.find() is not None and time.monotonic() < deadline:
+        if _version(project, state.url) is not None:
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def _answers(project: Path, state: State, server: Process) -> bool:
@@ -338,10 +364,12 @@ def _stop(project: Path, state: State) -> None:
     entry = state.processes.pop("server", None)
     _stop_workers(project, entry)
     state.processes.clear()
-    if state.own_server:  # clients must not send the string to a later process at this port
-        server_access.write_settings(local_folder(project), state.url, None)
-    if entry and (process := entry.find()):
-        stop_processes([process])
+    try:
+        if state.own_server:  # clients must not send the string to a later process at this port
+            server_access.write_settings(local_folder(project), state.url, None)
+    finally:  # also on a full disk
+        if entry and (process := entry.find()):
+            stop_processes([process])
 
 
 def _stop_workers(project: Path, spared: Process | None) -> None:

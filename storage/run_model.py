@@ -23,6 +23,12 @@ class _Model:
     fingerprint: str
 
 
+def recorded_fingerprint(store: RunStore) -> str | None:
+    """None: no process of the run has loaded the model, or an older version did. Raises: DamagedRecord."""
+    recorded = store.read_json(MODEL, _Model)
+    return recorded and recorded.fingerprint
+
+
 def check_model(store: RunStore, model: str, fingerprint: str) -> None:
     """Records the fingerprint of a run's model, or compares it with the recorded one. model: its name, or folder.
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tba.model_files import unsupported
+from tba.model_files import NEUTRAL, unsupported
 from tba.precision import bfloat16_linear, cast, compute_dtype
 from tba.shared_prefix import ATTENTION, Group, pack
 
@@ -116,7 +116,8 @@ def check_supported(model: PreTrainedModel) -> None:
             f"model {name}: it does not use transformers' attention interface, which a prompt shared by its responses "
             "needs. Llama, Qwen2, Qwen3, Mistral, GPT-NeoX and GPT-2 do."
         )
-    if fault := unsupported(config.to_dict()):
+    # to_dict leaves out what a configuration computes, as MiniCPM3's does with logits_scaling
+    if fault := unsupported({name: getattr(config, name, None) for name in NEUTRAL} | config.to_dict()):
         raise ValueError(f"model {name}: {fault}")
     if getattr(model, "lm_head", None) not in (None, model.get_output_embeddings()):
         raise ValueError(f"model {name}: it has layers between its last hidden state and its output layer")

@@ -37,6 +37,15 @@ def text_config(folder: Path) -> dict[str, Any]:
     return config.get("text_config", config)
 
 
+def end_tokens(folder: Path) -> list[int]:
+    """Ids of the tokens that end a response by the folder's generation_config.json, such as the end of a turn."""
+    try:
+        found = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
+    except FileNotFoundError:
+        return []
+    return found if isinstance(found, list) else [found] if isinstance(found, int) else []
+
+
 def is_mixture_of_experts(folder: Path) -> bool:
     """Whether a folder's config.json has a number of experts."""
     return any(text_config(folder).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -219,13 +219,13 @@ def shared_prefix_attention(
     query: Tensor,  # [1, H, N, D]
     key: Tensor,  # [1, H', N, D] with H' key-value heads
     value: Tensor,  # [1, H', N, D]
-    attention_mask: None,
+    attention_mask: Tensor | None,
     tba_layout: Layout,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention of the packed row: within a prompt, and of each response to its prompt and itself. [1, N, H, D]"""
-    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise ValueError("attention with capped logits or sinks is not supported: use another model")
+    if attention_mask is not None or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("attention with a mask of the model's own, capped logits or sinks is not supported")
     window = kwargs.get("sliding_window")
     if window and tba_layout.num_positions > window:
         raise ValueError(

@@ -16,6 +16,7 @@ from storage.errors import DamagedRecord, NotFound, StoreError, TornShard
 from storage.new_shards import new_shards
 from storage.reward_versions import replace_columns
 from storage.rules import Limits
+from storage.run_model import recorded_fingerprint
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.shard_files import read_each
 from storage.store import RunStore, read_file
@@ -77,8 +78,16 @@ class RunSource:
                 f"tba rescore {run} --version {self._version} --reward ..."
             )
         # stored reference log-probabilities are those at the other run's train.temperature
-        self._is_for_other_temperature = theirs.train.temperature != config.train.temperature
-        self.shards_at_once = 1 if self._is_for_other_temperature else SHARDS_AT_ONCE
+        self._has_other_reference = theirs.train.temperature != config.train.temperature
+
+    @property
+    def shards_at_once(self) -> int:
+        return 1 if self._has_other_reference else SHARDS_AT_ONCE
+
+    def compare_model(self, fingerprint: str) -> None:
+        """fingerprint: of this run's model. If the other run's model of that name has other weights, the reference
+        log-probabilities are computed again."""
+        self._has_other_reference |= recorded_fingerprint(self._store) not in (None, fingerprint)
 
     def parts(self) -> list[list]:
         return [[searcher, number] for searcher, rounds in new_shards(self._store, {}).items() for number in rounds]
@@ -121,7 +130,7 @@ class RunSource:
         return found
 
     def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
-        if self._is_for_other_temperature:
+        if self._has_other_reference:
             tokens = (rows[name].to_pylist() for name in ("prompt_tokens", "response_tokens"))
             rows = replace_columns(rows, {"reference_logprobs": scorer.reference.logprobs(*tokens, scorer.temperature)})
         return rows
@@ -159,6 +168,9 @@ class FileSource:
                 f"warm_start: {url} must have both of prompt_tokens and response_tokens or neither, and "
                 "reference_logprobs only with both; missing columns are computed, so leave these out"
             )
+
+    def compare_model(self, fingerprint: str) -> None:
+        """A file has no model."""
 
     def parts(self) -> list[list]:
         return [[start, ROWS_PER_SHARD] for start in range(0, self._rows.num_rows, ROWS_PER_SHARD)]

@@ -114,7 +114,8 @@ class Copy:
         from tba.reference_policy import ReferencePolicy
 
         folder = model_folder(config.model)
-        check_model(store, config.model, base_fingerprint(str(folder)))
+        self._fingerprint = base_fingerprint(str(folder))
+        check_model(store, config.model, self._fingerprint)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
         self._store = store
@@ -130,6 +131,7 @@ class Copy:
 
     def all_of(self, source: RunSource | FileSource, searcher: str, parts: list) -> dict:
         """Commits a source as the shards of a searcher of that name. Returns the numbers taken and left out."""
+        source.compare_model(self._fingerprint)
         number = num_trajectories = num_heldout = 0
         made: list[pa.Table] = []
         for part in parts:

@@ -22,7 +22,7 @@ from prefect.states import Cancelling, Crashed
 from flows.config import RunConfig
 from flows.run.flow_runs import is_of, queue_of_child
 from infra.prefect_server import PAGE, read_all
-from storage import leases, policies, requests, shards
+from storage import leases, ledger, policies, requests, shards
 from storage.errors import StoreError
 from storage.store import RunStore, transfer_all
 
@@ -69,7 +69,7 @@ class Searchers:
                 _end(run, ended[run.id])
         for name, run in list(self._runs.items()):
             with contextlib.suppress(StoreError):  # the store is unreachable: try again later
-                if run.id in ended and self._has_failed(ended[run.id]):
+                if run.id in ended and self._has_failed(run, ended[run.id]):
                     self._replace(name, ended[run.id])
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ class Searchers:
             failures = Counter()
         kind, limit = ("was silent", MAX_SILENCES) if state.name == SILENT else ("failed", MAX_REPLACEMENTS)
         # a Searcher that ended because its Trainer was silent for too long is not at fault
-        failures[kind] += not state.is_completed()
+        failures[kind] += not state.is_completed() or self._final_step() is not None
         if failures[kind] > limit:
             raise RuntimeError(
                 f"searcher {name} {kind} {failures[kind]} times in its round {at}; its flow run's log has the reason"
@@ -155,12 +155,18 @@ class Searchers:
             timeout=0,
         )
 
-    def _has_failed(self, state: State) -> bool:
-        """Whether the Searcher ended for a reason other than the run's final policy. Raises: StoreError."""
+    def _has_failed(self, run: FlowRun, state: State) -> bool:
+        """Whether the Searcher ended before the final policy, or could not evaluate that one. Raises: StoreError."""
         if state.is_completed():
-            policy = policies.latest_policy(self._store)
-            return policy is None or not policy.final
+            final = self._final_step()
+            evaluates = bool(run.parameters.get("evaluates"))
+            return final is None or (evaluates and final not in ledger.evaluations(self._store))
         return state.is_failed() or state.is_crashed() or state.is_cancelled()
+
+    def _final_step(self) -> int | None:
+        """The final policy's step; None: it is not published yet."""
+        policy = policies.latest_policy(self._store)
+        return policy.step if policy is not None and policy.final else None
 
 
 class Renewals:

@@ -16,7 +16,7 @@ from flows.trainer.meeting import KEY_VARIABLE, Meeting
 from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
 from infra.machine import cpu_threads, filled_folder, keep_freed_memory
-from storage import checkpoints
+from storage import checkpoints, requests
 from storage.buffer import ReplayBuffer
 from storage.rules import Limits
 from storage.run_model import check_model
@@ -60,7 +60,7 @@ def train_run(
         buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
         buffer.rebuild(checkpoint.step)
         log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
-        has_searchers = config.searchers > 0
+        has_searchers = requests.wanted_or_configured(store, config.searchers) > 0
         waits = {"has_searchers": has_searchers, "awaits_shard": has_searchers and attempt > 1}
         with contextlib.closing(StoredExperience(store, buffer, attempt, alarms, **waits)) as experience:
             train(trainer, experience, outbox)

@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from pathlib import Path
 from typing import Protocol
+
+from tba.model_files import end_tokens
 
 TODAY = date(2026, 1, 1)
 
@@ -63,12 +66,13 @@ class Task(Protocol):
 
 
 def stop_tokens(task: Task, tokenizer) -> list[int]:
-    """Ids of the tokens that end a response: the tokenizer's end of sequence, and each that ends with a stop string.
+    """Ids of the tokens that end a response: the tokenizer's end of sequence, the model's, which vLLM takes from its
+    folder, too, and each that ends with a stop string.
 
     Llama 3's and Qwen2's tokenizers have one token for a full stop with the newline after it.
     Raises: ValueError: a stop string is not a single token of this tokenizer.
     """
-    ids = [tokenizer.eos_token_id]
+    ids = [tokenizer.eos_token_id, *end_tokens(Path(tokenizer.name_or_path))]
     for text in task.stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:

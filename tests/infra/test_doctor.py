@@ -269,6 +269,8 @@ def test_a_damaged_record_of_the_stack_is_named(tmp_path, monkeypatch, content):
     record.write_text(content)
     found = doctor.check_stack(tmp_path)
     assert found.state == doctor.FAULT and f"{record} is damaged" in found.what
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    doctor.check_server(tmp_path)  # no traceback
     monkeypatch.chdir(tmp_path)
     ended = CliRunner().invoke(app, ["down"])
     assert ended.exit_code == 1 and f"{record} is damaged" in ended.stderr

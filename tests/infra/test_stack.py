@@ -19,6 +19,7 @@ Run: pytest tests/infra/test_stack.py -m slow
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -120,6 +121,27 @@ def test_a_child_is_in_its_parents_queue_whichever_folder_deployed_last(server, 
             client.update_deployment(deployment.id, DeploymentUpdate(work_queue_name=by_last))
 
 
+@pytest.mark.slow
+def test_a_server_that_died_is_started_again_beside_the_runs_that_it_left(project, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", unused_url())
+    url, said = stack.up(project, keep=True), []
+    flow = subprocess.Popen(["sleep", "600"], env={**os.environ, stack.STACK_VARIABLE: str(project)})
+    worker = stack._read_state(project).processes["worker"].find()
+    stop_processes([stack._read_state(project).processes["server"].find()])
+    assert stack.up(project, keep=True, say=said.append) == url
+    assert "The Prefect server died. The worker and its runs go on." in said
+    assert flow.poll() is None and stack._read_state(project).processes["worker"].find() == worker
+    with prefect_server.api(url, stack.credentials(project, url)) as client:
+        assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)
+    assert stack.down(project) == ["server", "worker"]
+    assert flow.wait(30) is not None
+
+
+def test_a_folders_queue_has_a_name_that_prefect_takes():
+    assert re.fullmatch(r"R-D--1--[0-9a-f]{8}", stack.work_queue(Path("/home/R&D <1%")))
+    assert stack.work_queue(Path("/a/mine")) != stack.work_queue(Path("/b/mine"))
+
+
 @pytest.fixture
 def database():
     """The URL of a PostgreSQL server, and its folder."""
@@ -199,6 +221,7 @@ def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_u
     monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 3)
     url = stack.up(project, keep=True)
     monkeypatch.setattr(stack, "ANSWER_TIMEOUT_S", 2)
+    monkeypatch.setattr(stack, "HUNG_AFTER_S", 3)
     before = set(processes_of(project))
     hung = stack._read_state(project).processes["server"].find()
 

@@ -18,11 +18,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DogeConfig,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
     ModernBertDecoderConfig,
     Qwen2Config,
@@ -232,13 +234,22 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused():
         (CohereConfig(**SHAPE, **SPECIAL), "logit_scale is 0.0625"),
         (GraniteConfig(**SHAPE, **SPECIAL, logits_scaling=8.0), "logits_scaling is 8"),
         (RecurrentGemmaConfig(**SHAPE, **SPECIAL, num_key_value_heads=1, lru_width=32), "logits_soft_cap is 30"),
+        (MiniCPM3Config(**SHAPE, **SPECIAL, dim_model_base=8), "logits_scaling is "),
         (ModernBertDecoderConfig(**SHAPE, pad_token_id=0), "layers between its last hidden state and its output layer"),
     ],
-    ids=["gemma2", "cohere", "granite", "recurrent_gemma", "modernbert"],
+    ids=["gemma2", "cohere", "granite", "recurrent_gemma", "minicpm3", "modernbert"],
 )
 def test_models_whose_logits_are_not_the_output_layers_are_refused(config, reason):
     with pytest.raises(ValueError, match=reason):
         check_supported(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_that_masks_attention_itself_is_refused():
+    config = DogeConfig(**SHAPE, **SPECIAL, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("tba_shared_prefix")
+    with pytest.raises(ValueError, match="a mask of the model's own"):
+        response_logprobs(model, [Group([1, 2, 3], [[4, 5], [8]])], TEMPERATURE)
 
 
 def test_what_prompts_begin_with_is_computed_once():

@@ -11,6 +11,7 @@
 python -m pytest tests/tba/test_searcher.py
 """
 
+import json
 import math
 
 import pytest
@@ -271,6 +272,15 @@ def test_a_token_that_ends_with_a_stop_string_ends_a_response():
     task = Counting()
     task.stop = ("\n",)
     assert stop_tokens(task, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")) == [0, 1, 2, 3]
+
+
+def test_the_models_own_ends_of_a_turn_end_a_response(tmp_path):
+    """vLLM takes them from the folder, so the other engine and demonstrations do."""
+    words = Tokenizer(models.WordLevel({"</s>": 0, "<end_of_turn>": 1, "a": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(tmp_path)
+    for ends, found in (([0, 1], [0, 1]), (1, [0, 1]), (None, [0])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        assert stop_tokens(Counting(), PreTrainedTokenizerFast.from_pretrained(tmp_path)) == found
 
 
 def test_a_stop_string_of_several_tokens_is_refused(tokenizer):

@@ -34,6 +34,7 @@ from storage.store import RunStore
 from storage.summary import summarise
 from storage.upkeep import compact, delete_superseded
 from tba.logprobs import Group, load_policy, response_logprobs
+from tba.lora import base_fingerprint
 from tba.tasks.rows import digest
 from tests.flows.reuse.runs import TASK, K, begin, commit, new_run, rows_of, run_config, silent, url
 from tests.storage.helpers import make_shard
@@ -134,6 +135,15 @@ def test_another_temperature_of_the_objective_scores_the_reference_anew(tmp_path
     prompt, response, logprobs = rows_of(hot, statement)[0]
     ((expected,),) = response_logprobs(load_policy(model), [Group(prompt, [response])], 2.0)
     assert logprobs == pytest.approx(expected.tolist(), abs=2e-2)
+
+
+def test_other_weights_under_the_models_name_score_the_reference_anew(tmp_path, model):
+    statement = "SELECT reference_logprobs FROM trajectories ORDER BY trajectory_id"
+    for weights, is_kept in (("other", False), (base_fingerprint(str(model)), True)):
+        old = new_run(tmp_path, model, f"of-{weights[:8]}", num_shards=1)
+        check_model(old, str(model), weights)
+        new = begin(run_config(tmp_path, model, f"from-{weights[:8]}", warm_start=[url(old)]))
+        assert (rows_of(new, statement)[0][0] == [-1.0] * 3) is is_kept
 
 
 def die_in_the_copy(config: RunConfig, num_commits: int) -> None:

@@ -7,6 +7,7 @@ Claims
 - a Searcher whose lease has not changed for long is replaced, though its flow run's state is Running; one that has no
   lease yet, gave it back, or was not looked at because the store was away, is not
 - a flow run that a lease names, but that is another run's, is neither adopted nor ended
+- an evaluator that ends without the final policy's evaluation counts as failed
 - silence is excused more often than failure
 - of two processes of one flow run the second ends and leaves the flow run's state; a Searcher that lost its name
   commits no round, and gives no other process's name back
@@ -18,20 +19,21 @@ import logging
 import math
 import time
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from uuid import UUID, uuid4
 
 import pytest
 from prefect.exceptions import Abort
 from prefect.logging import disable_run_logger
-from prefect.states import Crashed, Running, State
+from prefect.states import Completed, Crashed, Running, State
 
 from flows import search
 from flows.config import RunConfig
 from flows.run import searchers as of_run
-from flows.run.searchers import LOOK_S, MAX_SILENCES, SILENT, SILENT_S, Renewals, Searchers
+from flows.run.searchers import LOOK_S, MAX_REPLACEMENTS, MAX_SILENCES, SILENT, SILENT_S, Renewals, Searchers
 from flows.searcher import held_name
-from storage import leases, requests
+from storage import leases, ledger, policies, requests
 from storage.errors import NameTaken, StoreUnreachable, Superseded
 from storage.leases import Lease, take_name
 from storage.process_identity import Identity
@@ -191,6 +193,24 @@ def test_silence_is_excused_more_often_than_failure(store, server, monkeypatch):
         assert len(server.names) == number + 2 and server.runs[list(server.runs)[number]].state.name == SILENT
     with pytest.raises(RuntimeError, match=f"was silent {MAX_SILENCES + 1} times"):
         keep_up(searchers)
+
+
+def test_an_evaluator_that_ends_without_the_final_evaluation_has_failed(store, server):
+    """Nobody can fetch the final policy, so each Searcher ends when its Trainer has been silent for long."""
+    searchers = make_searchers(store, 2)
+    keep_up(searchers)
+    policies.point_to(store, policies.policy_ref(7, "0" * 32, attempt=1, final=True))
+    for run in list(server.runs.values()):
+        server.end(run, Completed())
+    for _ in range(MAX_REPLACEMENTS):
+        keep_up(searchers)
+        server.end(list(server.runs.values())[-1], Completed())
+    assert server.names == ["s0", "s1", *["s0"] * MAX_REPLACEMENTS], "s1 has nothing more to do"
+    with pytest.raises(RuntimeError, match=r"searcher s0 failed \d+ times"):
+        keep_up(searchers)
+    row = {"attempt": 1, "policy_step": 7, "split": "heldout", "num_problems": 4, "accuracy": 0.5, "seconds": 1.0}
+    ledger.record_evaluation(store, row | {"mean_response_tokens": 2.0, "created_at": datetime.now(UTC)})
+    keep_up(searchers)
 
 
 def test_silence_is_counted_anew_after_the_store_was_away(store, monkeypatch):

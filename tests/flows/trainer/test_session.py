@@ -35,7 +35,7 @@ from flows.trainer.__main__ import learn, main
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience, make_draws
 from infra import machine
-from storage import attempts, checkpoints, ledger, policies
+from storage import attempts, checkpoints, ledger, policies, requests
 from storage.errors import RunConfigMismatch
 from storage.run_model import check_model
 from storage.schema import TRAINING_STEP
@@ -286,6 +286,12 @@ def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, m
     )
     with pytest.raises(TooEarly, match=r"^resumed"):
         session.train_run(store, RunConfig(), 2, checkpoints.FROM_SCRATCH, heart)
+    alone = RunConfig(searchers=0)
+    with pytest.raises(TooEarly, match=r"^0 of the first 192 trajectories .* starts no Searcher"):
+        session.train_run(store, alone, 2, checkpoints.FROM_SCRATCH, heart)
+    requests.want_searchers(store, 1)  # by `tba searchers RUN +1`
+    with pytest.raises(TooEarly, match=r"^resumed"):
+        session.train_run(store, alone, 2, checkpoints.FROM_SCRATCH, heart)
 
 
 def test_another_model_than_the_runs_is_not_trained(store, heart, tmp_path):
