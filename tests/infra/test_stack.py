@@ -122,9 +122,10 @@ def test_a_child_is_in_its_parents_queue_whichever_folder_deployed_last(server, 
 
 
 @pytest.mark.slow
-def test_a_server_that_died_is_started_again_beside_the_runs_that_it_left(project, monkeypatch):
-    monkeypatch.setenv("PREFECT_API_URL", unused_url())
-    url, said = stack.up(project, keep=True), []
+def test_a_server_that_died_is_started_again_beside_the_runs_that_it_left(server, monkeypatch):
+    project, url, _ = server
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    said = []
     flow = subprocess.Popen(["sleep", "600"], env={**os.environ, stack.STACK_VARIABLE: str(project)})
     worker = stack._read_state(project).processes["worker"].find()
     stop_processes([stack._read_state(project).processes["server"].find()])
@@ -133,8 +134,7 @@ def test_a_server_that_died_is_started_again_beside_the_runs_that_it_left(projec
     assert flow.poll() is None and stack._read_state(project).processes["worker"].find() == worker
     with prefect_server.api(url, stack.credentials(project, url)) as client:
         assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)
-    assert stack.down(project) == ["server", "worker"]
-    assert flow.wait(30) is not None
+    stop_processes([psutil.Process(flow.pid)])
 
 
 def test_a_folders_queue_has_a_name_that_prefect_takes():
