@@ -26,7 +26,7 @@ SETTINGS = {
     "task": {"num_heldout": 16},
     "sampling": {"prompts_per_batch": 2, "responses_per_prompt": 4, "min_size": 32},
     "search": {"prompts_per_round": 4, "samples_per_prompt": 8},
-    "train": {"steps": 100_000, "checkpoint_interval": 20},  # the test ends the run
+    "train": {"steps": 100_000, "checkpoint_interval": 10},  # the test ends the run
 }
 
 

@@ -40,7 +40,7 @@ def test_a_run_survives_its_hosts(site: Site):
     site.network.connect(beta, is_on=True)
     site.await_round("s0")
     assert site.seen()[-1]["attempt"] == 1
-    site.await_steps(25)  # past a checkpoint
+    site.await_steps(13)  # past a checkpoint
 
     died_at = time.time()
     alpha.kill()
