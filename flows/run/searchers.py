@@ -159,8 +159,9 @@ class Searchers:
         """Whether the Searcher ended before the final policy, or could not evaluate that one. Raises: StoreError."""
         if state.is_completed():
             final = self._final_step()
-            evaluates = bool(run.parameters.get("evaluates"))
-            return final is None or (evaluates and final not in ledger.evaluations(self._store))
+            return final is None or (
+                bool(run.parameters.get("evaluates")) and final not in ledger.evaluations(self._store)
+            )
         return state.is_failed() or state.is_crashed() or state.is_cancelled()
 
     def _final_step(self) -> int | None:

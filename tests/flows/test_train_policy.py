@@ -30,7 +30,7 @@ from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
 from infra.machine import cpu_threads, tensor_environment
 from storage import attempts
-from storage.errors import AlreadyTraining, StoreUnreachable
+from storage.errors import AlreadyTraining, RunConfigMismatch, StoreUnreachable
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -188,10 +188,15 @@ def test_a_further_machines_processes_get_the_environment_of_the_first_ones(loca
     started = []
     monkeypatch.setattr("os.environ", dict(os.environ))
     monkeypatch.setattr("tba.models.model_folder", lambda name: name)
+    monkeypatch.setattr("tba.lora.base_fingerprint", lambda folder: "a1")
     monkeypatch.setattr("flows.trainer.ranks.follow", lambda *_: started.append(dict(os.environ)) or True)
     expected = {"OMP_NUM_THREADS": str(cpu_threads(2)), **tensor_environment()}
     ranks.ranks.fn(local_store.url, local_store.run, 1, "key", {"processes": 2})
     assert {name: started[0].get(name) for name in expected} == expected
+    monkeypatch.setattr("tba.lora.base_fingerprint", lambda folder: "b2")
+    with pytest.raises(RunConfigMismatch, match="have fingerprint b2"):
+        ranks.ranks.fn(local_store.url, local_store.run, 1, "key", {"processes": 2})
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(
