@@ -64,7 +64,7 @@ def start_in_state(monkeypatch, state: State) -> list[dict]:
 
     def run_deployment(name: str, **given) -> SimpleNamespace:
         parameters.append(given["parameters"])
-        return SimpleNamespace(id=len(parameters))
+        return SimpleNamespace(id=len(parameters), parameters=given["parameters"])
 
     monkeypatch.setattr(of_run, "run_deployment", run_deployment)
     monkeypatch.setattr(of_run, "read_ended", lambda ids: dict.fromkeys(ids, state) if state.is_final() else {})
@@ -131,8 +131,9 @@ def test_a_store_that_is_away_changes_nothing(store, started, monkeypatch):
 
 def test_who_gave_up_on_a_silent_trainer_is_started_again(store, monkeypatch):
     parameters = start_in_state(monkeypatch, Completed())
-    latest = SimpleNamespace(final=False)
+    latest = SimpleNamespace(final=False, step=7)
     monkeypatch.setattr(policies, "latest_policy", lambda store: latest)
+    monkeypatch.setattr(ledger, "evaluations", lambda store: {7: "of the final policy"})
     searchers = new_flow(store)
     with disable_run_logger():
         for _ in range(2 * MAX_REPLACEMENTS):
