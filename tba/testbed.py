@@ -219,7 +219,7 @@ def first_policy(folder: Path, seed: int) -> Policy:
     if file.exists():
         policy.load_state_dict(load_file(file))
         return policy
-    policy = pretraining(ANSWER_SHARES, seed)
+    policy = pretraining(ANSWER_SHARES, seed, PRETRAINING_STEPS)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         save_file(policy.state_dict(), written := Path(unfinished) / file.name)
@@ -227,7 +227,7 @@ def first_policy(folder: Path, seed: int) -> Policy:
     return policy
 
 
-def pretraining(answer_shares: tuple[float, ...], seed: int, steps: int = PRETRAINING_STEPS) -> Policy:
+def pretraining(answer_shares: tuple[float, ...], seed: int, steps: int) -> Policy:
     """Supervised training from scratch, on answers of each kind by its share.
 
     It has a fixed length: where an accuracy is reached first, policies of different seeds differ in what they learn.

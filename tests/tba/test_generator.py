@@ -95,7 +95,7 @@ class Task:
 class Tokenizer:
     """The token of a prompt is its number."""
 
-    eos_token_id, chat_template = 1, None
+    eos_token_id, chat_template, name_or_path = 1, None, ""
 
     def encode(self, text, **_):
         return [int(text.split()[-1])]
