@@ -266,7 +266,8 @@ def test_vllm_swaps_policies_in_place_agrees_with_transformers_and_refuses_one_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_blocks", "least_mixed"), [(None, 8), (12, 4)])  # 12: responses wait in vLLM for memory
+# 12: responses wait in vLLM for memory
+@pytest.mark.parametrize(("num_blocks", "least_mixed"), [(None, 8), pytest.param(12, 4, marks=pytest.mark.apart)])
 def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path, num_blocks, least_mixed):
     run_apart(check_swap, base, moved_weights(base, tmp_path), tokens, num_blocks, least_mixed)
 
