@@ -18,7 +18,6 @@ import hashlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,12 +29,10 @@ from torch import Tensor, nn
 from tba import baselines, schedule
 from tba.config import TrainSettings
 from tba.objective import residual, taper, trajectory_balance_loss
+from tba.testbed_task import CHARACTERS, END, NUM_SUMS, NUM_TRAIN, REWARDS, P, T, is_token, sums
 
-B, K, P, T = 16, 8, 6, 4  # B and K: unless an Experience has others
-CHARACTERS = "0123456789+=\n"
-END = CHARACTERS.index("\n")
+B, K = 16, 8  # unless an Experience has others
 WIDTH, LAYERS, HEADS = 32, 2, 4
-NUM_SUMS, NUM_TRAIN = 10_000, 7_000
 # Shares in pretraining of the right answer; of answers that forget the carry to the tens, to the hundreds, and both;
 # and of numbers that are 1 to 9 above the right answer.
 ANSWER_SHARES = (0.05, 0.15, 0.15, 0.64, *9 * (0.01 / 9,))
@@ -99,74 +96,6 @@ class LogPartition(nn.Module):
         with torch.no_grad():
             states, _ = policy.hidden(prompts)
         return self.linear(states[:, -1]).squeeze(-1)
-
-
-@dataclass(frozen=True)
-class Sums:
-    """All sums of two numbers below 100; number 100 * a + b is a + b."""
-
-    prompts: Tensor  # [10,000, P]
-    answers: Tensor  # [13, 10,000, T]: right; three that forget a carry; nine that are 1 to 9 above the right
-    train: Tensor  # numbers of the sums to learn from
-    heldout: Tensor
-
-
-@cache
-def sums() -> Sums:
-    pairs = [divmod(number, 100) for number in range(NUM_SUMS)]
-    order = torch.randperm(NUM_SUMS, generator=torch.Generator().manual_seed(7))
-    kinds = zip(*map(_answers, pairs), strict=True)
-    answers = torch.stack([_tokens([_last_first(answer) for answer in of_kind]) for of_kind in kinds])
-    return Sums(_tokens([f"{a:02d}+{b:02d}=" for a, b in pairs]), answers, order[:NUM_TRAIN], order[NUM_TRAIN:])
-
-
-def _answers(pair: tuple[int, int]) -> list[int]:
-    a, b = pair
-    no_carry = 10 * (a // 10 + b // 10) + (a % 10 + b % 10) % 10
-    return [a + b, no_carry, (a + b) % 100, no_carry % 100, *range(a + b + 1, a + b + 10)]
-
-
-def _last_first(answer: int) -> str:
-    return (str(answer)[::-1] + "\n").ljust(T, "\n")
-
-
-def _tokens(texts: list[str]) -> Tensor:
-    return torch.tensor([[CHARACTERS.index(character) for character in text] for text in texts])
-
-
-def is_token(responses: Tensor) -> Tensor:
-    """Whether each token belongs to its response, the end included: [..., T]."""
-    ended = (responses == END).cumsum(-1) - (responses == END).long()
-    return ended == 0
-
-
-def rewards(responses: Tensor, numbers: Tensor) -> Tensor:
-    """1 for the correct digits and an end after them, else 0: [N]."""
-    right = sums().answers[0, numbers]
-    return ((responses == right) | ~is_token(right)).all(1).float()
-
-
-def dense_rewards(responses: Tensor, numbers: Tensor) -> Tensor:
-    """The share of the right response's tokens that are in place, its end included: [N]."""
-    right = sums().answers[0, numbers]
-    counts = is_token(right)
-    return ((responses == right) & counts).sum(1) / counts.sum(1)
-
-
-def sparse_rewards(responses: Tensor, numbers: Tensor) -> Tensor:
-    """1 for a number that is 1 to 9 above the sum and for an end after it, else 0: [N].
-
-    So a prompt has nine solutions. The first policy gives one of them in 0.2 % of its responses.
-    """
-    solutions = sums().answers[4:, numbers]  # [9, N, T]
-    return ((responses == solutions) | ~is_token(solutions)).all(2).any(0).float()
-
-
-REWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "exact": rewards,
-    "dense": dense_rewards,
-    "sparse": sparse_rewards,
-}
 
 
 @torch.no_grad()

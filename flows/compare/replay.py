@@ -14,7 +14,7 @@ import torch
 from flows.compare.study import Configuration
 from storage import mop
 from storage.mop import Sampling
-from tba import testbed
+from tba import testbed, testbed_task
 
 
 def experience(configuration: Configuration, seed: int) -> testbed.Experience:
@@ -48,7 +48,7 @@ class Replay:
         self._sample, self._sampling, self._seed, self._by_distance = rounds, sampling, seed, by_distance
         self._prompts: dict[int, dict[int, Stored]] = {}  # by the sum's number and the response's, oldest first
         self._rounds: list[testbed.Samples] = []  # of each step, equally many responses
-        self._rewards_differ = np.zeros(testbed.NUM_SUMS, bool)  # among a prompt's stored responses
+        self._rewards_differ = np.zeros(testbed_task.NUM_SUMS, bool)  # among a prompt's stored responses
 
     def __call__(self, policy: testbed.Policy, step: int, generator: torch.Generator) -> testbed.Samples:
         samples = self._sample(policy, step, generator)
@@ -58,7 +58,7 @@ class Replay:
     def _take_in(self, samples: testbed.Samples, step: int) -> None:
         num_rows = len(samples.responses)
         numbers = samples.numbers.repeat_interleave(num_rows // len(samples.numbers)).tolist()
-        codes = (samples.responses * len(testbed.CHARACTERS) ** torch.arange(testbed.T)).sum(1).tolist()
+        codes = (samples.responses * len(testbed_task.CHARACTERS) ** torch.arange(testbed_task.T)).sum(1).tolist()
         rows = range(len(self._rounds) * num_rows, (len(self._rounds) + 1) * num_rows)
         for row, number, code, reward in zip(rows, numbers, codes, samples.reward.tolist(), strict=True):
             of_prompt = self._prompts.setdefault(number, {})

@@ -50,12 +50,12 @@ def _steps(study: Study) -> int | str:
 
 def _policy_and_task(study: Study) -> dict:
     if study.model is None:
-        from tba import testbed
+        from tba import testbed, testbed_task
 
         return {
             "policy": f"{sum(p.numel() for p in testbed.Policy().parameters()):,} parameters (tba/testbed.py)",
             "task": "two-digit addition",
-            "held-out problems": testbed.NUM_SUMS - testbed.NUM_TRAIN,
+            "held-out problems": testbed_task.NUM_SUMS - testbed_task.NUM_TRAIN,
         }
     task = study.configuration(study.compared_with).task
     heldout = {} if task.name == "redteam" else {"held-out problems": task.num_heldout}

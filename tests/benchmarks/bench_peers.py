@@ -60,7 +60,7 @@ def trl(loss: dict, rate: float, seed: int, first_policies: Path) -> dict:
     from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
     from trl import GRPOConfig, GRPOTrainer
 
-    from tba import testbed
+    from tba import testbed, testbed_task
     from tests.benchmarks.bench_accuracy import TRL
 
     policy, generator, curve = testbed.first_policy(first_policies, seed), torch.Generator().manual_seed(seed), []
@@ -88,16 +88,16 @@ def trl(loss: dict, rate: float, seed: int, first_policies: Path) -> dict:
         """TRL's prompts stand for the sums that are drawn here, as by our side."""
         samples = testbed.sample_sums(policy, testbed.B, testbed.K, generator)
         curve.append(samples.reward)
-        of_prompts = testbed.sums().prompts[samples.numbers].repeat_interleave(testbed.K, 0)
-        lengths = testbed.is_token(samples.responses).sum(1).tolist()
+        of_prompts = testbed_task.sums().prompts[samples.numbers].repeat_interleave(testbed.K, 0)
+        lengths = testbed_task.is_token(samples.responses).sum(1).tolist()
         responses = [tokens[:n] for tokens, n in zip(samples.responses.tolist(), lengths, strict=True)]
         return {"prompt_ids": of_prompts.tolist(), "completion_ids": responses, "logprobs": None}
 
-    characters = Tokenizer(models.WordLevel({each: number for number, each in enumerate(testbed.CHARACTERS)}, "="))
+    characters = Tokenizer(models.WordLevel({each: number for number, each in enumerate(testbed_task.CHARACTERS)}, "="))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=Model(PreTrainedConfig(vocab_size=len(testbed.CHARACTERS), eos_token_id=testbed.END)),
+            model=Model(PreTrainedConfig(vocab_size=len(testbed_task.CHARACTERS), eos_token_id=testbed_task.END)),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="\n", pad_token="\n"),
             reward_funcs=lambda completion_ids, **_: curve[-1].tolist(),
             rollout_func=rollout,
@@ -109,7 +109,7 @@ def trl(loss: dict, rate: float, seed: int, first_policies: Path) -> dict:
                 bf16=False,
                 per_device_train_batch_size=testbed.B * testbed.K,
                 num_generations=testbed.K,
-                max_completion_length=testbed.T,
+                max_completion_length=testbed_task.T,
                 max_steps=STEPS,
                 learning_rate=rate,
                 adam_beta1=BETAS[0],

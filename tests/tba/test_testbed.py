@@ -17,7 +17,7 @@ import statistics
 import pytest
 import torch
 
-from tba import testbed
+from tba import testbed, testbed_task
 from tba.config import TrainSettings
 
 pytestmark = pytest.mark.slow
@@ -60,25 +60,29 @@ def test_each_seed_has_a_pretraining_of_its_own():
 
 
 def test_sampled_and_scored_logprobs_agree(first):
-    prompts = testbed.sums().prompts[:5]
+    prompts = testbed_task.sums().prompts[:5]
     responses, logprobs = testbed.sample(first, prompts, 3, torch.Generator().manual_seed(0))
     scored = testbed.score(first, prompts.repeat_interleave(3, 0), responses)
     torch.testing.assert_close(scored, logprobs, rtol=0, atol=1e-5)
 
 
 def test_rewards_and_ends():
-    digits = [testbed.CHARACTERS.index(c) for c in "21\n"]  # 12, last digit first
+    digits = [testbed_task.CHARACTERS.index(c) for c in "21\n"]  # 12, last digit first
     numbers = torch.tensor([705] * 4)  # 7 + 5
-    responses = torch.tensor([[*digits, 3], [*digits, testbed.END], [2, 1, 3, testbed.END], [1, 2, *digits[2:], 0]])
-    assert testbed.rewards(responses, numbers).tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert testbed.is_token(responses)[0].tolist() == [True, True, True, False]
+    responses = torch.tensor(
+        [[*digits, 3], [*digits, testbed_task.END], [2, 1, 3, testbed_task.END], [1, 2, *digits[2:], 0]]
+    )
+    assert testbed_task.rewards(responses, numbers).tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert testbed_task.is_token(responses)[0].tolist() == [True, True, True, False]
 
 
 def test_the_sparse_reward_is_for_nine_numbers_above_the_sum(first):
     numbers = torch.tensor([705] * 6)  # 12
-    responses = testbed._tokens(["31\n\n", "12\n\n", "21\n\n", "22\n\n", "13\n\n", "13+\n"])
-    assert testbed.sparse_rewards(responses, numbers).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]  # 13 and 21 alone
-    assert testbed.sparse_rewards(testbed._tokens(["702\n"]), torch.tensor([9999])).tolist() == [1.0]  # 198 + 9
+    responses = testbed_task.tokens_of(["31\n\n", "12\n\n", "21\n\n", "22\n\n", "13\n\n", "13+\n"])
+    assert testbed_task.sparse_rewards(responses, numbers).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]  # 13 and 21 alone
+    assert testbed_task.sparse_rewards(testbed_task.tokens_of(["702\n"]), torch.tensor([9999])).tolist() == [
+        1.0
+    ]  # 198 + 9
     samples = testbed.sample_sums(first, 1000, 16, torch.Generator().manual_seed(0), "sparse")
     assert 0.0005 < samples.reward.mean() < 0.01
 

@@ -20,7 +20,7 @@ from flows.cli.compare import compare
 from flows.compare import study_page
 from flows.compare.replay import experience
 from flows.compare.study import Configuration, Study, read_study, study_names
-from tba import testbed
+from tba import testbed, testbed_task
 
 RUN = {"train": {"steps": 4}, "search": {"prompts_per_round": 4, "samples_per_prompt": 3}}
 ONE_ARM = {"title": "t", "published": "p", "expected": "e", "lags": [1], "compared_with": "a"}
@@ -134,7 +134,7 @@ def test_replay_of_all_that_is_new_is_no_replay(policy):
 
 def test_searchers_bring_a_round_each_and_rewards_may_be_dense(policy):
     (samples,) = steps_of(policy, 1, searchers=3)
-    assert samples.numbers.shape == (12,) and samples.responses.shape == (36, testbed.T)
+    assert samples.numbers.shape == (12,) and samples.responses.shape == (36, testbed_task.T)
     (dense,) = steps_of(policy, 1, searchers=3, reward="dense")
     assert torch.equal(dense.responses, samples.responses)
     assert set((dense.reward * 12).tolist()) <= set(range(13)) and (dense.reward >= samples.reward).all()
@@ -177,8 +177,8 @@ def test_the_newest_responses_stay(policy, monkeypatch):
 def test_replay_by_distance_draws_what_differs(monkeypatch):
     """Responses 111, 112, 113 and 999 to one sum: the last differs in 3 tokens from the others, these in 5 / 3."""
     texts = ["111\n", "112\n", "113\n", "999\n"]
-    stored = torch.tensor([[testbed.CHARACTERS.index(character) for character in text] for text in texts])
-    zeros = torch.zeros(4, testbed.T)
+    stored = torch.tensor([[testbed_task.CHARACTERS.index(character) for character in text] for text in texts])
+    zeros = torch.zeros(4, testbed_task.T)
 
     def rounds(policy, step, generator) -> testbed.Samples:
         return testbed.Samples(torch.tensor([7]), stored, zeros, torch.zeros(4))

@@ -28,7 +28,7 @@ from flows.trainer.heartbeat import Heartbeat
 from storage.buffer import ReplayBuffer
 from storage.policies import fetch_policy, latest_policy
 from storage.queries import query
-from tba import testbed
+from tba import testbed_task
 from tba.alarms import spans
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
@@ -50,7 +50,7 @@ ENOUGH = 0.6  # greedy accuracy at which the first policy stops learning: there 
 class Sums:
     """The testbed's sums as a task: 70+05= is answered 57 and a newline."""
 
-    name, version, stop, max_response_tokens = "sums", "sums-1", ("\n",), testbed.T
+    name, version, stop, max_response_tokens = "sums", "sums-1", ("\n",), testbed_task.T
 
     def __init__(self) -> None:
         self.train, self.heldout = (
@@ -64,11 +64,11 @@ class Sums:
         return [float(text == problem.answer) for problem, text in zip(problems, texts, strict=True)]
 
 
-sums = testbed.sums()
+sums = testbed_task.sums()
 
 
 def _text(tokens: torch.Tensor) -> str:
-    return "".join(testbed.CHARACTERS[token] for token in tokens)
+    return "".join(testbed_task.CHARACTERS[token] for token in tokens)
 
 
 def _answer(kind: int, number: int) -> str:
@@ -86,18 +86,20 @@ def one_thread():
 @pytest.fixture(scope="module")
 def first_policy(tmp_path_factory) -> Path:
     """Folder of a policy that answers some three fifths of the sums."""
-    folder = save_character_model(tmp_path_factory.mktemp("model"), testbed.CHARACTERS, num_key_value_heads=4, **SHAPE)
+    folder = save_character_model(
+        tmp_path_factory.mktemp("model"), testbed_task.CHARACTERS, num_key_value_heads=4, **SHAPE
+    )
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
     for step in range(PRETRAINING_STEPS):
-        numbers = sums.train[torch.randint(testbed.NUM_TRAIN, (128,), generator=generator)].tolist()
+        numbers = sums.train[torch.randint(testbed_task.NUM_TRAIN, (128,), generator=generator)].tolist()
         kinds = torch.tensor(SHARES).multinomial(128, replacement=True, generator=generator).tolist()
         texts = [
             _text(sums.prompts[n]) + _answer(kind, n).ljust(4, "\n") for kind, n in zip(kinds, numbers, strict=True)
         ]
         tokens = torch.tensor(tokenizer(texts)["input_ids"])  # [128, P + T]
-        labels = tokens.index_fill(1, torch.arange(testbed.P), -100)
+        labels = tokens.index_fill(1, torch.arange(testbed_task.P), -100)
         optimizer.param_groups[0]["lr"] = 5e-3 * (1 - step / PRETRAINING_STEPS)
         model(tokens, labels=labels).loss.backward()
         optimizer.step()
@@ -119,10 +121,10 @@ def _greedy_accuracy(model, tokenizer, num_sums: int = 512) -> float:
     tokens = torch.tensor(
         tokenizer([_text(sums.prompts[n]) + _answer(0, n).ljust(4, "\n") for n in numbers])["input_ids"]
     )
-    found = model(tokens).logits[:, testbed.P - 1 : -1].argmax(-1)  # [n, T]
+    found = model(tokens).logits[:, testbed_task.P - 1 : -1].argmax(-1)  # [n, T]
     ends = torch.tensor([len(_answer(0, n)) for n in numbers]).unsqueeze(1)
-    counts = torch.arange(testbed.T).unsqueeze(0) < ends
-    return ((found == tokens[:, testbed.P :]) | ~counts).all(1).float().mean().item()
+    counts = torch.arange(testbed_task.T).unsqueeze(0) < ends
+    return ((found == tokens[:, testbed_task.P :]) | ~counts).all(1).float().mean().item()
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def trained(first_policy: Path, folder: Path, lag: int, residual_weight: str) ->
         RewardedTask(Sums()),
         Models(tokenizer, engine, ReferencePolicy(first_policy)),
         config.search,
-        max_response_tokens=testbed.T,
+        max_response_tokens=testbed_task.T,
         temperature=1.0,
     )
     heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms()
