@@ -12,8 +12,6 @@ commands have (infra/server_access.py).
 """
 
 import contextlib
-import fcntl
-import json
 import os
 import re
 import socket
@@ -21,8 +19,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -32,6 +29,7 @@ import psutil
 from infra import prefect_server, server_access
 from infra.prefect_server import StackError
 from infra.processes import find_processes, listens, stop_processes
+from infra.stack_state import State, locked_state, read_state, write_state
 from storage.process_identity import Process
 
 SERVER_START_TIMEOUT_S = 180  # 9 to 14 s on an idle machine of two cores; many times that while it is busy
@@ -43,22 +41,6 @@ WORKER_QUERY_S = 2  # a run of minutes should not wait for Prefect's default, 10
 NO_WORKER_VARIABLE = "TBA_NO_WORKER"  # set: no worker is started here, because others run the flows
 _DATABASE_VARIABLES = ("PREFECT_API_DATABASE_", "PREFECT_SERVER_DATABASE_")
 STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of each process of its stack
-
-
-@dataclass
-class State:
-    """The content of stack.json."""
-
-    url: str | None = None
-    """API of the server that the processes use."""
-    own_server: bool = False
-    """This project started the server."""
-    keep: bool = False
-    """`tba up` started the stack, so only `tba down` stops it."""
-    users: list[Process] = field(default_factory=list)
-    """`tba train` processes that use the stack."""
-    processes: dict[str, Process] = field(default_factory=dict)
-    """The started processes: `server` (unless one was running) and `worker`."""
 
 
 def local_folder(project: Path) -> Path:
@@ -77,7 +59,7 @@ def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
     leave().
 
     Raises: StackError: a part did not start; the processes that this call started are stopped."""
-    with _locked_state(project) as state:
+    with locked_state(local_folder(project)) as state:
         before = dict(state.processes)
         try:
             _bring_up(project, state, keep or state.keep, say)
@@ -103,7 +85,7 @@ def _stop_started(project: Path, state: State, before: dict[str, Process]) -> No
 
 def leave(project: Path, say: Callable[[str], None] = print) -> None:
     """Ends the use of an up(keep=False): stops the stack, unless it is still in use."""
-    with _locked_state(project) as state:
+    with locked_state(local_folder(project)) as state:
         state.users = [user for user in state.users if user.pid != os.getpid()]
         if state.processes and not state.keep and not state.users:
             say("Stopping the local stack.")
@@ -114,7 +96,7 @@ def down(project: Path) -> list[str]:
     """Stops this project's stack, even if it is in use. Returns the names of its processes that ran."""
     if not local_folder(project).exists():
         return []
-    with _locked_state(project) as state:
+    with locked_state(local_folder(project)) as state:
         names = sorted(state.processes)
         _stop(project, state)
         state.keep = False
@@ -123,7 +105,7 @@ def down(project: Path) -> list[str]:
 
 def check(project: Path) -> None:
     """Raises: StackError: a process of the stack has died."""
-    state = _read_state(project)
+    state = read_state(local_folder(project))
     for name, process in state.processes.items():
         if process.find() is None:
             raise StackError(f"The Prefect {name} (pid {process.pid}) has died.\n{log_tail(project, name)}")
@@ -131,13 +113,13 @@ def check(project: Path) -> None:
 
 def running_url(project: Path) -> str | None:
     """The API of the server that this project's stack uses; None if no process of the stack runs."""
-    state = _read_state(project)
+    state = read_state(local_folder(project))
     return state.url if any(process.find() for process in state.processes.values()) else None
 
 
 def is_ours(project: Path, url: str) -> bool:
     """Whether the server at this URL is the one that this project's stack started."""
-    state = _read_state(project)
+    state = read_state(local_folder(project))
     server = state.processes.get("server")
     process = server.find() if server and state.url == url else None
     return process is not None and listens(process, urlsplit(url).port)
@@ -173,9 +155,7 @@ def log_tail(project: Path, name: str, num_lines: int = 30) -> str:
 
 def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None], again: bool = True) -> None:
     ours = state.url if state.processes else None
-    url = prefect_server.find(ours, say, partial(credentials, project))
-    if url is None:
-        url = state.url if _answers_late(project, state) else None
+    url = prefect_server.find(ours, say, partial(credentials, project)) or _late_answer(project, state)
     if url is None:
         if "server" in state.processes:  # alive, yet it does not answer
             _stop_hung(project, state, say)
@@ -239,14 +219,14 @@ def _port_of_survivors(state: State, say: Callable[[str], None]) -> int | None:
     return port
 
 
-def _answers_late(project: Path, state: State) -> bool:
-    """Whether our living server answers within `HUNG_AFTER_S`."""
+def _late_answer(project: Path, state: State) -> str | None:
+    """The URL of our living server, if it answers within `HUNG_AFTER_S`."""
     server, deadline = state.processes.get("server"), time.monotonic() + HUNG_AFTER_S
     while server is not None and server.find() is not None and time.monotonic() < deadline:
         if _version(project, state.url) is not None:
-            return True
+            return state.url
         time.sleep(0.2)
-    return False
+    return None
 
 
 def _answers(project: Path, state: State, server: Process) -> bool:
@@ -315,7 +295,7 @@ def _start(
             start_new_session=keep,
         )
     state.processes[name] = started = Process.of(process.pid)
-    _write_state(project, state)
+    write_state(local_folder(project), state)
     return started
 
 
@@ -356,7 +336,7 @@ def _stop_hung(project: Path, state: State, say: Callable[[str], None]) -> None:
     _stop(project, state)
 
 
-# --- stopping, and the state's file -----------------------------------------------------------------------------------
+# --- stopping ---------------------------------------------------------------------------------------------------------
 
 
 def _stop(project: Path, state: State) -> None:
@@ -376,47 +356,3 @@ def _stop_workers(project: Path, spared: Process | None) -> None:
     """Stops all processes of the stack except `spared`, the server; also orphaned flow processes and their children."""
     processes = find_processes(STACK_VARIABLE, str(project))
     stop_processes([process for process in processes if spared is None or process.pid != spared.pid])
-
-
-@contextlib.contextmanager
-def _locked_state(project: Path) -> Iterator[State]:
-    """The state without dead processes; written back at the end, or removed if no process is left. Takes a lock."""
-    folder = local_folder(project)
-    server_access.make_private(folder)
-    with open(folder / "stack.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        state = _read_state(project)
-        state.users = [user for user in state.users if user.find()]
-        state.processes = {name: process for name, process in state.processes.items() if process.find()}
-        state.keep = state.keep and bool(state.processes)
-        try:
-            yield state
-        finally:
-            _write_state(project, state)
-
-
-def _read_state(project: Path) -> State:
-    """Raises: StackError: the file is damaged."""
-    path = local_folder(project) / "stack.json"
-    try:
-        stored = json.loads(path.read_text())
-        users = [Process(**user) for user in stored["users"]]
-        processes = {name: Process(**process) for name, process in stored["processes"].items()}
-        return State(stored["url"], stored["own_server"], stored["keep"], users, processes)
-    except FileNotFoundError:
-        return State()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StackError(
-            f"{path} is damaged ({error!r}), so the processes that were started here are not known. Delete it, end "
-            "Prefect's server and worker if they still run, then repeat the command."
-        ) from error
-
-
-def _write_state(project: Path, state: State) -> None:
-    path = local_folder(project) / "stack.json"
-    if not state.processes:
-        path.unlink(missing_ok=True)
-        return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(state), indent=2))
-    os.replace(temporary, path)

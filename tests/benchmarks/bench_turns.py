@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from flows.compare import turns
-from infra import prefect_server, stack
+from infra import prefect_server, stack, stack_state
 from infra.processes import stop_processes
 from storage.attempts import first_attempt_at
 from storage.errors import NotFound
@@ -45,7 +45,7 @@ def worker(core: int, environment: dict[str, str]) -> Iterator[None]:
 
 def run_apart(command: list[str]) -> tuple[int, str]:
     """Runs a command of `tba train`: the Trainer on one core, the Searcher on the other. Returns status and output."""
-    environment = stack._environment(PROJECT, stack._read_state(PROJECT))
+    environment = stack._environment(PROJECT, stack_state.read_state(stack.local_folder(PROJECT)))
     store = RunStore(STORE, command[command.index("train") + 1])
     with ExitStack() as workers:
         workers.enter_context(worker(TRAINER_CORE, environment))

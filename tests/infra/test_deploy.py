@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra import prefect_server, stack
+from infra import prefect_server, stack, stack_state
 
 PACKAGED = Path(stack.__file__).with_name("prefect.yaml")
 LOCKED = "Error while applying deployment: Server error '503 Service Unavailable' for url 'http://127.0.0.1/api'"
@@ -35,7 +35,7 @@ def deploy(monkeypatch, tmp_path):
             return subprocess.CompletedProcess(command, int(bool(error)), stdout="", stderr=error)
 
         monkeypatch.setattr(stack.subprocess, "run", run)
-        return stack._deploy(tmp_path, stack.State(url="http://127.0.0.1:1/api")), len(calls)
+        return stack._deploy(tmp_path, stack_state.State(url="http://127.0.0.1:1/api")), len(calls)
 
     return deployed
 
@@ -80,7 +80,7 @@ def start_server(monkeypatch, tmp_path):
 
     def started(dies_at: set[int], is_taken: bool):
         stack.server_access.make_private(stack.local_folder(tmp_path))
-        state, shown, taken = stack.State(), [], set()
+        state, shown, taken = stack_state.State(), [], set()
 
         def start(project, state, name, command, keep, more):
             port = int(command[command.index("--port") + 1])

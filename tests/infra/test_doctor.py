@@ -24,7 +24,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from infra import doctor, stack
+from infra import doctor, stack, stack_state
 from storage.process_identity import Process
 
 REPOSITORY = Path(__file__).parents[2]
@@ -227,7 +227,9 @@ def test_a_dead_part_of_the_stack_is_named(project):
     process = Process.of(ended.pid)
     ended.communicate()
     stack.local_folder(project).mkdir(parents=True)
-    stack._write_state(project, stack.State(url="http://127.0.0.1:1/api", processes={"worker": process}))
+    stack_state.write_state(
+        stack.local_folder(project), stack_state.State(url="http://127.0.0.1:1/api", processes={"worker": process})
+    )
     finding = doctor.check_stack(project)
     assert (finding.state, finding.what) == ("fault", f"The Prefect worker (pid {ended.pid}) has died.")
     assert "tba down" in finding.remedy

@@ -29,7 +29,7 @@ import httpx
 import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
-from infra import doctor, prefect_server, server_access, stack
+from infra import doctor, prefect_server, server_access, stack, stack_state
 from infra.processes import listens, stop_processes
 from storage.process_identity import Process
 from tests.browser import LAPTOP, browser
@@ -266,7 +266,10 @@ def test_a_working_folder_gets_prefects_settings_unless_it_has_its_own(tmp_path)
 def pretend(project: Path, url: str, server: Process) -> None:
     """As if this process were the server that the project's stack started."""
     server_access.make_private(stack.local_folder(project))
-    stack._write_state(project, stack.State(url=url, own_server=True, keep=True, processes={"server": server}))
+    stack_state.write_state(
+        stack.local_folder(project),
+        stack_state.State(url=url, own_server=True, keep=True, processes={"server": server}),
+    )
 
 
 def test_another_process_at_our_port_is_not_told_the_string(project):
@@ -318,7 +321,7 @@ def test_a_server_of_ones_own_is_used_with_its_string_or_named(project, monkeypa
 def test_a_server_that_asks_for_nothing_is_warned_of():
     said = []
     with serving(says(b'"3.7.7"', "application/json")) as port:
-        stack._refuse_open_server(stack.State(url=f"http://127.0.0.1:{port}/api"), said.append)
+        stack._refuse_open_server(stack_state.State(url=f"http://127.0.0.1:{port}/api"), said.append)
     assert "asks for no authentication string" in said[0]
 
 

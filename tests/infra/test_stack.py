@@ -33,7 +33,7 @@ import pytest
 from prefect.client.schemas.actions import DeploymentUpdate
 
 from flows.run import flow_runs
-from infra import prefect_server, processes, stack
+from infra import prefect_server, processes, stack, stack_state
 from infra.processes import stop_processes
 from storage.process_identity import Process
 from tests import postgres
@@ -127,11 +127,13 @@ def test_a_server_that_died_is_started_again_beside_the_runs_that_it_left(server
     monkeypatch.setenv("PREFECT_API_URL", url)
     said = []
     flow = subprocess.Popen(["sleep", "600"], env={**os.environ, stack.STACK_VARIABLE: str(project)})
-    worker = stack._read_state(project).processes["worker"].find()
-    stop_processes([stack._read_state(project).processes["server"].find()])
+    worker = stack_state.read_state(stack.local_folder(project)).processes["worker"].find()
+    stop_processes([stack_state.read_state(stack.local_folder(project)).processes["server"].find()])
     assert stack.up(project, keep=True, say=said.append) == url
     assert "The Prefect server died. The worker and its runs go on." in said
-    assert flow.poll() is None and stack._read_state(project).processes["worker"].find() == worker
+    assert (
+        flow.poll() is None and stack_state.read_state(stack.local_folder(project)).processes["worker"].find() == worker
+    )
     with prefect_server.api(url, stack.credentials(project, url)) as client:
         assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)
     stop_processes([psutil.Process(flow.pid)])
@@ -206,7 +208,7 @@ def test_interrupting_stops_the_flow_run_and_says_how_to_resume(server, monkeypa
     heartbeat = project / ".tba" / "patient" / "trainer" / "heartbeat.json"
     wait_for(lambda: heartbeat.exists() or command.poll() is not None)
     assert command.poll() is None, command.communicate()[0]
-    before = {process.pid for process in stack._read_state(project).processes.values()}
+    before = {process.pid for process in stack_state.read_state(stack.local_folder(project)).processes.values()}
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=240)
     assert command.returncode == 130
@@ -223,30 +225,30 @@ def test_a_failed_start_stops_what_it_started_and_a_hanging_server_is_replaced_u
     monkeypatch.setattr(stack, "ANSWER_TIMEOUT_S", 2)
     monkeypatch.setattr(stack, "HUNG_AFTER_S", 3)
     before = set(processes_of(project))
-    hung = stack._read_state(project).processes["server"].find()
+    hung = stack_state.read_state(stack.local_folder(project)).processes["server"].find()
 
     flow = subprocess.Popen(["sleep", "600"], env={**os.environ, stack.STACK_VARIABLE: str(project)})
     before.add(psutil.Process(flow.pid))
 
     hung.suspend()
-    with stack._locked_state(project) as state:
+    with stack_state.locked_state(stack.local_folder(project)) as state:
         state.users.append(Process.of(flow.pid))
     with monkeypatch.context() as patch, pytest.raises(stack.StackError, match=rf"\(pid {flow.pid}\) waits for it"):
         patch.setattr(prefect_server, "VERSION_TIMEOUT_S", 2)
         stack.up(project, keep=False)
     assert set(processes_of(project)) == before
-    with stack._locked_state(project) as state:
+    with stack_state.locked_state(stack.local_folder(project)) as state:
         state.users.clear()
 
     hung.resume()
     deploy, said = stack._deploy, []
-    stop_processes([stack._read_state(project).processes["worker"].find()])
+    stop_processes([stack_state.read_state(stack.local_folder(project)).processes["worker"].find()])
     monkeypatch.setattr(stack, "_deploy", lambda *_: "refused")
     with pytest.raises(stack.StackError, match="refused"):
         stack.up(project, keep=False)
     assert set(processes_of(project)) == {hung, psutil.Process(flow.pid)}  # only the worker was this start's
 
-    def hang_and_deploy(project: Path, state: stack.State) -> str | None:
+    def hang_and_deploy(project: Path, state: stack_state.State) -> str | None:
         if hung.is_running():
             hung.suspend()
             monkeypatch.setattr(prefect_server, "VERSION_TIMEOUT_S", 2)

@@ -5,7 +5,7 @@ Claims
 - Without the taper the same run loses right answers, and `reward_fell` goes on.
 
 The policy is a Llama of 20,000 parameters that adds two numbers, the last digit first. Supervised training on wrong
-and right answers brings it to three fifths right (tba/testbed.py has the sums and the shares).
+and right answers brings it to three fifths right (tba/testbed_task.py has the sums).
 
 Run: pytest tests/flows/trainer/test_old_samples.py
 """
