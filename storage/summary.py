@@ -50,7 +50,7 @@ def summarise(store: RunStore) -> dict:
     rounds = queries.query(store, "SELECT * FROM search_rounds ORDER BY started_at").to_pylist()
     evaluations = queries.query(store, "SELECT policy_step, accuracy, created_at FROM evaluations").to_pylist()
     accuracy = {row["policy_step"]: row["accuracy"] for row in evaluations}
-    attempts_ = queries.query(store, "SELECT created_at FROM attempts").to_pylist()
+    attempts_at = queries.query(store, "SELECT created_at FROM attempts").column(0).to_pylist()
     best = kept_policies.best_policy(store)
     training = [(step["started_at"], step["ended_at"]) for step in steps]
     sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
@@ -74,7 +74,7 @@ def summarise(store: RunStore) -> dict:
         "trainer_wait_share": _share(wait_s, wait_s + length(training)),
         # Runs of an older version did not measure it.
         "publish_stall_share": _share(sum(step["publish_stall_s"] or 0.0 for step in later), length(training)),
-        "searcher_idle_share": idle_share(rounds, [attempt["created_at"] for attempt in attempts_]),
+        "searcher_idle_share": idle_share(rounds, attempts_at),
         "evaluation_share": evaluation_share(store, rounds),
         "overlap_share": _share(length(intersection(union(training), sampling)), length(training)),
         "wall_s": (_last_record(steps, rounds, evaluations) - attempts.first_attempt_at(store)).total_seconds(),
