@@ -17,6 +17,7 @@ Run: pytest tests/infra/test_stack.py -m slow
 """
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -137,6 +138,28 @@ def test_a_server_that_died_is_started_again_beside_the_runs_that_it_left(server
     with prefect_server.api(url, stack.credentials(project, url)) as client:
         assert client.read_deployment_by_name(prefect_server.DEPLOYMENT).work_queue_name == stack.work_queue(project)
     stop_processes([psutil.Process(flow.pid)])
+
+
+def test_a_living_server_has_more_than_one_requests_time_to_answer(project, monkeypatch):
+    answers = [None, None, "3.7.7"]
+    monkeypatch.setattr(stack, "_version", lambda *_: answers.pop(0) if answers else None)
+    living = stack_state.State("http://127.0.0.1:1/api", True, processes={"server": Process.of(os.getpid())})
+    assert stack._late_answer(project, living) == living.url and not answers
+    monkeypatch.setattr(stack, "HUNG_AFTER_S", 0.5)
+    assert stack._late_answer(project, living) is None
+    assert stack._late_answer(project, stack_state.State("http://127.0.0.1:1/api")) is None
+
+
+def test_a_server_is_stopped_though_the_disk_is_full(project, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    server = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(stack.server_access, "write_settings", full)
+    state = stack_state.State("http://127.0.0.1:1/api", True, processes={"server": Process.of(server.pid)})
+    with pytest.raises(OSError, match="no space left"):
+        stack._stop(project, state)
+    assert server.wait(30) is not None
 
 
 def test_a_folders_queue_has_a_name_that_prefect_takes():
