@@ -113,11 +113,15 @@ def look_after(searchers: Searchers, began: threading.Event) -> None:
 
 
 def tell_failure(store: RunStore, error: RuntimeError) -> None:
-    """Gives the reason to the last heartbeat, which `tba watch` and `tba runs` show. A Trainer's own reason stays."""
+    """Gives the reason to the last heartbeat, which `tba watch` and `tba runs` show. A Trainer's own reason stays.
+
+    A Trainer that finished has not failed: the reason is why its final policy was not evaluated.
+    """
     with contextlib.suppress(StoreError):
         beat = attempts.read_heartbeat(store)
-        if beat is not None and beat["state"] not in ("failed", "finished"):
-            attempts.heartbeat(store, beat | {"state": "failed", "message": str(error)})
+        if beat is not None and beat["state"] != "failed":
+            state = "finished" if beat["state"] == "finished" else "failed"
+            attempts.heartbeat(store, beat | {"state": state, "message": str(error)})
 
 
 def end_searchers(searchers: Searchers) -> None:

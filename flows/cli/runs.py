@@ -53,7 +53,7 @@ def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
 
         console().print(_runs_table(statuses))
         for status in statuses:
-            if status.state == "unreadable":
+            if status.message and status.state in ("unreadable", "failed", "trained"):
                 say(f"{status.run}: {status.message}", err=True)
 
 

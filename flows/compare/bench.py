@@ -34,7 +34,8 @@ class Outcome:
     arm: str
     seed: int
     learning_rate: float
-    accuracy_before: float  # greedy, on held-out sums: share with the whole reward
+    # Greedy, on held-out sums: share with the whole reward. With a model, which is the same for all runs: None.
+    accuracy_before: float | None
     accuracy_after: float
     # Of 8 responses that the last policy samples to a held-out prompt.
     num_distinct: float
@@ -80,9 +81,10 @@ class Bench:
         outcomes: dict[int, Outcome] = {}
         for future in as_completed(futures):
             outcome = outcomes[futures[future]] = future.result()
+            before = "" if outcome.accuracy_before is None else f"{outcome.accuracy_before:.3f} -> "
             self._say(
                 f"{outcome.arm}, step size {outcome.learning_rate:.2g}, seed {outcome.seed}: "
-                f"{outcome.accuracy_before:.3f} -> {outcome.accuracy_after:.3f}, {outcome.seconds:.1f} s"
+                f"{before}{outcome.accuracy_after:.3f}, {outcome.seconds:.1f} s"
             )
         return [outcomes[place] for place in range(len(jobs))]
 
@@ -173,7 +175,7 @@ def _run_of_model(arm: Arm, seed: int) -> dict:
         found = run_with_lag(RunConfig.model_validate(arm.settings | here), arm.lag)
     after = asdict(found.after)
     return {
-        "accuracy_before": found.before.accuracy,
+        "accuracy_before": None,
         "accuracy_after": after.pop("accuracy"),
         "staleness": found.staleness,
         "curve": found.curve,

@@ -58,7 +58,6 @@ class Measures:
 class Lagged:
     """The result of a run."""
 
-    before: Measures
     after: Measures
     curve: list[float]  # mean reward of each round
     staleness: float  # mean over steps and responses
@@ -118,7 +117,6 @@ def run_with_lag(config: RunConfig, lag: int) -> Lagged:
     start_attempt(store, 0, this_process())
     searcher = start_searcher(config, "s0", 0)
     searcher.load(template, 0)
-    before = measured(searcher, config)
     heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms()
     with tempfile.TemporaryDirectory() as folder, trainer_of(template, config.train, config.seed) as trainer:
         buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
@@ -127,7 +125,7 @@ def run_with_lag(config: RunConfig, lag: int) -> Lagged:
         with contextlib.closing(outbox), contextlib.closing(PunctualExperience(store, buffer, 1, alarms)) as experience:
             train(trainer, experience, outbox)
     heart.end("finished")
-    return Lagged(before, measured(searcher, config), outbox.rewards, mean_staleness(store))
+    return Lagged(measured(searcher, config), outbox.rewards, mean_staleness(store))
 
 
 def measured(searcher: "Searcher", config: RunConfig) -> Measures:

@@ -34,11 +34,17 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
     about = _policy_and_task(study) | {
         "steps": _steps(study),
         "seeds": study.seeds,
-        "accuracy before training": f"{statistics.fmean(outcome.accuracy_before for outcome in outcomes):.3f}",
+        **_before(study, outcomes),
         "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
         "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
     }
     return write_study(out, name, study, outcomes, about | hardware())
+
+
+def _before(study: Study, outcomes: list[Outcome]) -> dict[str, str]:
+    if study.model is not None:
+        return {"mean reward of the first round": f"{statistics.fmean(outcome.curve[0] for outcome in outcomes):.3f}"}
+    return {"accuracy before training": f"{statistics.fmean(outcome.accuracy_before for outcome in outcomes):.3f}"}
 
 
 def _steps(study: Study) -> int | str:

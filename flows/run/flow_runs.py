@@ -148,9 +148,7 @@ def cancel(url: str, credentials: dict, flow_run) -> None:
         children = FlowRunFilterParentFlowRunId(any_=[flow_run.id])
         family += prefect_server.read_unfinished(client, parent_flow_run_id=children)
         family[0] = client.read_flow_run(flow_run.id)  # its state has changed since it was submitted
-        for (
-            member
-        ) in family:  # before their processes end, because the worker keeps a final state and records no Crashed
+        for member in family:  # before their processes end: the worker keeps a final state, and records no Crashed
             state = _ended(client, member, Cancelled(message="Stopped by `tba train`."))
             client.set_flow_run_state(member.id, state, force=True)
     stop_processes([process for member in family for process in _processes(member)])

@@ -71,6 +71,8 @@ class Watcher:
         if beat.get("state") == "stopped":
             return "stopped; the same `tba train` resumes it"
         if beat.get("state") == "finished":
+            if beat.get("message"):
+                return f"trained, not evaluated; the same `tba train` evaluates it: {beat['message']}"
             return "trained; the final policy is being evaluated"
         if beat.get("state") == "failed":
             return f"failed: {stage_of(beat)}"

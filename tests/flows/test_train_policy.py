@@ -132,7 +132,7 @@ def test_a_trainer_that_fails_is_started_again_while_it_makes_progress(local_sto
     [
         ("stopped", "", "failed: searcher s0 failed 4 times"),
         ("failed", "loss is NaN", "failed: loss is NaN"),
-        ("finished", "", "trained; the final policy is being evaluated"),
+        ("finished", "", "trained, not evaluated; the same `tba train` evaluates it: searcher s0 failed 4 times"),
     ],
 )
 def test_the_reason_why_a_flow_ended_its_trainer_is_seen(local_store, state, message, seen):

@@ -80,7 +80,9 @@ def test_runs_tells_the_state_of_each(root):
     assert (found["done"]["step"], found["done"]["trajectories"]) == (80, 640)
     assert (found["ours"]["step"], found["ours"]["steps"], found["ours"]["accuracy"]) == (2, 80, 0.25)
     assert (found["ours"]["best_accuracy"], found["done"]["best_accuracy"]) == (0.875, None)
-    table = tba("runs").stdout
+    listed = tba("runs")
+    assert listed.stderr == "lost: no room is left\n"
+    table = listed.stdout
     assert "not-a-run" not in table and "3/80" in table and "0.250" in table and "0.875" in table
 
 
