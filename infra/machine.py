@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -185,12 +186,14 @@ def tensor_environment() -> dict[str, str]:
     return {"GLIBC_TUNABLES": f"{NO_CACHES_OF_PIECES}:{chosen}" if chosen else NO_CACHES_OF_PIECES}
 
 
-def take_gpus(first: int, num_of_run: int, num_here: int = 1) -> float:
-    """Assigns this process some of this machine's GPUs. They are shared if the run's processes need more.
+def take_gpus(place: int, num_searchers: int, num_trainers: int, num_here: int = 1) -> float:
+    """Assigns this Searcher GPUs of this machine: after the Trainer's if enough are left, otherwise any.
 
-    first: index of the process's first GPU among the `num_of_run` that the run's processes on this machine need.
-    num_here: GPUs that this process needs. Sets CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA.
-    Returns this process's share of each GPU's memory; 1 without a GPU. Raises: ValueError: the machine has fewer GPUs.
+    place: of this Searcher among the run's `num_searchers` on this machine, from 0. num_trainers: processes of the
+    Trainer here, each of which has a GPU, from GPU 0 on. num_here: GPUs that each Searcher needs. Sets
+    CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA. Returns this process's share of each GPU's memory,
+    less than 1 if another process of the run has the GPU, too; 1 without a GPU. Raises: ValueError: the machine has
+    fewer GPUs.
     """
     import torch
 
@@ -199,9 +202,13 @@ def take_gpus(first: int, num_of_run: int, num_here: int = 1) -> float:
         return 1.0
     if num_here > num_gpus:
         raise ValueError(f"this process needs {num_here} GPUs (search.engine), and this machine has {num_gpus}")
+    first = num_trainers if num_gpus - num_trainers >= num_here else 0
+    places = [first + each % (num_gpus - first) for each in range(num_searchers * num_here)]
+    taken = places[place * num_here :][:num_here]
+    num_processes = Counter([*range(num_trainers), *places])
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[(first + each) % num_gpus] for each in range(num_here))
-    return 1 / math.ceil(num_of_run / num_gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in taken)
+    return 1 / max(num_processes[gpu] for gpu in taken)
 
 
 def code_version() -> str:

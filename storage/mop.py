@@ -26,13 +26,15 @@ class Sampling(BaseModel):
     )
     differing_rewards_first: bool = Field(
         True,
-        description="Whether prompts whose rewards differ are drawn first; in recent places those of the newest sync.",
+        description="Whether prompts whose rewards differ are drawn before others; for recent draws, rewards of the "
+        "newest sync count.",
     )
     reward_temperature: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="tau: responses of other draws have weights softmax(reward / tau); None: equal weights.",
+        description="tau: replayed responses (not recent ones) have weights softmax(reward / tau); None: equal "
+        "weights.",
     )
     uniform_fraction: float = Field(
         0.0, ge=0, le=1, description="Share of the uniform distribution in the weights by reward_temperature."

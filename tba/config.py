@@ -272,7 +272,7 @@ class TrainSettings(Settings):
     fluency_temperature: float = Field(
         1.0,
         gt=0,
-        description="Last g of that target, reached linearly from 1; for red-teaming.",
+        description="Final g of the target in train.reward_tempering, reached linearly from 1; for red-teaming.",
     )
     fluency_steps: int | None = Field(
         None, ge=1, description="Policy steps until fluency_temperature is reached; None: all steps."

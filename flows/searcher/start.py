@@ -32,7 +32,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     threads = max(1, searcher_threads(config) // num_devices)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    gpu_share = take_gpus(*place_among_gpus(config), num_devices)
+    gpu_share = take_gpus(*place_on_machine(config), num_devices)
     from transformers import AutoTokenizer
 
     from tba.engines import make_engine
@@ -98,13 +98,6 @@ def samples_ahead(config: RunConfig) -> bool:
 
 
 start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)(start_searcher)
-
-
-def place_among_gpus(config: RunConfig) -> tuple[int, int]:
-    """Index of this Searcher's first device among the run's here, and their number. Trainers have the first ones."""
-    place, num_searchers, num_trainers = place_on_machine(config)
-    each = config.search.num_devices
-    return num_trainers + place * each, num_trainers + num_searchers * each
 
 
 def num_trainer_processes_here(store: RunStore) -> int:

@@ -39,9 +39,8 @@ class Arithmetic:
         rng.shuffle(sums)
         self.heldout = _both_orders(sums[:NUM_HELDOUT_SUMS])
         self.train = _both_orders(sums[NUM_HELDOUT_SUMS:])
-        rng.shuffle(
-            self.heldout
-        )  # an evaluation takes the first `num_heldout`, which should not be both orders of half as many sums
+        # An evaluation takes the first `num_heldout`, which should not be both orders of half as many sums.
+        rng.shuffle(self.heldout)
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         """1 for the sum alone on its line; a response cut off at the length limit has no line's end and gets 0."""

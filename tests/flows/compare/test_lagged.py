@@ -3,7 +3,7 @@
 - Step t trains on new responses of the policy of step max(0, t - 1 - lag), and of no other.
 - Each Searcher's round comes in at each step.
 - With adapters the engine serves each policy's; the final policy, which is stored, has them merged.
-- Its measures are of the first and of the final policy; red-teaming's are of attacks on the victim.
+- Its measures are of the final policy; red-teaming's are of attacks on the victim.
 
 python -m pytest tests/flows/compare/test_lagged.py
 """

@@ -3,8 +3,9 @@
 - A Searcher whose model has other weights than the run's does not start.
 - The next rounds are sampled ahead, unless engine and scoring share a core, or the run is synchronous.
 - Where it samples ahead on a CPU, the reference policy has a process of its own.
-- A run's processes on a machine take its GPUs in order, the Trainer the first. Where there are fewer, each has a share
-  of the memory, and engines start in turn. Searchers on other machines take nothing away.
+- A run's processes on a machine take its GPUs in order, the Trainer the first. Searchers share the GPUs after the
+  Trainer's, or the Trainer's if none is left. Each has a share of a shared GPU's memory, and engines there start in
+  turn. Searchers on other machines take nothing away.
 
 python -m pytest tests/flows/searcher/test_start.py
 """
@@ -18,7 +19,7 @@ import torch
 
 from flows.config import RunConfig
 from flows.searcher import start
-from flows.searcher.start import place_among_gpus, samples_ahead, searcher_threads
+from flows.searcher.start import place_on_machine, samples_ahead, searcher_threads
 from infra import machine
 from storage import attempts
 from storage.errors import RunConfigMismatch
@@ -132,9 +133,9 @@ def test_a_synchronous_run_samples_no_round_ahead(monkeypatch):
     ("num_gpus", "given", "took", "shares"),
     [
         (4, "", ["1", "2", "3"], [1, 1, 1]),
-        (2, "", ["1", "0", "1"], [0.5] * 3),
+        (2, "", ["1", "1", "1"], [1 / 3] * 3),  # not the Trainer's
         (1, "", ["0", "0", "0"], [0.25] * 3),
-        (3, "5,6,7", ["6", "7", "5"], [0.5] * 3),
+        (3, "5,6,7", ["6", "7", "6"], [0.5, 1, 0.5]),
         (0, "", [""] * 3, [1, 1, 1]),
     ],
 )
@@ -147,7 +148,7 @@ def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, be, monkey
     for place in range(3):
         be(place, of=place + 1)  # the others have not started yet
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        found.append((machine.take_gpus(*place_among_gpus(config)), os.environ["CUDA_VISIBLE_DEVICES"]))
+        found.append((machine.take_gpus(*place_on_machine(config)), os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == list(zip(shares, took, strict=True))
 
 
@@ -160,11 +161,11 @@ def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, be,
     for place in range(2):
         be(place, of=2)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        share = machine.take_gpus(*place_among_gpus(config), config.search.num_devices)
+        share = machine.take_gpus(*place_on_machine(config), config.search.num_devices)
         found.append((share, os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == [(1, "4,5"), (1, "6,7")]
     with pytest.raises(ValueError, match=r"needs 9 GPUs .*, and this machine has 8"):
-        machine.take_gpus(0, 9, 9)
+        machine.take_gpus(0, 1, 0, num_here=9)
 
 
 def test_eight_machines_with_one_gpu_each_give_all_of_it(store, monkeypatch):
@@ -175,7 +176,7 @@ def test_eight_machines_with_one_gpu_each_give_all_of_it(store, monkeypatch):
     for _ in range(8):
         machine._places.clear()  # the next machine
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert machine.take_gpus(*place_among_gpus(config)) == 1
+        assert machine.take_gpus(*place_on_machine(config)) == 1
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
         assert searcher_threads(config) == 16
 
@@ -186,5 +187,5 @@ def test_searchers_on_another_machine_than_their_trainer_share_it_among_themselv
     found = []
     for place in range(2):
         be(place, of=2)
-        found.append(place_among_gpus(config))
-    assert found == [(0, 2), (1, 2)]
+        found.append(place_on_machine(config))
+    assert found == [(0, 2, 0), (1, 2, 0)]

@@ -1,5 +1,6 @@
 """A user's dataset: TRL's prompt-only form, from a JSONL or Parquet file or a Python function.
 
+- A folder with a training file and a test file has its own held-out problems.
 - Text and chats; other columns reach the reward; the same rows give the same problems from each source.
 - A chat is rendered by the tokenizer's template, and encoded without further special tokens.
 - A row without a usable prompt is named.
@@ -55,6 +56,17 @@ def test_the_same_rows_from_each_source(tmp_path):
         assert task.train == tasks[0].train and task.heldout == tasks[0].heldout
     assert len(tasks[0].train) == 2 and len(tasks[0].heldout) == 1
     assert {problem.columns["capital"] for problem in tasks[0].train + tasks[0].heldout} == {"Paris", "Tokyo", "Lima"}
+
+
+def test_a_folder_with_a_test_file_holds_that_one_out(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, part in {"train": ROWS[:2], "test": ROWS[2:]}.items():
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    task = Dataset(data=str(tmp_path / "data"))
+    assert [problem.columns["capital"] for problem in task.train] == ["Paris", "Tokyo"]
+    assert [problem.columns["capital"] for problem in task.heldout] == ["Lima"]
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_each_day():
