@@ -29,7 +29,7 @@ from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
 from infra.machine import tensor_environment
 from storage import attempts, checkpoints, ledger, policies, requests
-from storage.errors import AlreadyTraining, DamagedRecord, StoreError
+from storage.errors import AlreadyTraining, StoreError
 from storage.store import RunStore
 from storage.summary import read_summary, summarise
 
@@ -221,9 +221,14 @@ def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event
 
 
 def is_trainer(store: RunStore, pid: int) -> bool:
-    """Whether the latest attempt is this process's, and not that of a process with the same pid on another machine."""
-    owner = attempts.trainer(store)
-    return owner is not None and owner.pid == pid and owner.is_running() is True
+    """Whether the latest attempt is this process's, and not that of a process with the same pid on another machine.
+
+    False while the store is away.
+    """
+    with contextlib.suppress(StoreError):
+        owner = attempts.trainer(store)
+        return owner is not None and owner.pid == pid and owner.is_running() is True
+    return False
 
 
 def tell_prefect(tell: Callable, *given: object) -> None:
@@ -279,6 +284,6 @@ await_evaluation_task = task(
 
 def last_words(store: RunStore) -> str:
     message = None
-    with contextlib.suppress(DamagedRecord):
+    with contextlib.suppress(StoreError):
         message = (attempts.read_heartbeat(store) or {}).get("message")
     return message or "it was killed, or ended without a message; the worker's log has its output"

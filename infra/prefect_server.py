@@ -53,11 +53,11 @@ def configured_url() -> str | None:
 
 
 def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[str], dict]) -> str | None:
-    """The URL of a server to use: PREFECT_API_URL's, else ours or the configured one. None: start one.
+    """The URL of a server to use: PREFECT_API_URL's, else ours or the one in prefect.toml. None: start one.
 
     ours: the URL that this project's stack uses already; credentials: stack.credentials of a URL.
-    Raises: StackError: no other server may be started, because PREFECT_API_URL names another machine's server that
-    cannot be used, a server that refuses access, or another server than the running stack's."""
+    Raises: StackError: no other server may be started, because the configured one is another machine's and cannot be
+    used, refuses access, or is not the running stack's."""
     asked = "PREFECT_API_URL" in os.environ
     candidates = (configured_url(), ours) if asked else (ours, configured_url())
     for url in dict.fromkeys(filter(None, candidates)):
@@ -81,9 +81,8 @@ def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[st
             return url
         if not is_loopback(url) or (refused and asked):
             remedy = "Set PREFECT_API_AUTH_STRING" if refused else "Start that server"
-            raise StackError(
-                f"PREFECT_API_URL is {url}, but {problem}. {remedy}, or unset PREFECT_API_URL for a local one."
-            )
+            named, free = ("PREFECT_API_URL", "unset it") if asked else ("prefect.toml or .env", "remove it there")
+            raise StackError(f"The server of {named} is {url}, but {problem}. {remedy}, or {free} for a local one.")
         if found is not None or refused:
             say(f"Not using the server at {url}: {problem}.")
     return None

@@ -20,7 +20,6 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,7 @@ def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
 
 def release_policy(store: RunStore, searcher: str) -> None:
     """Ends this Searcher's hold. After that only best.json can keep the policy."""
-    with suppress(NotFound):
-        store.delete(_held_path(searcher))
+    store.discard(_held_path(searcher))
 
 
 def keep_if_best(

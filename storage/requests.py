@@ -77,8 +77,7 @@ def is_to_leave(store: RunStore, searcher: str) -> bool:
 
 def welcome(store: RunStore, searcher: str) -> None:
     """Clears a request to leave that was made to an earlier Searcher of this name."""
-    with contextlib.suppress(NotFound):
-        store.delete(_leaving(searcher))
+    store.discard(_leaving(searcher))
 
 
 def _leaving(searcher: str) -> str:

@@ -17,6 +17,7 @@ from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.ledger import NEEDED, read_entry
 from storage.new_shards import new_shards
 from storage.schema import REWARD, TRAJECTORY
+from storage.shard_files import place_of
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RunStore
 
@@ -74,7 +75,7 @@ def record_rewards(store: RunStore, version: str, shard: pa.Table, rewards: list
     now = pa.scalar(datetime.now(UTC), REWARD.field("created_at").type)
     columns = [shard["trajectory_id"], pa.repeat(version, len(rewards)), rewards, pa.repeat(now, len(rewards))]
     table = pa.table(columns, names=REWARD.names).cast(REWARD)
-    searcher, number = shard["searcher"][0].as_py(), shard["round"][0].as_py()
+    searcher, number = place_of(shard)
     store.put_new(_path(version, searcher, number), parquet_bytes(table))
 
 
@@ -86,7 +87,7 @@ def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
     """
     if set(shard["reward_version"].to_pylist()) == {version}:
         return shard
-    searcher, number = shard["searcher"][0].as_py(), shard["round"][0].as_py()
+    searcher, number = place_of(shard)
     path = _path(version, searcher, number)
     try:
         scored = read_entry(store, path, REWARD, NEEDED["rewards"])

@@ -56,6 +56,15 @@ HEAD_NAME = re.compile(rf"heads/{_NAME}=(?P<through>[0-9]{{8}})")
 _BLOCK_NAME = re.compile(rf"{COMPACTED}/{_NAME}-(?P<first>[0-9]{{8}})-(?P<last>[0-9]{{8}})\.parquet")
 
 
+def copies_name(source: int) -> str:
+    """The name under which a warm start stores the copies of its n-th source, from 0, as a Searcher's log."""
+    return f"warm{source}"
+
+
+def is_copies_name(searcher: str) -> bool:
+    return re.fullmatch(r"warm[0-9]+", searcher) is not None
+
+
 def check_searcher_id(searcher: str) -> str:
     """Returns the id. Raises: ValueError: it cannot name a Searcher's log."""
     if not is_searcher_id(searcher):

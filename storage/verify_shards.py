@@ -17,6 +17,7 @@ from storage.shards import (
     File,
     block_path,
     compacted_blocks,
+    copies_name,
     expired_through,
     files_named,
     origins_of,
@@ -26,7 +27,7 @@ from storage.shards import (
 )
 from storage.store import RunStore, transfer_all
 
-WARM_START = "warm_start/plan.json"  # a list of sources, whose copies have the searchers warm0, warm1, …
+WARM_START = "warm_start/plan.json"  # a list of sources
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
 
@@ -74,7 +75,7 @@ def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) ->
     faults += [
         Fault("refused shard", of.shard, f"the Trainer refused it: {'; '.join(of.reasons)}") for of in refusals(store)
     ]
-    found.copied = {f"warm{index}" for index in range(len(store.read_json(WARM_START, list[dict]) or []))}
+    found.copied = {copies_name(index) for index in range(len(store.read_json(WARM_START, list[dict]) or []))}
     for searcher, rounds in rounds_of.items():
         for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
             path = shard_path(searcher, missing)

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,6 +46,11 @@ Result = TypeVar("Result")
 
 class Trainer:
     """Policy, optimizer and training step. Master weights are float32; the learning rate follows from the step."""
+
+    # Of several processes, which tba/zero_trainer.py sets: a context in which sharded weights are whole, and whether
+    # this is the process that keeps copies.
+    _gathered: Callable[[list[Tensor]], AbstractContextManager] = nullcontext
+    _is_first = True
 
     def __init__(self, model: str | Path, settings: TrainSettings, device: str | None = None, seed: int = 0) -> None:
         """`device`: of the model; None: not moved, so that ZeRO-3 can shard it. `seed`: of the adapters."""
@@ -279,12 +285,15 @@ class Trainer:
 
         `whole`: if not, and the policy is trained by adapters, these alone, as the Trainer multiplies by them.
         """
+        tied, copies = set(self._policy.all_tied_weights_keys), {}
         if not whole and self._travels_alone:
-            return {name: tensor.to("cpu", copy=True) for name, tensor in lora.adapters(self._policy)}
-        tied = set(self._policy.all_tied_weights_keys)
-        copies = {
-            name: to_bfloat16(tensor.detach()).cpu() for name, tensor in lora.merged(self._policy) if name not in tied
-        }
+            for name, tensor in lora.adapters(self._policy, self._gathered):
+                if self._is_first:
+                    copies[name] = tensor.to("cpu", copy=True)
+            return copies
+        for name, tensor in lora.merged(self._policy, self._gathered):
+            if self._is_first and name not in tied:
+                copies[name] = to_bfloat16(tensor.detach()).cpu()
         return as_in_a_checkpoint(self._policy, copies)
 
     @property

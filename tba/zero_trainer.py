@@ -25,9 +25,7 @@ from tba import lora
 from tba.batch import Draw, Metrics, passes
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
-from tba.precision import to_bfloat16
 from tba.trainer import CHECKPOINT, Result, Trainer
-from tba.weights import as_in_a_checkpoint
 
 # While the first process waits for a batch, the others wait for it. The death of a process is noticed at once.
 PATIENCE = timedelta(days=7)
@@ -125,18 +123,7 @@ class ShardedTrainer(Trainer):
         done.set_result(read())
         return done
 
-    @_everywhere
-    def weights(self, whole: bool = True) -> dict[str, Tensor]:
-        tied, copies = set(self._policy.all_tied_weights_keys), {}
-        if not whole and self._travels_alone:
-            for name, tensor in lora.adapters(self._policy, self._gathered):
-                if self._is_first:
-                    copies[name] = tensor.to("cpu", copy=True)
-            return copies
-        for name, tensor in lora.merged(self._policy, self._gathered):
-            if self._is_first and name not in tied:
-                copies[name] = to_bfloat16(tensor.detach()).cpu()
-        return as_in_a_checkpoint(self._policy, copies)
+    weights = _everywhere(Trainer.weights)
 
     @_everywhere
     def save(self, folder: Path) -> None:

@@ -74,11 +74,10 @@ def _memory(given: dict, settings: list[str]) -> "MemoryPlan":
     from flows.cli.settings import config_of
     from flows.run.memory import plan_memory
     from storage.errors import StoreError
-    from tba.memory import UnknownShape
 
     try:
         return plan_memory(config_of(given, settings, is_new=True))
-    except (StoreError, UnknownShape, ValueError, OSError, ImportError) as error:
+    except (StoreError, ValueError, OSError, ImportError) as error:
         fail(str(error), status=2)
 
 

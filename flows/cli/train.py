@@ -227,28 +227,29 @@ class FlowRunView:
 def _follow(view: FlowRunView, store: "RunStore", old: dict | None):
     """Shows progress until the flow run ends; returns its final state. old: an earlier attempt's heartbeat, ignored."""
     from flows.cli.console import Progress, console
-    from storage.attempts import read_heartbeat
 
     with Progress(console(), store.run) as progress:
         while not (state := view.state()).is_final():
-            heartbeat = read_heartbeat(store)
-            if heartbeat == old:
-                heartbeat = None
-            progress.show(_stage(state, heartbeat), heartbeat)
+            progress.show(*_stage(state, store, old))
             progress.wait(1)
     return state
 
 
-def _stage(state, heartbeat: dict | None) -> str:
+def _stage(state, store: "RunStore", old: dict | None) -> tuple[str, dict | None]:
+    """The run's stage in words, and the attempt's heartbeat. A heartbeat that cannot be read ends no run."""
+    from storage.attempts import read_heartbeat
+    from storage.errors import StoreError
     from storage.status import stage_of
 
-    if heartbeat:
-        return stage_of(heartbeat)
-    return (
-        "starting the flow, which starts the Trainer and the Searchers (about 20 s)"
-        if state.is_running()
-        else f"{state.name.lower()}: waiting for the worker"
-    )
+    try:
+        heartbeat = read_heartbeat(store)
+    except StoreError as error:
+        return f"the heartbeat cannot be read: {error}", None
+    if heartbeat and heartbeat != old:
+        return stage_of(heartbeat), heartbeat
+    if state.is_running():
+        return "starting the flow, which starts the Trainer and the Searchers (about 20 s)", None
+    return f"{state.name.lower()}: waiting for the worker", None
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -282,6 +283,8 @@ def _command_line() -> str:
 def _uninterrupted():
     """Ignores signals within the context: a second Ctrl-C would leave processes running."""
     handlers = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -31,7 +31,6 @@ from tba.tasks import load_task
 from tba.tasks.rows import digest
 
 PLAN, DONE = "warm_start/plan.json", "warm_start/done.json"
-WARM = "warm"  # the beginning of these searchers' names
 
 
 def check_sources(store: RunStore, config: RunConfig) -> None:
@@ -51,7 +50,7 @@ def take_over(store: RunStore, config: RunConfig) -> None:
     sources = [open_source(url, config) for url in config.warm_start]
     copy, plan = Copy(store, config), make_plan(store, sources)
     taken = [
-        {"url": source.url} | copy.all_of(source, f"{WARM}{index}", parts)
+        {"url": source.url} | copy.all_of(source, shards.copies_name(index), parts)
         for index, (source, parts) in enumerate(zip(sources, plan, strict=True))
     ]
     num_trajectories = sum(source["num_trajectories"] for source in taken)

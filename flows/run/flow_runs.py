@@ -139,12 +139,14 @@ def cancel(url: str, credentials: dict, flow_run) -> None:
     gets the signal, too, as a child of `tba train`."""
     import httpx
     from prefect.client.schemas.filters import FlowRunFilterParentFlowRunId
+    from prefect.exceptions import ObjectNotFound
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT
     from prefect.states import Cancelled
 
     family = [flow_run]
     settings = {**credentials, PREFECT_API_REQUEST_TIMEOUT: 5}
-    with contextlib.suppress(httpx.HTTPError), prefect_server.api(url, settings) as client:
+    # The flow run may have been deleted on Prefect's page.
+    with contextlib.suppress(httpx.HTTPError, ObjectNotFound), prefect_server.api(url, settings) as client:
         children = FlowRunFilterParentFlowRunId(any_=[flow_run.id])
         family += prefect_server.read_unfinished(client, parent_flow_run_id=children)
         family[0] = client.read_flow_run(flow_run.id)  # its state has changed since it was submitted

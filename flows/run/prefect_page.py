@@ -55,12 +55,12 @@ class Page:
             self._behind = True
 
     def _update(self) -> None:
+        beat = attempts.read_heartbeat(self._store) or {}
+        self._tell_if_starved(beat)  # first: a part of the page that fails must not silence what automations wait for
+        self._tell_alarms(beat)
         self._artifacts.read_steps()
         self._policies.show()
-        beat = attempts.read_heartbeat(self._store) or {}
         self._artifacts.show_progress(beat)
-        self._tell_if_starved(beat)
-        self._tell_alarms(beat)
         self._artifacts.show_steps()
 
     def finish(self, summary: dict) -> None:

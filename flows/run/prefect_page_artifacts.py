@@ -9,6 +9,7 @@ import re
 from itertools import chain
 from uuid import UUID
 
+import httpx
 import pyarrow as pa
 from prefect import artifacts
 from prefect.client.orchestration import get_client
@@ -90,8 +91,13 @@ class Artifacts:
             self._artifacts[key] = create(key=f"{slug}-{key}", description=description, **{argument: data}, **more)
         elif key != "report":
             stored = json.dumps(data) if argument == "table" else data
-            with get_client(sync_client=True) as client:
-                client.update_artifact(self._artifacts[key], ArtifactUpdate(data=stored, description=description))
+            try:
+                with get_client(sync_client=True) as client:
+                    client.update_artifact(self._artifacts[key], ArtifactUpdate(data=stored, description=description))
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != httpx.codes.NOT_FOUND:
+                    raise
+                del self._artifacts[key]  # it was deleted on Prefect's page; the next update creates another one
 
     def read_steps(self) -> None:
         if not self._unread:

@@ -46,8 +46,9 @@ class PublishedPolicies:
 
     def _show_policy(self, attempt: int, steps: range, step: int, final: bool = False) -> bool:
         """Shows one policy. `steps`: training steps since the previous one. Returns False if `step` has no policy."""
-        path = policies.policy_path(step, attempt)
-        manifest = self._store.read_json(f"{path}/{policies.MANIFEST}", policies.Manifest)
+        path, manifest = policies.policy_path(step, attempt), None
+        with contextlib.suppress(DamagedRecord):  # `tba verify` names it
+            manifest = self._store.read_json(f"{path}/{policies.MANIFEST}", policies.Manifest)
         if manifest is None:
             return False
         trained_on = self._shards_of(attempt, steps)

@@ -4,13 +4,13 @@ import contextlib
 from importlib.util import find_spec
 
 from flows.config import RunConfig
-from flows.reuse.warm_start import WARM, check_sources
+from flows.reuse.warm_start import check_sources
 from flows.run.memory import Lengths, lengths, longest, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
 from infra.machine import num_gpus
 from storage.errors import NotFound, TornShard
 from storage.shard_files import read_shards
-from storage.shards import files_named
+from storage.shards import files_named, is_copies_name
 from storage.store import RunStore
 from tba.config import TaskSettings
 from tba.memory import UnknownShape, read_shape
@@ -66,7 +66,7 @@ def check_inputs(config: RunConfig) -> list[str]:
 
 def changed_reward(store: RunStore, version: str) -> str | None:
     """A warning if the newest round of the run's own Searchers has rewards of another version."""
-    own = [file for file in files_named(store.list("trajectories")) if not file.searcher.startswith(WARM)]
+    own = [file for file in files_named(store.list("trajectories")) if not is_copies_name(file.searcher)]
     if not own:
         return None
     newest = max(own, key=lambda file: file.rounds[-1])

@@ -3,7 +3,6 @@
 Before: storage/buffer.py draws a batch's rows; after: tba/trainer.py trains on them.
 """
 
-import re
 import time
 
 import pyarrow as pa
@@ -15,6 +14,7 @@ from storage import ledger
 from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.fresh import FRESH_COLUMNS, Fresh
 from storage.ledger import Sync
+from storage.shards import is_copies_name
 from storage.store import RunStore
 from tba.batch import Batch, Draw, Metrics
 from tba.logprobs import Group
@@ -23,8 +23,6 @@ from tba.training_loop import TooEarly
 # Measured on two cores: one minute, or two if vLLM compiles its kernels.
 LOADING = "the Searchers load their engines (1 to 2 minutes), then sample a first round"
 NO_SEARCHER = "the run starts no Searcher (searchers is 0); `tba searchers RUN +1` adds one"
-# The name under which flows/reuse/warm_start.py stores copies of a source.
-_COPY = re.compile(r"warm\d+")
 
 
 class StoredExperience:
@@ -67,7 +65,7 @@ class StoredExperience:
         """Called in the thread of the syncs."""
         if sync is not None:
             self._fresh = sync.fresh
-            self._has_searchers |= not all(map(_COPY.fullmatch, sync.rounds))
+            self._has_searchers |= not all(map(is_copies_name, sync.rounds))
             self._arrived_at = time.monotonic()
             self._awaits_shard = self._awaits_shard and not self._caught_up
         self._caught_up = True

@@ -79,7 +79,6 @@ class Heartbeat:
             | {
                 "attempt": self._attempt,
                 "steps": steps,
-                "min_size": self._config.sampling.min_size,
                 "seconds_left": seconds_left,
                 "owner": attempts.this_process(),
                 "at": datetime.now(UTC).isoformat(),

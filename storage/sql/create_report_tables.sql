@@ -39,7 +39,6 @@ SELECT
     if(isfinite(logprob_gap_mean), logprob_gap_mean, NULL) AS logprob_gap_mean,
     if(isfinite(gradient_norm), gradient_norm, NULL) AS gradient_norm,
     num_trajectories,
-    samples_per_insert,
     num_response_tokens,
     skipped
 FROM training_steps;

@@ -4,13 +4,10 @@ SELECT
     (SELECT count(DISTINCT prompt_id) FROM report_trajectories) AS num_prompts,
     (SELECT sum(num_response_tokens)::BIGINT FROM report_rounds) AS num_sampled_tokens, -- without a warm start's copies
     (SELECT avg(reward) FROM report_trajectories) AS reward_mean,
-    (SELECT avg((finish_reason = 'length')::INTEGER) FROM report_trajectories) AS cut_share,
     (SELECT max(step) FROM report_steps) AS num_steps,
-    (SELECT sum(num_response_tokens)::BIGINT FROM report_steps) AS num_trained_tokens,
     (SELECT count(*) FROM report_steps WHERE skipped) AS num_skipped,
     (SELECT max(attempt) FROM report_steps) AS num_attempts,
     (SELECT count(*) FROM report_batches) AS num_drawn,
-    (SELECT count(DISTINCT trajectory_id) FROM report_batches) AS num_trained,
     (SELECT avg(staleness) FROM report_batches) AS staleness_mean,
     (SELECT max(staleness) FROM report_batches) AS staleness_max,
     (SELECT min(started_at) FROM report_rounds) AS first_round_at,

@@ -12,8 +12,7 @@ SELECT
     avg(loss) AS loss,
     avg(gradient_norm) AS gradient_norm,
     avg(logprob_gap_mean) AS policy_reference_gap,
-    avg(num_trajectories) AS num_trajectories,
-    avg(samples_per_insert) AS samples_per_insert
+    avg(num_trajectories) AS num_trajectories
 FROM report_steps, (SELECT min(step) AS first, max(step) AS last FROM report_steps) AS span
 GROUP BY (step - first) * $num_bins // (last - first + 1)
 ORDER BY 1;

@@ -11,7 +11,7 @@ continued as it is; messages are rendered by the policy's chat template.
 from collections.abc import Mapping
 
 from tba.tasks.base import Problem
-from tba.tasks.rows import Rows, digest, read_rows, split
+from tba.tasks.rows import digest, load_problems
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -29,17 +29,10 @@ class Dataset:
                 "task.data: the task dataset has no data of its own; give a .jsonl or .parquet file, a Hugging Face "
                 "dataset, or module:function"
             )
-        train, heldout = read_rows(data, ["prompt"])
-        self.train, self.heldout = split(_problems(train), None if heldout is None else _problems(heldout), data)
+        self.train, self.heldout = load_problems(data, ["prompt"], _problem)
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         raise ValueError("the task dataset has no reward of its own; name functions in task.rewards")
-
-
-def _problems(rows: Rows) -> dict[str, Problem]:
-    """Problems by prompt_id; of a repeated prompt, the last."""
-    problems = (_problem(row, where) for where, row in rows)
-    return {problem.prompt_id: problem for problem in problems}
 
 
 def _problem(row: Mapping, where: str) -> Problem:

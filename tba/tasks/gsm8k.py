@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 
 from tba.tasks.base import Problem
-from tba.tasks.rows import Rows, digest, read_rows, split, text_of
+from tba.tasks.rows import digest, load_problems, text_of
 
 DATASET = "openai/gsm8k"
 COLUMNS = ("question", "answer")
@@ -47,8 +47,8 @@ class GSM8K:
         Raises: ValueError: the data is not there, a line is broken, a column is missing, an answer has no number.
         """
         data = data or DATASET
-        train, heldout = read_rows(data, COLUMNS, config="main" if data == DATASET else None)
-        self.train, self.heldout = split(_problems(train), None if heldout is None else _problems(heldout), data)
+        config = "main" if data == DATASET else None
+        self.train, self.heldout = load_problems(data, COLUMNS, _problem, config)
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         """1 where the last number of the response equals the answer's."""
@@ -62,12 +62,6 @@ def last_number(text: str) -> Decimal | None:
     """The last number in a text; None: there is none. Thousands separators, units and a final full stop are ignored."""
     numbers = _NUMBER.findall(text.replace("{,}", ","))  # a separator in LaTeX
     return Decimal(re.sub(r"[$,]", "", numbers[-1]).replace("−", "-")) if numbers else None
-
-
-def _problems(rows: Rows) -> dict[str, Problem]:
-    """Problems by prompt_id; of a question that comes twice, the last."""
-    problems = (_problem(row, where) for where, row in rows)
-    return {problem.prompt_id: problem for problem in problems}
 
 
 def _problem(row: Mapping, where: str) -> Problem:

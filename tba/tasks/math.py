@@ -18,7 +18,7 @@ import unicodedata
 from collections.abc import Mapping
 
 from tba.tasks.base import Problem
-from tba.tasks.rows import Rows, digest, read_rows, split, text_of
+from tba.tasks.rows import digest, load_problems, text_of
 from tba.tasks.verifier import Verifier
 
 DATASET = "nlile/hendrycks-MATH-benchmark"
@@ -41,8 +41,7 @@ class Math:
         Raises: ValueError: the data is not there, a row is broken, lacks a column or boxes nothing.
         """
         data = data or DATASET
-        train, heldout = read_rows(data, ["problem"])
-        self.train, self.heldout = split(_problems(train), None if heldout is None else _problems(heldout), data)
+        self.train, self.heldout = load_problems(data, ["problem"], _problem)
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         """1 where the response's answer equals the problem's."""
@@ -80,12 +79,6 @@ def last_boxed(text: str) -> str | None:
         if not depth:
             return text[begin:place]
     return None  # never closed: the response was cut off
-
-
-def _problems(rows: Rows) -> dict[str, Problem]:
-    """Problems by prompt_id; of a repeated problem, the last."""
-    problems = (_problem(row, where) for where, row in rows)
-    return {problem.prompt_id: problem for problem in problems}
 
 
 def _problem(row: Mapping, where: str) -> Problem:

@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tba.imports import FILES, is_function_name, is_users_own, load_function
@@ -51,6 +51,22 @@ def split(problems: Mapping[str, Problem], heldout: Mapping[str, Problem] | None
             "each needs at least one, so give at least two different questions"
         )
     return train, list(heldout.values())
+
+
+def load_problems(
+    data: str, columns: Sequence[str], problem: Callable[[Mapping, str], Problem], config: str | None = None
+) -> tuple[list[Problem], list[Problem]]:
+    """Problems to train on and held-out ones; of rows with one prompt_id, the last counts.
+
+    Args: data, columns, config: as of `read_rows`. problem: makes one of a row and the row's location.
+    Raises: ValueError: as `read_rows` and `split`.
+    """
+
+    def by_id(rows: Rows) -> dict[str, Problem]:
+        return {made.prompt_id: made for made in (problem(row, where) for where, row in rows)}
+
+    train, heldout = read_rows(data, columns, config)
+    return split(by_id(train), None if heldout is None else by_id(heldout), data)
 
 
 def digest(text: str) -> str:

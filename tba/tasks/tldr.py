@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from tba.tasks.base import Problem
 from tba.tasks.classifiers import ROUGE_L, SequenceClassifier, rouge_l
-from tba.tasks.rows import Rows, digest, read_rows, split, text_of
+from tba.tasks.rows import digest, load_problems, text_of
 
 DATASET = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 COLUMNS = ("query", "reference_response")
@@ -32,8 +32,7 @@ class TLDR:
     def __init__(self, *, data: str | None, reward_model: str | None) -> None:
         """Raises: ValueError: the data is not there, or a row is broken or lacks a column."""
         data = data or DATASET
-        train, heldout = read_rows(data, COLUMNS)
-        self.train, self.heldout = split(_problems(train), None if heldout is None else _problems(heldout), data)
+        self.train, self.heldout = load_problems(data, COLUMNS, _problem)
         self.version = f"tldr-{reward_model or ROUGE_L}"
         self._judge = judge(reward_model, "task.reward_model")
 
@@ -68,15 +67,6 @@ class Preference:
 def judge(name: str | None, field: str) -> Overlap | Preference:
     """The judge of summaries: the reward model of that name; None: ROUGE-L."""
     return Overlap() if name in (None, ROUGE_L) else Preference(SequenceClassifier(name, field))
-
-
-def _problems(rows: Rows) -> dict[str, Problem]:
-    """Problems by prompt_id; of a repeated post, the last."""
-    found = {}
-    for where, row in rows:
-        problem = _problem(row, where)
-        found[problem.prompt_id] = problem
-    return found
 
 
 def _problem(row: Mapping, where: str) -> Problem:

@@ -143,6 +143,18 @@ def test_the_reason_why_a_flow_ended_its_trainer_is_seen(local_store, state, mes
         assert watcher.look().stage == seen
 
 
+def test_a_store_that_is_away_hides_neither_the_trainer_nor_its_failure(local_store, monkeypatch):
+    """Otherwise the error would end the flow in place of a restart of the Trainer."""
+
+    def away(*_: object) -> None:
+        raise StoreUnreachable("no answer")
+
+    monkeypatch.setattr(attempts, "trainer", away)
+    monkeypatch.setattr(attempts, "read_heartbeat", away)
+    assert not train.is_trainer(local_store, os.getpid())
+    assert "ended without a message" in train.last_words(local_store)
+
+
 @pytest.mark.parametrize("is_taken_over", [False, True])
 def test_a_flow_whose_searchers_fail_too_often_says_so_once_its_trainer_has_ended(
     local_store, monkeypatch, is_taken_over

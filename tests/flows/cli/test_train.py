@@ -7,7 +7,8 @@ Claims
 - a refused input, or a Trainer unknown to Prefect, ends the command before it submits
 - `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
 - a Prefect server that fails, and a damaged summary, are one line
-- a second Ctrl-C waits until the run is stopped
+- a second Ctrl-C waits until the run is stopped; signals are heard again after it
+- a heartbeat that cannot be read is shown, and the run is followed on
 - a flow run that took the run over is followed in the place of the first one, and Ctrl-C stops it
 
 Run: pytest tests/flows/cli/test_train.py
@@ -28,7 +29,7 @@ import httpx
 import pytest
 import typer
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Completed, Crashed
+from prefect.states import Completed, Crashed, Running
 from typer.testing import CliRunner
 
 from flows.cli import train
@@ -206,6 +207,25 @@ def test_a_second_interrupt_waits_until_the_run_is_stopped(project, monkeypatch)
         train._train(project, config, RunStore(config.store, config.run))
     assert stopped == ["run", "stack"]
     assert exit_.value.exit_code == 130
+
+
+def test_a_heartbeat_that_cannot_be_read_ends_no_run(tmp_path, monkeypatch, capsys):
+    """The next one of a living Trainer replaces it."""
+    store, states = RunStore(tmp_path.as_uri(), "some"), [Running(), Running(), Completed()]
+    store.put(attempts.HEARTBEAT, b"{")
+    monkeypatch.setattr(
+        "flows.cli.console.Progress.wait", lambda *_: attempts.heartbeat(store, {"step": 1, "state": "x"})
+    )
+    assert train._follow(SimpleNamespace(state=lambda: states.pop(0)), store, None).is_completed()
+    assert "the heartbeat cannot be read: cannot read trainer/heartbeat.json" in capsys.readouterr().out
+
+
+def test_signals_are_heard_again_after_a_failure():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyError), train._uninterrupted():
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        raise KeyError
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_flow_run_that_took_a_run_over_is_followed(project, monkeypatch, capsys):

@@ -6,6 +6,7 @@ Claims
 - Suspend on the page ends the Trainer between two steps and the Searcher; Resume there goes on from what was saved
 - Cancel ends both as well, and says so; the run can be resumed
 - the flow of a resumed run shows the policies of its own attempts, and not the earlier ones again
+- a damaged policy, a deleted artifact, or any other part of the page that fails, silences no alarm and no later part
 - an alarm of the heartbeat is in the progress artifact, and an event and a warning when it goes on
 - tba.run.finished sets off the automation of prefect.yaml, with the run's name and store
 - curves have few points whatever the run's length, and no value is left out at the ends
@@ -13,17 +14,20 @@ Claims
 Run: pytest tests/flows/run/test_prefect_page.py -m "apart or not apart"
 """
 
+import contextlib
 import json
 import os
 import time
 from collections import Counter
 from itertools import product
 from types import SimpleNamespace
+from uuid import uuid4
 
+import httpx
 import pytest
 
 from flows.config import RunConfig
-from flows.run import prefect_page
+from flows.run import prefect_page, prefect_page_artifacts
 from flows.run.prefect_page_lineage import PublishedPolicies
 from infra import prefect_server, stack
 from storage import attempts, policies
@@ -42,8 +46,8 @@ from flows import train
 from flows.run import prefect_page
 
 class Popen(subprocess.Popen):
-    def __init__(self, command):
-        super().__init__([sys.executable, {trainer!r}, *command[3:]])
+    def __init__(self, command, env):
+        super().__init__([sys.executable, {trainer!r}, *command[3:]], env=env)
 
 train.subprocess = types.SimpleNamespace(Popen=Popen, TimeoutExpired=subprocess.TimeoutExpired)
 train.POLL_S = prefect_page.UPDATE_S = 0.5
@@ -331,6 +335,42 @@ def test_each_alarm_that_goes_on_is_an_event_and_a_warning(tmp_path, monkeypatch
     assert sorted(event for event, _ in told[1:]) == ["tba.alarm.a", "tba.alarm.b"]
     assert told[0][1] == {"run": "some", "store": tmp_path.as_uri(), "step": 1, "alarm": "a", "message": "first"}
     assert len(warned) == 3 and warned[0] == "first"
+
+
+def test_a_part_of_the_page_that_fails_silences_no_alarm(tmp_path, monkeypatch):
+    told, warned = [], []
+    monkeypatch.setattr(prefect_page, "emit_event", lambda event, **of: told.append(event))
+    monkeypatch.setattr(prefect_page, "get_run_logger", lambda: SimpleNamespace(warning=warned.append))
+    store = RunStore(tmp_path.as_uri(), "some")
+    shown = prefect_page.Page(store, RunConfig(run="some"))
+    monkeypatch.setattr(shown._policies, "show", lambda: json.loads("{"))
+    for alarm in ("a", "b"):
+        attempts.heartbeat(store, {"state": "training", "step": 1, "alarms": {alarm: "it is on"}})
+        shown.update(now=True)
+    assert told == ["tba.alarm.a", "tba.alarm.b"]
+
+
+def test_an_artifact_that_was_deleted_on_the_page_is_made_again(tmp_path, monkeypatch):
+    made = []
+
+    class Client:
+        def update_artifact(self, *_: object) -> None:
+            raise httpx.HTTPStatusError("deleted", request=None, response=httpx.Response(404))
+
+    monkeypatch.setattr(prefect_page_artifacts, "get_client", lambda sync_client: contextlib.nullcontext(Client()))
+    for kind in ("progress", "link"):
+        make = f"create_{kind}_artifact"
+        monkeypatch.setattr(prefect_page_artifacts.artifacts, make, lambda key, **_: made.append(key) or uuid4())
+    shown = prefect_page_artifacts.Artifacts(RunStore(tmp_path.as_uri(), "some"), RunConfig(run="some"))
+    for _ in range(3):
+        shown.show_progress({})
+    assert made == ["some-progress", "some-report", "some-progress"]
+
+
+def test_a_damaged_policy_hides_no_later_one(tmp_path):
+    store = RunStore(tmp_path.as_uri(), "some")
+    store.put(f"{policies.policy_path(5, 1)}/{policies.MANIFEST}", b"{")
+    assert not PublishedPolicies(store)._show_policy(1, range(4, 6), 5)
 
 
 def test_a_rounds_shard_is_an_asset_that_comes_from_its_policies(tmp_path):
