@@ -19,7 +19,6 @@ from infra.machine import CHECKOUT
 OK, WARNING, FAULT = "ok", "warning", "fault"
 PYTHONS = ((3, 11), (3, 13))  # supported versions: from the first, below the second
 DEFAULT_PORT = 4200
-SERVER_TIMEOUT_S = 10.0
 IN_CHECKOUT = (CHECKOUT / "Makefile").exists()
 REINSTALL = (
     "rm -f .venv/installed && make .venv/installed"
@@ -220,7 +219,7 @@ def check_server(project: Path) -> Finding:
     if url is None:
         return _unnamed_server(prefect_server.free_port(DEFAULT_PORT))
     try:
-        found = prefect_server.version(url, SERVER_TIMEOUT_S, stack.credentials(project, url))
+        found = prefect_server.version(url, stack.credentials(project, url))
     except prefect_server.AccessRefused as error:
         return Finding("server", FAULT, str(error), "set PREFECT_API_AUTH_STRING to it, or unset PREFECT_API_URL")
     if found is not None:

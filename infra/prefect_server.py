@@ -88,14 +88,14 @@ def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[st
     return None
 
 
-def version(url: str, timeout_s: float | None = None, settings: dict | None = None) -> str | None:
-    """The version of the Prefect server at this URL; None if none answers. Raises: AccessRefused.
+def version(url: str, settings: dict | None = None) -> str | None:
+    """The version of the Prefect server at this URL; None if none answers within VERSION_TIMEOUT_S.
 
-    timeout_s: None is VERSION_TIMEOUT_S; settings: stack.credentials, if it may be a server of ours."""
+    settings: stack.credentials, if it may be a server of ours. Raises: AccessRefused."""
     import httpx
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
-    quick = {PREFECT_API_REQUEST_TIMEOUT: timeout_s or VERSION_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 0}
+    quick = {PREFECT_API_REQUEST_TIMEOUT: VERSION_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 0}
     try:
         with api(url, {**quick, **(settings or {})}) as client:
             answer = client.api_version()

@@ -25,7 +25,7 @@ from storage.paths import inside, is_plain
 from storage.patience import with_room
 
 MANIFEST = "policy.json"
-POLICY_NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4}))?")
+POLICY_NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4,}))?")
 DELTA = ".delta"  # suffix of a file that holds the changes of another (storage/policy_delta.py)
 LONGEST_CHAIN = 32  # links; two anchors are among them (storage/policy_delta.py)
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -2,15 +2,18 @@
 
 Claims
 - no tracked file has the address of a package registry, and there is no lock file (they carry addresses)
-- constraints are names and exact versions, and pin every direct dependency
+- constraints are names and exact versions, and pin every direct dependency; every imported package is one
 - every package, SQL file, template and DeepSpeed file reaches the wheel
 
 Run: pytest tests/test_packaging.py
 """
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -67,17 +70,36 @@ def constraints() -> dict[str, str]:
 def test_constraints_are_names_and_exact_versions():
     for name, version in constraints().items():
         assert re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name), name
-        assert re.fullmatch(r"[0-9][0-9a-z.]*", version), (
-            name,
-            version,
-        )  # no local part such as +cpu: it fits CPU and CUDA
+        # no local part such as +cpu: it fits CPU and CUDA
+        assert re.fullmatch(r"[0-9][0-9a-z.]*", version), (name, version)
+
+
+def declared() -> set[str]:
+    """Names of the packages that pyproject.toml asks for, in all extras but dev."""
+    project = PROJECT["project"]
+    extras = [names for extra, names in project["optional-dependencies"].items() if extra != "dev"]
+    return {re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in sum(extras, project["dependencies"])}
 
 
 def test_every_direct_dependency_is_pinned():
-    project = PROJECT["project"]
-    requirements = sum(project["optional-dependencies"].values(), project["dependencies"])
-    names = {re.match(r"[A-Za-z0-9._-]+", requirement).group() for requirement in requirements}
-    assert names - set(constraints()) == set()
+    assert declared() - set(constraints()) == set()
+
+
+def test_every_imported_package_is_declared():
+    """One that comes with another package may go with that one's next version."""
+    packages, unknown = packages_distributions(), {}
+    of_project = {"flows", "infra", "storage", "tba", *sys.stdlib_module_names}
+    for path in (
+        path for folder in ("flows", "infra", "storage", "tba") for path in (REPOSITORY / folder).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
+            for name in {name.split(".")[0] for name in names if name} - of_project:
+                brings = {re.sub("[._]", "-", found.lower()) for found in packages.get(name, [name])}
+                if not brings & declared():
+                    unknown[name] = str(path.relative_to(REPOSITORY))
+    assert unknown == {}
 
 
 def of_makefile(path: Path) -> bool:

@@ -25,7 +25,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from infra import doctor, stack, stack_state
+from infra import doctor, prefect_server, stack, stack_state
 from storage.process_identity import Process
 
 REPOSITORY = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_a_taken_port_is_named_with_its_holder(project, monkeypatch):
         port = holder.getsockname()[1]
         # it accepts and never answers
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{port}/api")
-        monkeypatch.setattr(doctor, "SERVER_TIMEOUT_S", 1)
+        monkeypatch.setattr(prefect_server, "VERSION_TIMEOUT_S", 1)
         finding = doctor.check_server(project)
     assert finding.state == "fault"
     assert f"port {port} is taken by" in finding.what and f"pid {os.getpid()}" in finding.what
