@@ -4,9 +4,17 @@ import shutil
 import socket
 
 import pytest
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from infra import stack
 from tests.infra.project import make_project, processes_of
+
+
+@pytest.fixture(autouse=True)
+def no_server_of_this_folder():
+    """Prefect has read prefect.toml, by which `prefect` finds the server of a run that trains in this folder."""
+    with temporary_settings(restore_defaults={PREFECT_API_AUTH_STRING, PREFECT_API_URL}):
+        yield
 
 
 # Not for the other packages' tests: it takes a tenth of a core. tests/conftest.py keeps this package in one process.
