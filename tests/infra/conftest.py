@@ -4,16 +4,19 @@ import shutil
 import socket
 
 import pytest
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.context import SettingsContext, get_settings_context
+from prefect.settings import Settings
 
 from infra import stack
 from tests.infra.project import make_project, processes_of
 
 
 @pytest.fixture(autouse=True)
-def no_server_of_this_folder():
-    """Prefect has read prefect.toml, by which `prefect` finds the server of a run that trains in this folder."""
-    with temporary_settings(restore_defaults={PREFECT_API_AUTH_STRING, PREFECT_API_URL}):
+def no_server_of_this_folder(tmp_path_factory, monkeypatch):
+    """Prefect reads prefect.toml of the working folder, where a run that trains here has its server's address."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    context = get_settings_context()
+    with SettingsContext(profile=context.profile, settings=Settings()):
         yield
 
 
