@@ -34,7 +34,7 @@ class Outcome:
     arm: str
     seed: int
     learning_rate: float
-    # Greedy, on held-out sums: share with the whole reward. With a model, which is the same for all runs: None.
+    # Greedy, on held-out sums: share with the whole reward. None: all runs begin with the same model, not measured.
     accuracy_before: float | None
     accuracy_after: float
     # Of 8 responses that the last policy samples to a held-out prompt.
