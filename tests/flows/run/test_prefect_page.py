@@ -124,6 +124,7 @@ def room(server, tmp_path_factory):
         patch.setenv("PREFECT_API_URL", url)
         patch.setenv("PREFECT_API_AUTH_STRING", string)
         patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.chdir(project)  # as a person does: the worker's flows run in its working folder
         stack.up(project, keep=True, say=lambda _: None)
         try:
             with prefect_server.api(url) as client:
