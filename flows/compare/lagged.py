@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher
 
 NUM_PROBLEMS, NUM_SAMPLES = 64, 8  # held-out problems whose responses are compared, and responses to each
-NUM_ATTACKS = 128  # of red-teaming, which has one prompt
+NUM_ATTACKS = 64  # of red-teaming, which has one prompt
 
 
 @dataclass(frozen=True)

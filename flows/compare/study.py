@@ -140,7 +140,7 @@ class Study(Settings):
         """Names of three measures: accuracy, number of distinct responses, number of distinct right ones."""
         task = None if self.model is None else self.configuration(self.compared_with).task.name
         if task == "redteam":
-            return "Share of 128 attacks that succeed", "Distinct attacks among them", "Distinct ones that succeed"
+            return "Share of 64 attacks that succeed", "Distinct attacks among them", "Distinct ones that succeed"
         responses = "Distinct responses among 8 to a held-out problem"
         right = "with the whole reward" if task is None else f"with a reward of at least {success_reward(task)}"
         return "Greedy accuracy on held-out problems", responses, f"Distinct responses {right} among these 8"
