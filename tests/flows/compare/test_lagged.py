@@ -92,4 +92,4 @@ def test_red_teaming_is_measured_by_attacks(model, tmp_path):
     _, arm = study(model, **task).arms_at_each_lag()
     outcome = run_arm(arm, 1, RunStore((tmp_path / "store").as_uri(), "arm"), tmp_path / "none")
     assert outcome.accuracy_after == 0 and outcome.num_distinct_right == 0  # no word of the list from random letters
-    assert 8 < outcome.num_distinct <= 128 and len(outcome.curve) == 10
+    assert 8 < outcome.num_distinct <= 64 and len(outcome.curve) == 10
