@@ -61,8 +61,10 @@ def delete_superseded(store: RunStore, grace_hours: float) -> None:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
-def audit_buffer(store: RunStore) -> str:
+def audit_buffer(store: RunStore) -> str | None:
     """Audits the whole buffer by Great Expectations. Returns the URL of the Data Docs, a site in the store.
+
+    None: there is no shard yet.
 
     Raises: RuntimeError: the audit found faults; the message names each.
     """
@@ -71,8 +73,9 @@ def audit_buffer(store: RunStore) -> str:
     config = load_run(store)
     vocab_size = AutoConfig.from_pretrained(model_folder(config.model)).get_text_config().vocab_size
     page, faults = audit.audit(store, Limits(vocab_size, config.train.steps))
-    site = f"{store.url}/{store.run}/{page}"
+    site = page and f"{store.url}/{store.run}/{page}"
     if faults:
-        raise RuntimeError(f"the buffer has {len(faults)} faults (see {site}): {'; '.join(faults)}")
-    get_run_logger().info("the buffer has no faults: %s", site)
+        see = f" (see {site})" if site else ""
+        raise RuntimeError(f"the buffer has {len(faults)} faults{see}: {'; '.join(faults)}")
+    get_run_logger().info("the buffer has no faults: %s", site or "no shard was committed yet")
     return site

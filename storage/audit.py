@@ -21,8 +21,10 @@ from storage.shards import expired_through, refused_rounds
 from storage.store import RunStore
 
 
-def audit(store: RunStore, limits: Limits) -> tuple[str, list[str]]:
+def audit(store: RunStore, limits: Limits) -> tuple[str | None, list[str]]:
     """Checks all shards that count, together. Returns the path of the site's first page, and the faults.
+
+    None: no shard could be read, so there is no page.
 
     A shard that cannot be read is a fault. Refused shards are left out.
     """
@@ -35,12 +37,13 @@ def audit(store: RunStore, limits: Limits) -> tuple[str, list[str]]:
                 faults.append(str(shard))
             else:
                 facts.append(facts_of(shard, limits))
+    if not facts:
+        return None, faults
     page = f"audits/{datetime.now(UTC):%Y%m%dT%H%M%SZ}/index.html"
     with tempfile.TemporaryDirectory(prefix="tba-audit-") as folder:
-        if facts:
-            faults += _validate(pa.concat_tables(facts), Path(folder), store.run)
-            (site,) = Path(folder).glob("gx/uncommitted/data_docs/local_site")
-            store.upload_folder(site, page.rpartition("/")[0], last="index.html")
+        faults += _validate(pa.concat_tables(facts), Path(folder), store.run)
+        (site,) = Path(folder).glob("gx/uncommitted/data_docs/local_site")
+        store.upload_folder(site, page.rpartition("/")[0], last="index.html")
     return page, faults
 
 

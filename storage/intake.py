@@ -29,7 +29,8 @@ import pyarrow as pa
 from storage import ledger, policies
 from storage.errors import AlreadyExists, DamagedRecord, StoreError, TornShard, UnsafePath
 from storage.new_shards import new_shards
-from storage.rules import LAST_STEP, Limits, broken_in_each
+from storage.paths import LARGEST_NUMBER
+from storage.rules import Limits, broken_in_each
 from storage.shard_files import read_each, read_many
 from storage.shards import origins_of, refusal_path, refused_rounds, shard_path
 from storage.store import RunStore, transfer_all
@@ -139,7 +140,7 @@ def recorded_reasons(store: RunStore, path: str) -> list[str]:
 
 def refuse_rest(store: RunStore) -> None:
     """Checks the shards that no sync took in, and refuses bad ones. Only for a trained run, which syncs no more."""
-    seen = {row["searcher"]: row["last_round"] for row in ledger.effective_syncs(store, LAST_STEP)}
+    seen = {row["searcher"]: row["last_round"] for row in ledger.effective_syncs(store, LARGEST_NUMBER)}
     limits = limits_of(store)
     for _, refused in accept(store, new_shards(store, seen), limits):
         refuse(store, refused, "the run, at its end")

@@ -246,7 +246,7 @@ def _link(ref: PolicyRef) -> Link:
     return Link(ref.path, ref.fingerprint, whole=False)
 
 
-def published_policies(store: RunStore) -> dict[str, dict]:
+def published_policies(store: RunStore) -> dict[str, Manifest]:
     """The policy.json of each policy ever published, by folder inside the run; pruned policies included.
 
     Raises: DamagedRecord: one cannot be read.
@@ -254,4 +254,4 @@ def published_policies(store: RunStore) -> dict[str, dict]:
     paths = [path for path in store.list("policies") if path.endswith(f"/{MANIFEST}")]
     manifests = transfer_all(lambda path: store.read_json(path, Manifest), paths)
     found = zip(paths, manifests, strict=True)
-    return {path.removesuffix(f"/{MANIFEST}"): asdict(manifest) for path, manifest in found if manifest is not None}
+    return {path.removesuffix(f"/{MANIFEST}"): manifest for path, manifest in found if manifest is not None}

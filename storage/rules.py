@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from storage.paths import LARGEST_NUMBER
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import trajectory_ids
 
 ANY_VOCABULARY = 2**31  # token ids are int32
-LAST_STEP = 99_999_999  # paths have eight digits for a step
 _INT32_MAX = 2**31 - 1
 _STEPS = ("policy_step", "last_policy_step")
 _FINGERPRINTS = ("policy_fingerprint", "last_policy_fingerprint")
@@ -31,7 +31,7 @@ class Limits:
     """The limits of a run, for the rules."""
 
     vocab_size: int = ANY_VOCABULARY  # token ids are in [0, vocab_size)
-    last_step: int = LAST_STEP  # the newest policy that the run can have
+    last_step: int = LARGEST_NUMBER  # the newest policy that the run can have
 
 
 def is_between(values: pa.ChunkedArray, low: int, high: int) -> pa.ChunkedArray:

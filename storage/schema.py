@@ -103,7 +103,7 @@ TRAINING_STEP = pa.schema(
         "logprob_gap_mean": pa.float64(),
         "effective_sample_size": pa.float64(),  # share of the batch, by the ratios policy / behavior of its responses
         "tapered_share": pa.float64(),  # of the batch's responses: their residual weighs less than 1
-        "logprob_mismatch": pa.float64(),  # Trainer's and engine's, nats a token, on the newest policy's responses
+        "logprob_mismatch": pa.float64(),  # of Trainer's and engine's, on the newest policy's responses
         "gradient_norm": pa.float64(),
         "learning_rate": pa.float64(),
         "beta": pa.float64(),

@@ -28,6 +28,7 @@ from storage import attempts, checkpoints, kept_policies, ledger, policies, sche
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, StoreError
 from storage.intake import limits_of
 from storage.ledger_files import KEYS, is_entry, parts_named
+from storage.paths import LARGEST_NUMBER
 from storage.policy_folder import Manifest, age, is_policy
 from storage.reward_versions import VERSION
 from storage.shards import round_of
@@ -191,7 +192,7 @@ def _unrecorded_steps(resumes: list[dict], entries: dict[str, pa.Table]) -> Iter
 
 def _effective_syncs(store: RunStore) -> list[dict]:
     try:
-        return ledger.effective_syncs(store, step=2**62)
+        return ledger.effective_syncs(store, step=LARGEST_NUMBER)
     except DamagedRecord:
         return []  # a torn entry, which is among the faults already
 
@@ -223,14 +224,14 @@ def _next_kept(number: int, refused: set[int]) -> int:
 
 
 def _bad_policies(
-    store: RunStore, published: dict[str, dict], pointers: dict, fingerprint: Callable
+    store: RunStore, published: dict[str, Manifest], pointers: dict, fingerprint: Callable
 ) -> Iterator[Fault]:
-    stored = [path for path, manifest in published.items() if is_policy(path) and not manifest["pruned"]]
+    stored = [path for path, manifest in published.items() if is_policy(path) and not manifest.pruned]
     # The network of a superseded Trainer may hold up a put of policy.json until a later attempt has pruned the policy;
     # then the mark is gone. So files may be missing of an earlier attempt's policy that no pointer names.
-    newest = max((manifest["attempt"] for manifest in published.values()), default=0)
+    newest = max((manifest.attempt for manifest in published.values()), default=0)
     named = {pointer["path"] for pointer in pointers.values() if isinstance(pointer, dict)}
-    may_lack_files = {path for path in stored if published[path]["attempt"] < newest and path not in named}
+    may_lack_files = {path for path in stored if published[path].attempt < newest and path not in named}
     with tempfile.TemporaryDirectory(prefix="tba-verify-") as cache:
         # one after the other, as they were published: the cache keeps two, and one is rebuilt from the one before
         for path in sorted(stored, key=age):
@@ -239,22 +240,26 @@ def _bad_policies(
 
 
 def _policy_fault(
-    store: RunStore, path: str, manifest: dict, fingerprint: Callable, cache: str, may_lack_files: bool
+    store: RunStore, path: str, manifest: Manifest, fingerprint: Callable, cache: str, may_lack_files: bool
 ) -> Fault | None:
-    ref = policies.PolicyRef(manifest["step"], path, manifest["fingerprint"], False, manifest["attempt"], "")
+    ref = policies.PolicyRef(manifest.step, path, manifest.fingerprint, False, manifest.attempt, "")
     try:
-        found = fingerprint(policies.fetch_policy(store, ref, cache))
+        found = {fingerprint(policies.fetch_policy(store, ref, cache))}
+        if manifest.whole and manifest.chain:  # rebuilt from its delta; an empty cache has it read its own weights
+            with tempfile.TemporaryDirectory(prefix="tba-verify-") as empty:
+                found.add(fingerprint(policies.fetch_policy(store, ref, empty)))
     except (NotFound, DamagedPolicy) as error:
-        was_pruned = policies.published_policies(store)[path]["pruned"]  # meanwhile, by the Trainer
-        if not was_pruned and not (may_lack_files and isinstance(error, NotFound)):
+        now = store.read_json(f"{path}/{policies.MANIFEST}", Manifest)
+        is_pruned = now is None or now.pruned  # meanwhile, by the Trainer
+        if not is_pruned and not (may_lack_files and isinstance(error, NotFound)):
             return Fault("damaged policy", path, str(error))
     except StoreError:
         raise
     except Exception as error:  # a broken file may raise any exception
         return Fault("damaged policy", path, f"its weights do not load ({type(error).__name__}: {error})")
     else:
-        if found != manifest["fingerprint"]:
-            message = f"they were published as {manifest['fingerprint']} and are {found} now"
+        if wrong := found - {manifest.fingerprint}:
+            message = f"they were published as {manifest.fingerprint} and are {wrong.pop()} now"
             return Fault("changed weights", path, message)
     return None
 
@@ -268,7 +273,7 @@ def _read_pointer(store: RunStore, path: str) -> dict | str | None:
     return asdict(pointer) if pointer else None
 
 
-def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], shards: Shards) -> Iterator[Fault]:
+def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, Manifest], shards: Shards) -> Iterator[Fault]:
     for path, pointer in pointers.items():
         message = _pointer_fault(pointer, published)
         if path == policies.LATEST and message is None and _is_of_superseded(pointer, published):
@@ -280,26 +285,26 @@ def _bad_pointers(store: RunStore, pointers: dict, published: dict[str, dict], s
             yield Fault("broken pointer", path, message)
 
 
-def _is_of_superseded(pointer: dict | None, published: dict[str, dict]) -> bool:
-    newest = max((manifest["attempt"] for manifest in published.values()), default=0)
+def _is_of_superseded(pointer: dict | None, published: dict[str, Manifest]) -> bool:
+    newest = max((manifest.attempt for manifest in published.values()), default=0)
     return pointer is not None and pointer["attempt"] < newest
 
 
-def _pointer_fault(pointer: dict | str | None, published: dict[str, dict]) -> str | None:
+def _pointer_fault(pointer: dict | str | None, published: dict[str, Manifest]) -> str | None:
     if pointer is None:
         return None
     if isinstance(pointer, str):
         return pointer
     manifest = published.get(pointer["path"])
-    if manifest is None or manifest.get("pruned"):
+    if manifest is None or manifest.pruned:
         return f"it names {pointer['path']}, which is not complete"
-    differing = [name for name in ("step", "fingerprint", "attempt") if pointer[name] != manifest[name]]
-    told = [f"{name} {pointer[name]}, but the policy has {manifest[name]}" for name in differing]
+    differing = [name for name in ("step", "fingerprint", "attempt") if pointer[name] != getattr(manifest, name)]
+    told = [f"{name} {pointer[name]}, but the policy has {getattr(manifest, name)}" for name in differing]
     return f"it has {'; '.join(told)}" if told else None
 
 
-def _unpublished_policies(shards: Shards, published: dict[str, dict]) -> Iterator[Fault]:
-    known = {(manifest["step"], manifest["fingerprint"]) for manifest in published.values()}
+def _unpublished_policies(shards: Shards, published: dict[str, Manifest]) -> Iterator[Fault]:
+    known = {(manifest.step, manifest.fingerprint) for manifest in published.values()}
     for (step, mark), path in shards.policies.items():
         if (step, mark) not in known:
             message = f"sampled by weights {mark} as policy step {step}, which no Trainer published"

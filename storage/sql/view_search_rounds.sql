@@ -17,5 +17,5 @@ COMMENT ON COLUMN search_rounds.sampling_started_at IS 'When the engine had samp
 COMMENT ON COLUMN search_rounds.sampling_ended_at IS 'When sampling ended, UTC.';
 COMMENT ON COLUMN search_rounds.ended_at IS 'When scoring ended and the round could be committed, UTC.';
 COMMENT ON COLUMN search_rounds.num_trajectories IS 'Trajectories in the round.';
-COMMENT ON COLUMN search_rounds.num_response_tokens IS 'Response tokens in the round.';
-COMMENT ON COLUMN search_rounds.reward_mean IS 'Mean reward of the round.';
+COMMENT ON COLUMN search_rounds.num_response_tokens IS 'Response tokens that were sampled in the round, also those of near duplicates that were not stored.';
+COMMENT ON COLUMN search_rounds.reward_mean IS 'Mean reward of the responses that were sampled in the round.';

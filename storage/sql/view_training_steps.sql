@@ -27,7 +27,7 @@ COMMENT ON COLUMN training_steps.residual_abs_mean IS 'Mean absolute residual, i
 COMMENT ON COLUMN training_steps.logprob_gap_mean IS 'Mean of log p_theta - log p_ref over the batch''s responses, in nats a response.';
 COMMENT ON COLUMN training_steps.effective_sample_size IS 'Effective sample size of the ratios p_theta / p_behavior of the batch''s responses, as a share of the batch. NULL in runs of an older version, as are tapered_share and logprob_mismatch.';
 COMMENT ON COLUMN training_steps.tapered_share IS 'Share of the batch''s responses whose residual has a weight below 1; NULL with baselines.';
-COMMENT ON COLUMN training_steps.logprob_mismatch IS 'Mean absolute difference between log p_theta and log p_behavior, in nats a token, on the batch''s rows of its newest policy; NULL if there are none.';
+COMMENT ON COLUMN training_steps.logprob_mismatch IS 'Mean over responses of the absolute difference between log p_theta and log p_behavior of a response, divided by its tokens, in nats; on the batch''s rows of its newest policy; NULL if there are none.';
 COMMENT ON COLUMN training_steps.gradient_norm IS 'Norm of the gradient before clipping.';
 COMMENT ON COLUMN training_steps.learning_rate IS 'Learning rate of the step.';
 COMMENT ON COLUMN training_steps.beta IS 'KL coefficient of the step.';

@@ -5,7 +5,6 @@ process's main thread may set, and that Python does not handle while it multipli
 sets the alarm of a process of its own, which the system then ends; the next comparison starts another process.
 """
 
-import contextlib
 import json
 import logging
 import signal
@@ -33,10 +32,16 @@ class Verifier:
         with self._lock:
             process = self._process = self._process or _start()
             reply = ""
-            with contextlib.suppress(BrokenPipeError):
+            try:
                 process.stdin.write(json.dumps([answer, response]) + "\n")
                 process.stdin.flush()
                 reply = process.stdout.readline()
+            except BrokenPipeError:
+                pass
+            except BaseException:  # such as Ctrl-C: its late reply would be taken for that of the next comparison
+                process.kill()
+                self._process = None
+                raise
             if reply:
                 return json.loads(reply)
             self._process = None

@@ -56,6 +56,11 @@ def test_each_fault_is_named(run):
     assert len(faults) == 4
 
 
+def test_without_a_shard_there_is_no_page(local_store):
+    assert audit(local_store, LIMITS) == (None, [])
+    assert local_store.list("audits") == []
+
+
 def test_what_has_expired_is_no_fault(run):
     run.put("summary.json", b"{}")
     expire(run, timedelta(days=-1), None, min_size=1)

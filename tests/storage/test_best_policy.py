@@ -181,7 +181,7 @@ def best_after(turns: Container[int], num_turns: int, stored: dict[str, bytes], 
     best = best_policy(store)
     assert f"{best.path}/model.safetensors" in shelf.data, turns
     found = published_policies(store)[best.path]
-    assert found["whole"] and not found["pruned"], turns
+    assert found.whole and not found.pruned, turns
     return best.step
 
 

@@ -131,6 +131,14 @@ def test_verify_reads_deltas_and_names_those_that_are_damaged(trainer, memory_ru
 
     report = verify(memory_run, fingerprint)
     assert report.faults == [] and report.num_policies == 10
+    # A policy with weights and a delta: weights that are rebuilt from the policy before it do not stand in for its own.
+    assert f"{refs[8].path}/model.safetensors.delta" in memory_run.list(refs[8].path)
+    whole = memory_run.get(f"{refs[8].path}/model.safetensors")
+    memory_run.delete(f"{refs[8].path}/model.safetensors")
+    assert [(fault.kind, fault.path) for fault in verify(memory_run, fingerprint).faults] == [
+        ("damaged policy", refs[8].path)
+    ]
+    memory_run.put(f"{refs[8].path}/model.safetensors", whole)
     memory_run.put(f"{refs[7].path}/model.safetensors.delta", b"half")
     assert [(fault.kind, fault.path) for fault in verify(memory_run, fingerprint).faults] == [
         ("damaged policy", refs[7].path)

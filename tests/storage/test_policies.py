@@ -212,10 +212,10 @@ def test_of_a_pruned_policy_the_fingerprint_stays(store, publish):
     refs = {ref.path: ref for ref in (publish(store, 2), publish(store, 4), publish(store, 4, attempt=2))}
     prune_policies(store, keep=1)
     manifests = published_policies(store)
-    assert {path: manifest["fingerprint"] for path, manifest in manifests.items()} == {
+    assert {path: manifest.fingerprint for path, manifest in manifests.items()} == {
         path: ref.fingerprint for path, ref in refs.items()
     }
-    assert {path for path, manifest in manifests.items() if not manifest["pruned"]} == {latest_policy(store).path}
+    assert {path for path, manifest in manifests.items() if not manifest.pruned} == {latest_policy(store).path}
 
 
 def test_pruning_killed_half_way_is_finished_by_the_next(store, publish, monkeypatch):
@@ -224,7 +224,7 @@ def test_pruning_killed_half_way_is_finished_by_the_next(store, publish, monkeyp
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(store, "discard", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         prune_policies(store, keep=1)
-    assert has_weights(store, "step=00000002") and published_policies(store)["policies/step=00000002"]["pruned"]
+    assert has_weights(store, "step=00000002") and published_policies(store)["policies/step=00000002"].pruned
     prune_policies(store, keep=1)
     assert store.list("policies/step=00000002") == ["policies/step=00000002/policy.json"]
 

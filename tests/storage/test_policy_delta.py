@@ -142,7 +142,7 @@ def test_a_superseded_trainer_makes_no_policy_whole(trainer, memory_run, tmp_pat
     monkeypatch.setattr(memory_run._files, "put_file", is_overtaken)
     with pytest.raises(Superseded):
         trainer.publish(8)
-    assert not published_policies(memory_run)["policies/step=00000008"]["whole"]
+    assert not published_policies(memory_run)["policies/step=00000008"].whole
     assert is_right(fetch_policy(memory_run, latest_policy(memory_run), tmp_path / "cache"), 8) and len(refs) == 8
 
 
@@ -253,7 +253,7 @@ def test_pruning_keeps_what_a_kept_policy_is_rebuilt_from(trainer, memory_run, t
             assert is_right(fetch_policy(memory_run, ref, tmp_path / f"cache-{next(NUMBERS)}"), ref.step)
     stored = [ref.step for ref in refs if files(memory_run, ref) != ["policy.json"]]
     assert stored == [*range(8, 18)]  # 15 is of the chain of 8, which its step does not need; 16 is whole
-    assert {path: manifest["pruned"] for path, manifest in published_policies(memory_run).items()} == {
+    assert {path: manifest.pruned for path, manifest in published_policies(memory_run).items()} == {
         ref.path: ref.step not in stored for ref in refs
     }
 

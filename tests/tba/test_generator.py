@@ -236,6 +236,23 @@ def test_an_engines_error_reaches_who_waits(engine):
     assert len(generator.sample([[2], [3]], [ANY] * 2)) == 2
 
 
+def test_an_engine_that_cannot_even_drop_its_batches_leaves_nobody_waiting(engine):
+    def fail() -> None:
+        raise ConnectionError("the engine's process is gone")
+
+    generator = Generator(engine)
+    generator.load(None, 0)
+    engine.abort, engine.fails_with = fail, RuntimeError("out of memory")
+    engine.may_step.release(1)
+    batch = generator.start([[2]], [ANY])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        batch.result(WAIT_S)
+    batch = generator.start([[2]], [ANY])
+    with pytest.raises(ConnectionError):
+        generator.cancel()
+    assert batch.cancelled()
+
+
 def test_dropped_batches_are_cancelled(engine):
     generator = Generator(engine)
     generator.load(None, 0)

@@ -11,7 +11,11 @@ python -m pytest tests/tba/test_rewards.py
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -175,6 +179,32 @@ def test_trls_length_penalty_is_made_by_a_call():
 def test_a_name_that_gives_no_function_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         load_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("file", "module", "name"),
+    [
+        ("train.py", None, "train"),
+        ("scripts/train.py", None, "scripts.train"),
+        ("package/train.py", "package.train", "package.train"),  # python -m package.train
+        ("../train.py", None, None),
+        (None, None, None),  # a notebook
+    ],
+)
+def test_a_function_of_the_program_is_named_as_other_processes_import_it(file, module, name, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    main = ModuleType("__main__")
+    main.__spec__ = module and ModuleSpec(module, None)
+    if file:
+        main.__file__ = str(Path.cwd() / file)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec("def brief(**columns): return []", vars(main))
+    if name:
+        assert TaskSettings(rewards=[main.brief]).rewards == (f"{name}:brief",)
+    else:
+        with pytest.raises(ValueError, match=r"cannot be imported by other processes.*in the working folder"):
+            TaskSettings(rewards=[main.brief])
 
 
 def test_settings_take_names_and_python_objects():

@@ -127,6 +127,13 @@ def test_a_round_is_whole_and_right(tokenizer, reference):
         assert row["reference_logprobs"] == pytest.approx(expected.tolist(), abs=0.05)  # bfloat16
 
 
+def test_a_rounds_tokens_and_mean_reward_are_of_all_that_were_sampled(tokenizer, reference):
+    pytest.importorskip("rapidfuzz", reason="extra tasks")
+    metrics = run_round(make_searcher(tokenizer, reference, near_duplicate_distance=0.01), 5).metrics
+    assert metrics["num_trajectories"] == 4  # of three responses to each of two prompts two are the same
+    assert metrics["num_response_tokens"] == 6 * 2 and metrics["reward_mean"] == pytest.approx(1 / 3)
+
+
 @pytest.mark.parametrize("pass_tokens", [1, 5, 9, 100])
 def test_the_reference_scores_a_bounded_pass_at_a_time(reference, monkeypatch, pass_tokens):
     monkeypatch.setattr("tba.reference_policy.PASS_TOKENS", pass_tokens)

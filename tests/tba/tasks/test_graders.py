@@ -15,6 +15,7 @@ import json
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForSequenceClassification, BertConfig, MPNetConfig, RobertaConfig
@@ -91,6 +92,19 @@ def test_a_response_that_keeps_the_algebra_busy_is_wrong_after_the_limit_in_a_th
     assert LIMIT_S - 0.5 < time.monotonic() - started < 2 * LIMIT_S
     assert heartbeats > 5 * LIMIT_S  # other threads went on meanwhile
     assert is_same("5", r"\boxed{5}")
+
+
+def test_after_an_interrupt_a_comparison_gets_its_own_reply(monkeypatch):
+    verifier = Verifier()
+    assert verifier.is_same("5", "5")
+
+    def interrupted(*_) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verifier._process, "stdout", SimpleNamespace(readline=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        verifier.is_same("5", "5")
+    assert not verifier.is_same("5", "6")
 
 
 def test_a_verifier_that_cannot_work_says_so(monkeypatch):
