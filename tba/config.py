@@ -277,7 +277,7 @@ class TrainSettings(Settings):
     beta_steps: int | None = Field(
         None,
         ge=1,
-        description="Policy steps from beta to beta_final; the step behind them is the first to have it. None: all steps.",
+        description="Policy steps from beta to beta_final; the step behind them has it first. None: all steps.",
     )
     reference_reset_interval: int | None = Field(
         None, ge=1, description="Policy steps between resets of the reference to the policy (TBA'); None: no resets."
