@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from infra.machine import default_store
 from storage.errors import DamagedRecord, StoreError
 from storage.mop import Sampling
 from storage.store import RESTORE, RunStore, check_run_name
-from storage.store_url import CREDENTIALS, one_spelling, parse_store_url
+from storage.store_url import CREDENTIALS, default_store, one_spelling, parse_store_url
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
 
 # Prefect stores a flow run's parameters, and its answer quotes a bad value. By this schema it refuses a URL with

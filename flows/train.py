@@ -77,7 +77,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
             return Completed(name="Stopped", message="The Trainer was asked to stop. The same command resumes the run.")
         if requests.wanted_or_configured(store, config.searchers):  # otherwise there is no engine to evaluate with
             await_evaluation_task(store, searchers)
-    except RuntimeError as error:
+    except (RuntimeError, StoreError) as error:
         over.set()
         training.wait()
         if not lost.is_set():
@@ -198,8 +198,8 @@ def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event
     )
     try:
         while process.poll() is None and not over.wait(POLL_S):
-            if not began.is_set() and is_trainer(run_store, process.pid):
-                attempt = attempts.latest_attempt(run_store)
+            if not began.is_set() and (begun := attempt_of(run_store, process.pid)) is not None:
+                attempt = begun
                 tell_prefect(end_others, config, attempt)
                 tell_prefect(start_machines, config, attempt, key)
                 began.set()
@@ -220,15 +220,16 @@ def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event
         raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(run_store)}")
 
 
-def is_trainer(store: RunStore, pid: int) -> bool:
-    """Whether the latest attempt is this process's, and not that of a process with the same pid on another machine.
+def attempt_of(store: RunStore, pid: int) -> int | None:
+    """The latest attempt, if it is this process's, and not that of a process with the same pid on another machine.
 
-    False while the store is away.
+    None while the store is away.
     """
     with contextlib.suppress(StoreError):
         owner = attempts.trainer(store)
-        return owner is not None and owner.pid == pid and owner.is_running() is True
-    return False
+        if owner is not None and owner.pid == pid and owner.is_running() is True:
+            return attempts.latest_attempt(store)
+    return None
 
 
 def tell_prefect(tell: Callable, *given: object) -> None:
@@ -268,12 +269,14 @@ def await_evaluation(store: RunStore, searchers: Searchers) -> None:
     is replaced. Raises: RuntimeError: Searchers failed too often.
     """
     final, reminded_at = policies.latest_policy(store).step, time.monotonic()
-    while final not in ledger.evaluations(store):
+    while True:
+        with contextlib.suppress(*AWAY):  # evaluation goes on without them
+            if final in ledger.evaluations(store):
+                return
+            searchers.keep_up()
         if time.monotonic() - reminded_at > REMIND_S:
             reminded_at = time.monotonic()
             get_run_logger().info("policy step %s is still being evaluated", final)
-        with contextlib.suppress(*AWAY):  # evaluation goes on without them
-            searchers.keep_up()
         time.sleep(POLL_S)
 
 

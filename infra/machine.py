@@ -29,11 +29,6 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h, for mallopt
 NO_CACHES_OF_PIECES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 
 
-def default_store() -> str:
-    """Root URL of the default store: TBA_STORE, else `.tba/` in the working folder, which git ignores."""
-    return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
-
-
 def local_folder() -> Path:
     """The folder of this machine's data outside runs: Prefect's database, logs, converted models. Git ignores it."""
     return Path.cwd() / ".tba" / ".local"
@@ -58,12 +53,9 @@ def _core_limit(control_group: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
-def memory_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory of this machine, or of this container if it has a limit."""
-    total = psutil.virtual_memory().total
-    with suppress(OSError, ValueError):  # "max", or a system without control groups
-        return min(total, int((control_group / "memory.max").read_text()))
-    return total
+def memory_bytes() -> int:
+    """Memory of this machine, or the smallest limit of this process's control groups, as of a container or a job."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
 
 
 def gpu_bytes() -> int | None:
@@ -251,7 +243,7 @@ def _free_memory_bytes() -> int:
     if not os.access(MEMORY_FOLDER, os.W_OK):
         return 0
     free = min(shutil.disk_usage(MEMORY_FOLDER).free, psutil.virtual_memory().available)
-    return min([free, *_free_in_control_groups()])
+    return min([free, *(left for _, left in _memory_limits())])
 
 
 # By the version of control groups: folder, files of the limit and of the use, line of memory.stat for files that were
@@ -262,10 +254,10 @@ _MEMORY_GROUPS = {
 }
 
 
-def _free_in_control_groups(
+def _memory_limits(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> Iterator[int]:
-    """The memory that each control group with a limit leaves: this process's own, and those around it."""
+) -> Iterator[tuple[int, int]]:
+    """Of each control group with a limit, this process's own and those around it: the limit, and what is left of it."""
     with suppress(OSError):  # a system without control groups
         for line in groups.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -273,13 +265,14 @@ def _free_in_control_groups(
                 continue
             folder, *files = _MEMORY_GROUPS[1 if controllers else 2]
             for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-                yield from _free_in_group(root / folder / group.relative_to("/"), *files)
+                yield from _memory_limit(root / folder / group.relative_to("/"), *files)
 
 
-def _free_in_group(group: Path, limit: str, used: str, read_again: str) -> Iterator[int]:
+def _memory_limit(group: Path, limit: str, used: str, read_again: str) -> Iterator[tuple[int, int]]:
     with suppress(OSError, ValueError, KeyError):  # no limit ("max"), or not seen from a container
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        yield int((group / limit).read_text()) - int((group / used).read_text()) + int(stat[read_again])
+        most = int((group / limit).read_text())
+        yield most, most - int((group / used).read_text()) + int(stat[read_again])
 
 
 def filled_folder(

@@ -150,7 +150,7 @@ def deployments_file(project: Path) -> Path:
 def create_work_pool(url: str, credentials: dict) -> str:
     """Creates the work pool if it is missing; returns its type. credentials: stack.credentials."""
     from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectNotFound
+    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
     from prefect.workers.process import ProcessWorker
 
     with api(url, credentials) as client:
@@ -159,7 +159,10 @@ def create_work_pool(url: str, credentials: dict) -> str:
         except ObjectNotFound:
             template = ProcessWorker.get_default_base_job_template()
             pool = WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template)
-            return client.create_work_pool(pool).type
+            try:
+                return client.create_work_pool(pool).type
+            except ObjectAlreadyExists:  # another machine was faster
+                return client.read_work_pool(WORK_POOL).type
 
 
 def unfinished(client, flows: list[str]) -> list:

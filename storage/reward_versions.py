@@ -94,7 +94,7 @@ def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
     except NotFound as error:
         raise NotFound(
             f"round {number} of searcher {searcher} of run {store.run} in {store.url} has no rewards of version "
-            f"{version!r}. Score it first: tba rescore {store.run} --version {version} --reward ..."
+            f"{version!r}. Score it first: {store.command(f'rescore {store.run} --version {version} --reward ...')}"
         ) from error
     if not scored["trajectory_id"].equals(shard["trajectory_id"]):
         raise TornShard(f"{path} of run {store.run} in {store.url} holds rewards of other trajectories than its shard")

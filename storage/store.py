@@ -37,7 +37,7 @@ from storage.local_folder import LocalFolder
 from storage.paths import check_path, inside, is_plain
 from storage.patience import patiently
 from storage.s3_prefix import S3Prefix
-from storage.store_url import parse_store_url
+from storage.store_url import default_store, parse_store_url
 
 RESTORE = "Restore the file from a copy of the store; `tba verify` names the others that are damaged."
 _BACKENDS = {"file": LocalFolder, "s3": S3Prefix}
@@ -298,8 +298,13 @@ class RunStore:
             raise RunConfigMismatch(
                 f"run {self.run!r} exists in {self.url} with another configuration: {'; '.join(differences)}. "
                 "To resume it, use its configuration (`tba searchers` changes the number of Searchers). To use its "
-                f"trajectories with other settings: `tba train NEW --warm-start {self.run}`."
+                f"trajectories with other settings: `{self.command(f'train NEW --warm-start {self.run}')}`, with the "
+                "same --model and --task."
             )
+
+    def command(self, text: str) -> str:
+        """`tba TEXT` for a message: with the store, unless that is the default one of this process."""
+        return f"tba {text}" if self.url == default_store() else f"tba {text} --store {self.url}"
 
     def _where(self, path: str) -> str:
         return f"{path} (run {self.run} in {self.url})"

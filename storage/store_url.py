@@ -12,6 +12,11 @@ CREDENTIALS = r"^([sS]3:/*[^/]*(@|:|%40|%3[aA])|[^/]*/*[^/]*:[^/]*@|[^/]*//+[^/]
 _RULE = "a store is file:///absolute/folder or s3://bucket/prefix"
 
 
+def default_store() -> str:
+    """Root URL of the default store: TBA_STORE, else `.tba/` in the working folder, which git ignores."""
+    return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
+
+
 def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:
     """Scheme (file or s3) and root: the folder, or bucket/prefix.
 

@@ -1,6 +1,7 @@
 """The command line: each command is in a file of its own. The working folder has the store `.tba/` and the stack.
 
-Exit status: 0: done; 1: failed, with the reason and the end of the log; 2: bad input, nothing was started; 130: Ctrl-C.
+Exit status: 0: done; 1: failed, with the reason and the end of the log; 2: bad input or a store that
+cannot be read, so nothing was started; 130: Ctrl-C.
 Imports are inside the commands: `tba --help` and commands that only read a store import neither Prefect nor torch.
 """
 

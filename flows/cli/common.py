@@ -35,7 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 
 def store_url(store: str | None) -> str:
     """The root URL of a store given as URL or folder; None: the default store."""
-    from infra.machine import default_store
+    from storage.store_url import default_store
 
     if store is None:
         return default_store()

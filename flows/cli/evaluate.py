@@ -27,8 +27,8 @@ def evaluate(
 
     The best policy is the one with the highest accuracy that training measured; before the first measurement, the
     newest policy is evaluated. tldr with a reward model: also the win rate against the reference summaries. redteam:
-    the attack success rate. The run's store keeps the figures under evaluations/. `prefect deployment run
-    evaluate/policy` does the same on a worker.
+    the attack success rate. The run's store keeps the figures under evaluations/. The deployment
+    evaluate/policy does the same on a worker.
 
     Example: tba evaluate arithmetic --samples 16
     """
@@ -47,8 +47,10 @@ def evaluate(
             searcher = start_searcher(config, "evaluate", 0)
             problems = problems or config.task.num_heldout
             figures = measure_policy(run_store, config, searcher, problems, samples, newest)
-    except (StoreError, ValueError, RuntimeError, OSError, ImportError) as error:
+    except (StoreError, ValueError, ImportError) as error:
         fail(str(error), status=2)
+    except (RuntimeError, OSError) as error:  # of the engine, which has loaded
+        fail(str(error))
     if as_json:
         typer.echo(json.dumps(figures, indent=1))
         return

@@ -47,7 +47,7 @@ def runs(store: StoreOption = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(status) for status in statuses], default=str, indent=2))
     elif not statuses:
-        say(f"There are no runs in {url}. `tba train` starts one.")
+        say(f"There are no runs in {url}. `tba train` with the same --store starts one.")
     else:
         from flows.cli.console import console
 

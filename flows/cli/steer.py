@@ -42,16 +42,23 @@ def stop(run: RunName, store: StoreOption = None) -> None:
         deadline = time.monotonic() + STOP_PATIENCE_S
         while (beat := read_heartbeat(run_store) or {}).get("state") not in ("stopped", "finished", "failed"):
             if time.monotonic() > deadline:
-                fail(f"The Trainer has not stopped within {STOP_PATIENCE_S:.0f} s. `tba watch {run}` shows its state.")
+                watch = run_store.command(f"watch {run}")
+                fail(f"The Trainer has not stopped within {STOP_PATIENCE_S:.0f} s. `{watch}` shows its state.")
             if not is_alive(run_store, beat):
-                fail("The Trainer died before it could stop. The next `tba train` resumes from the last checkpoint.")
+                fail(
+                    "The Trainer died before it could stop. If its flow starts another, that one stops after a step; "
+                    "otherwise the next `tba train` resumes from the last checkpoint."
+                )
             time.sleep(POLL_S)
     except StoreError as error:
         fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if beat["state"] == "failed":
-        fail(f"The Trainer failed at step {beat['step']}: {beat.get('message')}")
+        fail(
+            f"The Trainer failed at step {beat['step']}: {beat.get('message')}\n"
+            "If its flow starts another, that one stops after a step."
+        )
     again = "" if beat["state"] == "finished" else " The same `tba train` resumes it."
     say(f"Run {run!r} {beat['state']} at step {beat['step']}.{again}")
 

@@ -1,6 +1,7 @@
 """`tba train`: trains or resumes a run, and shows its progress."""
 
 import contextlib
+import functools
 import logging
 import signal
 import sys
@@ -67,7 +68,10 @@ def train(
     config = config_of({key: value for key, value in given.items() if value is not None}, settings or [])
     run_store = _check_inputs(config)
     if (summary := _summary_or_exit(run_store)) is not None:
-        say(f"Run {config.run!r} is finished. To train on: tba train NEW --model FOLDER (policies/best.json names it).")
+        say(
+            f"Run {config.run!r} is finished. To train on, begin a run with --model and the folder of its best policy, "
+            "which policies/best.json names."
+        )
         _print_summary(summary)
         return
     _train(project, config, run_store)
@@ -111,7 +115,8 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         last = raw_heartbeat(store)
         with prefect_server.api(url, credentials) as client, contextlib.ExitStack() as following:
             flow_run, submitted = _live_or_new(client, config, store, is_new=old is None)
-            watch = TrainerWatch(store, config, log, ended_with=last if submitted else None)
+            same_server = functools.partial(prefect_server.api, url, credentials)
+            watch = TrainerWatch(store, config, log, last if submitted else None, client=same_server)
             following.callback(watch.close)
             say(f"Flow run: {url.removesuffix('/api')}/runs/flow-run/{flow_run.id}{stack.page_hint(project, url)}")
             state = _follow(FlowRunView(project, client, flow_run), store, old if submitted else None)
@@ -124,7 +129,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     except (stack.StackError, StoreError) as error:
         fail(str(error))
     except (httpx.HTTPError, PrefectException) as error:
-        fail(f"The Prefect server at {url} refuses or fails: {error!r}. The same command follows or resumes the run.")
+        fail(f"The Prefect server refuses or fails: {error!r}. The same command follows or resumes the run.")
     except KeyboardInterrupt:
         if submitted:
             with _uninterrupted():
@@ -262,8 +267,9 @@ def _absolute_if_there(name: str) -> str:
 
 def _source_url(source: str, store: str | None) -> str:
     """The URL of a source: given as URL, as a path, or as a run of the same store."""
-    if "://" in source or Path(source).exists() or source.endswith(".parquet"):
-        return store_url(source)
+    is_path = "/" in source or source.endswith(".parquet") or Path(source, "run.json").exists()
+    if "://" in source or is_path:
+        return store_url(source).rstrip("/")
     return f"{store_url(store).rstrip('/')}/{source}"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flows.compare.study import Arm, Configuration
 from flows.config import RunConfig
-from infra.machine import code_version, gpu_bytes, memory_bytes
+from infra.machine import code_version, cpu_threads, gpu_bytes, memory_bytes
 from storage.store import RunStore
 
 RATE_FACTOR = 10**0.5  # from one step size of the grid to the next
@@ -59,7 +59,7 @@ class Bench:
         first_policies: folder of the testbed's first policies, one for each seed.
         """
         self._store, self._study, self._first_policies, self._say = store, study, first_policies, say
-        workers = os.cpu_count()
+        workers = cpu_threads(1)
         if fresh:  # an engine takes a part of a GPU's memory
             workers = 1 if gpu_bytes() else max(1, min(workers, memory_bytes() // BYTES_OF_RUN))
         self._pool = ProcessPoolExecutor(

@@ -55,8 +55,8 @@ def _row(name: str, present_s: float, parts: list[tuple[str, float]], rest: str)
     return {"name": name, "seconds": present_s, "parts": shown}
 
 
-def _points(rows: list[dict], name: str, x: str = "step") -> list[tuple[float, float | None]]:
-    return [(row[x], row[name]) for row in rows]
+def _points(rows: list[dict], name: str) -> list[tuple[float, float | None]]:
+    return [(row["step"], row[name]) for row in rows]
 
 
 def _band(rows: list[dict], low: str, high: str) -> list[tuple[float, float, float]]:

@@ -53,6 +53,7 @@ def render(store: RunStore) -> str:
     page = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8"))
     return page.render(
         run=store.run,
+        command=store.command,
         state=_state(config, summary, totals),
         made_at=datetime.now(UTC),
         totals=totals,

@@ -75,7 +75,7 @@ class RunSource:
         if self._version is not None and not reward_versions.has_version(self._store, self._version):
             raise ValueError(
                 f"reward_version: run {run!r} has no rewards of version {self._version!r}; score it first: "
-                f"tba rescore {run} --version {self._version} --reward ..."
+                f"{self._store.command(f'rescore {run} --version {self._version} --reward ...')}"
             )
         # stored reference log-probabilities are those at the other run's train.temperature
         self._has_other_reference = theirs.train.temperature != config.train.temperature

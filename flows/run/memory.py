@@ -38,7 +38,6 @@ class MemoryPlan:
 
     processes: list[ProcessPlan]
     machine: Machine
-    num_tokens: int  # of the Trainer's largest pass
     files: dict[str, int]  # bytes in the store: of a whole policy, of a checkpoint
 
     @property
@@ -140,7 +139,7 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": of_checkpoint * trained}
     if by_adapters:
         files["a policy's adapters"] = (2 if machine.has_bfloat16 else 4) * trained
-    return MemoryPlan([trainer, searcher], machine, num_tokens, files)
+    return MemoryPlan([trainer, searcher], machine, files)
 
 
 def largest_pass(config: RunConfig, of_task: Lengths, response_tokens: int | None = None) -> int:

@@ -64,7 +64,7 @@ class Artifacts:
         self._show("progress", artifacts.create_progress_artifact, "progress", 100 * step / steps, description)
         self._show(
             "report", artifacts.create_link_artifact, "link", f"{self._store.url}/{self._store.run}/report.html",
-            f"The report of run {self._store.run}; `tba report {self._store.run}` writes it",
+            f"The report of run {self._store.run}; `{self._store.command(f'report {self._store.run}')}` writes it",
             link_text="report.html",
         )  # fmt: skip
 

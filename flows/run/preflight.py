@@ -32,7 +32,9 @@ def check_inputs(config: RunConfig) -> list[str]:
     if is_new:
         check_effects(config)
         if not config.searchers and not config.warm_start:
-            warnings.append(f"searchers is 0: training waits until `tba searchers {config.run} +1` adds one")
+            warnings.append(
+                f"searchers is 0: training waits until `{store.command(f'searchers {config.run} +1')}` adds one"
+            )
     check_sources(store, config)
     check_trackers(config.trackers)
     check_packages(config)
@@ -78,8 +80,10 @@ def changed_reward(store: RunStore, version: str) -> str | None:
         return None
     return (
         f"the reward has changed: stored trajectories have rewards of version {stored!r}, new ones will have "
-        f"{version!r}, and a batch mixes them. To give all of them the new reward: tba rescore {store.run} --reward "
-        f"task --version NAME, then tba train NEW --warm-start {store.run} --set reward_version=NAME"
+        f"{version!r}, and a batch mixes them. To give all of them the new reward: "
+        f"{store.command(f'rescore {store.run} --reward task --version NAME')}, then "
+        f"{store.command(f'train NEW --warm-start {store.run} --set reward_version=NAME')}, with the same --model and "
+        "--task"
     )
 
 

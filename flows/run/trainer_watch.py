@@ -8,6 +8,9 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
 import httpx
 from prefect.client.orchestration import get_client
@@ -31,9 +34,20 @@ ASKS_PER_S = 10  # of all Searchers of a run, in the mean: a thousand at once wo
 class TrainerWatch:
     """Watches the Trainer in a thread of its own, until it is closed."""
 
-    def __init__(self, store: RunStore, config: RunConfig, log: Log, ended_with: bytes | None = None) -> None:
-        """ended_with: the last heartbeat of a Trainer that is known to have ended."""
+    def __init__(
+        self,
+        store: RunStore,
+        config: RunConfig,
+        log: Log,
+        ended_with: bytes | None = None,
+        client: Callable[[], AbstractContextManager] | None = None,
+    ) -> None:
+        """ended_with: the last heartbeat of a Trainer that is known to have ended.
+
+        client: makes a client of Prefect's server; None: of the server in this process's settings, as in a flow run.
+        """
         self._store, self._config, self._log = store, config, log
+        self._client = client or partial(get_client, sync_client=True)
         self._pulse = attempts.pulse(store)
         self._ended_with = ended_with
         turn_s = config.searchers / ASKS_PER_S
@@ -64,7 +78,7 @@ class TrainerWatch:
         if self._pulse.last == self._ended_with or not self._has_died_elsewhere():
             return
         self._asked_at = time.monotonic()
-        with get_client(sync_client=True) as client:
+        with self._client() as client:
             resumed = takeover.resume_elsewhere(client, self._config, self._pulse.last)
         if resumed is not None:
             self._log.warning("the Trainer is silent for %.0f s: another flow run resumes the run", self._silent_s)

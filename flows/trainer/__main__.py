@@ -1,10 +1,11 @@
-"""The Trainer's process: `python -m flows.trainer STORE RUN PARENT [PROCESSES ZERO_STAGE MACHINES]`.
+"""The Trainer's process: `python -m flows.trainer STORE RUN PARENT [DEVICES]`.
 
 PARENT is the pid of the flow's process: if that process ends, the Trainer ends. A run has one Trainer: a second one is
 refused when it starts, and a superseded one that still runs (its machine froze) stops before it writes.
 
 The Trainer runs in a process beside the flow, so that neither Prefect's threads nor its failures touch training. With
-several devices it starts their processes (flows/trainer/ranks.py). It reads the run's configuration from run.json only.
+several devices it starts their processes (flows/trainer/ranks.py). The run's configuration is that of run.json, but for
+DEVICES, a JSON object of RunConfig.devices.
 """
 
 import contextlib
@@ -107,7 +108,8 @@ def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies
         raise RuntimeError(
             f"run {store.run} in {store.url} has trained {reached} steps, but no checkpoint in trainer/ is whole. The "
             "run is not begun again at step 0. Restore trainer/ from a copy of the store, or begin another run with "
-            f"its trajectories: `tba train NEW --warm-start {store.run}`."
+            f"its trajectories: `{store.command(f'train NEW --warm-start {store.run}')}`, with the same --model and "
+            "--task."
         )
 
 

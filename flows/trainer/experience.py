@@ -22,7 +22,6 @@ from tba.training_loop import TooEarly
 
 # Measured on two cores: one minute, or two if vLLM compiles its kernels.
 LOADING = "the Searchers load their engines (1 to 2 minutes), then sample a first round"
-NO_SEARCHER = "the run starts no Searcher (searchers is 0); `tba searchers RUN +1` adds one"
 
 
 class StoredExperience:
@@ -45,7 +44,7 @@ class StoredExperience:
         A resumed Trainer is ready a minute or two before the engines sample. Without the wait it would train on old
         trajectories only until then.
         """
-        self.buffer, self._alarms = buffer, alarms
+        self.buffer, self._alarms, self._store = buffer, alarms, store
         self._has_searchers = has_searchers
         self._awaits_shard, self._caught_up = awaits_shard, False
         self._arrived_at = time.monotonic()  # when a sync last inserted trajectories
@@ -85,7 +84,8 @@ class StoredExperience:
 
     def _next_shard(self) -> str:
         if not self._has_searchers:
-            return f"; {NO_SEARCHER}"
+            more = self._store.command(f"searchers {self._store.run} +1")
+            return f"; the run starts no Searcher (searchers is 0); `{more}` adds one"
         return "" if self.buffer.num_taken_in else f"; {LOADING}"
 
     def _silent_s(self) -> float:

@@ -151,7 +151,7 @@ def test_a_store_that_is_away_hides_neither_the_trainer_nor_its_failure(local_st
 
     monkeypatch.setattr(attempts, "trainer", away)
     monkeypatch.setattr(attempts, "read_heartbeat", away)
-    assert not train.is_trainer(local_store, os.getpid())
+    assert train.attempt_of(local_store, os.getpid()) is None
     assert "ended without a message" in train.last_words(local_store)
 
 

@@ -70,7 +70,7 @@ def test_a_folder_of_a_known_size_is_in_memory_if_there_is_room(tmp_path, monkey
     assert place(1000) == disk
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=4000))
     assert place(1000) == memory
-    monkeypatch.setattr(machine, "_free_in_control_groups", lambda: iter([9000, 3999]))
+    monkeypatch.setattr(machine, "_memory_limits", lambda: iter([(9999, 9000), (9999, 3999)]))
     assert place(1000) == disk
 
 
@@ -90,8 +90,10 @@ def test_results_name_the_processor(tmp_path):
 
 
 @pytest.mark.parametrize("version", GROUPS)
-@pytest.mark.parametrize(("of_job", "of_step", "free"), [("9000", "max", [5500]), ("9000", "6000", [2500, 5500])])
-def test_free_memory_is_within_the_limits_of_all_groups_around_a_process(tmp_path, version, of_job, of_step, free):
+@pytest.mark.parametrize(
+    ("of_job", "of_step", "limits"), [("9000", "max", [(9000, 5500)]), ("9000", "6000", [(6000, 2500), (9000, 5500)])]
+)
+def test_memory_is_within_the_limits_of_all_groups_around_a_process(tmp_path, version, of_job, of_step, limits):
     line, folder, limit, used, read_again = GROUPS[version]
     (tmp_path / "cgroup").write_text(f"9:pids:/job\n{line}/job/step\n")
     for group, of_group in (("job", of_job), ("job/step", of_step)):
@@ -100,8 +102,8 @@ def test_free_memory_is_within_the_limits_of_all_groups_around_a_process(tmp_pat
         (place / limit).write_text(f"{of_group}\n")
         (place / used).write_text("4000\n")
         (place / "memory.stat").write_text(f"anon 3000\n{read_again} 500\n")
-    assert list(machine._free_in_control_groups(tmp_path / "cgroup", tmp_path)) == free
-    assert list(machine._free_in_control_groups(tmp_path / "none", tmp_path)) == []
+    assert list(machine._memory_limits(tmp_path / "cgroup", tmp_path)) == limits
+    assert list(machine._memory_limits(tmp_path / "none", tmp_path)) == []
 
 
 @pytest.mark.parametrize("error", [ValueError("no such tensor"), OSError(errno.EACCES, "denied"), KeyError("x")])

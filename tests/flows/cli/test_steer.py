@@ -255,6 +255,21 @@ def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatc
     assert list(ledger.evaluations(store)) == [0, 80]
 
 
+def test_the_final_evaluation_goes_on_while_the_store_is_away(store, monkeypatch):
+    monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
+    monkeypatch.setattr(train, "POLL_S", 0)
+    answers = iter([StoreUnreachable("no answer"), StoreUnreachable("no answer"), [], [80]])
+
+    def evaluations(_: RunStore) -> list[int]:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ledger, "evaluations", evaluations)
+    train.await_evaluation(store, SimpleNamespace(keep_up=lambda: None))
+    assert next(answers, None) is None
+
+
 def test_an_evaluation_may_take_hours(store, monkeypatch):
     monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
     monkeypatch.setattr(train, "POLL_S", 0)

@@ -243,12 +243,11 @@ def test_a_gpus_logits_have_their_softmax_beside_them():
     assert parts[1] - parts[0] == 2 * 4 * LOGIT_ROWS * SEVEN_B.V
 
 
-def test_a_containers_limit_is_the_memory(tmp_path):
-    assert memory_bytes(tmp_path) > GIB
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert memory_bytes(tmp_path) == 1_000_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory_bytes(tmp_path) > GIB
+def test_the_smallest_limit_of_a_container_or_a_job_is_the_memory(monkeypatch):
+    monkeypatch.setattr("infra.machine._memory_limits", lambda: iter([(2_000_000, 5), (1_000_000, 7)]))
+    assert memory_bytes() == 1_000_000
+    monkeypatch.setattr("infra.machine._memory_limits", lambda: iter(()))
+    assert memory_bytes() > GIB
 
 
 def test_logits_are_planned_in_the_trainers_chunks():

@@ -27,7 +27,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from flows.config import RunConfig
-from flows.train import is_trainer
+from flows.train import attempt_of
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer import __main__ as trainer_main
 from flows.trainer.__main__ import learn
@@ -215,6 +215,6 @@ def test_a_run_far_behind_its_first_checkpoint_does_not_begin_at_step_0(store, r
 def test_a_flow_does_not_take_a_namesakes_trainer_for_its_own(store):
     """Pods share names of hosts and pids."""
     attempts.start_attempt(store, 0, attempts.this_process() | {"boot_id": "another"})
-    assert not is_trainer(store, os.getpid())
+    assert attempt_of(store, os.getpid()) is None
     attempts.start_attempt(store, 0, attempts.this_process())
-    assert is_trainer(store, os.getpid()) and not is_trainer(store, os.getppid())
+    assert attempt_of(store, os.getpid()) == 2 and attempt_of(store, os.getppid()) is None
