@@ -31,7 +31,7 @@ train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the 
 	$(BIN)/tba train
 
 test: $(STAMP)  ## Run the tests, including those with real servers and engines
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 25 --timeout 600
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 60 --timeout 600
 
 test-unit: $(STAMP)  ## Run the tests without servers, engines, training, fuzzing and long waits: some two minutes
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not apart and not slow and not s3"

@@ -84,8 +84,8 @@ def measure_policy(
     figures = {"policy": policy.path, "policy_step": policy.step} | measure(searcher, config, num_problems, samples)
     figures["created_at"] = datetime.now(UTC).isoformat()
     name = Path(policy.path).name + (f"-samples={samples}" if samples else "")
-    if figures["num_problems"] != config.task.num_heldout:
-        name += f"-problems={figures['num_problems']}"
+    if num_problems != config.task.num_heldout:
+        name += f"-problems={num_problems}"
     store.put(f"evaluations/{name}.json", json.dumps(figures, indent=1).encode())
     return figures
 

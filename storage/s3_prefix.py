@@ -243,11 +243,22 @@ class S3Prefix:
         return None
 
 
+@functools.cache
+def _descriptions():
+    """What AWS's services answer, by botocore. Read once: each reading takes a third of a second."""
+    import botocore.session
+
+    return botocore.session.get_session().get_component("data_loader")
+
+
 def _connect(**config):
     import s3fs  # half a second, and a local store needs none of it
+    from aiobotocore.session import get_session
 
+    session = get_session()  # a new one looks for the credentials anew
+    session.register_component("data_loader", _descriptions())
     config |= {"retries": {"total_max_attempts": _TRIES}, "max_pool_connections": _CONNECTIONS}
-    fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, config_kwargs=config)
+    fs = s3fs.S3FileSystem(session=session, use_listings_cache=False, skip_instance_cache=True, config_kwargs=config)
     fs.retries = _TRIES
     return fs
 

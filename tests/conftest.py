@@ -111,11 +111,16 @@ def moto_store(moto_with_short_pages, monkeypatch) -> RunStore:
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """With --dist loadscope, tests of infra/ are one group, not one a module: they share a Prefect server."""
+    """With --dist loadscope, tests of infra/ are one group, not one a module: they share a Prefect server.
+
+    So are tests on radosgw, which share its cluster.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if "radosgw" in nodeid.rpartition("[")[2] or "test_outages.py" in nodeid:
+                return "radosgw"
             return "tests/infra" if nodeid.startswith("tests/infra/") else super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadscope" else None

@@ -129,7 +129,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     except (stack.StackError, StoreError) as error:
         fail(str(error))
     except (httpx.HTTPError, PrefectException) as error:
-        fail(f"The Prefect server refuses or fails: {error!r}. The same command follows or resumes the run.")
+        fail(f"The Prefect server at {url} refuses or fails: {error!r}. The same command follows or resumes the run.")
     except KeyboardInterrupt:
         if submitted:
             with _uninterrupted():

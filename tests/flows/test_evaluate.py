@@ -126,16 +126,18 @@ def test_attacks_are_counted_by_kind(tmp_path, monkeypatch):
 def test_the_best_policy_is_evaluated_and_its_figures_stay(tmp_path):
     store, told = RunStore(tmp_path.as_uri(), "told"), Told()
     refs = [publish(store, tmp_path / "policy", 12), publish(store, tmp_path / "policy", 14, attempt=2)]
-    figures = evaluate.measure_policy(store, config(tmp_path), told, 2, 0)
+    figures = evaluate.measure_policy(store, config(tmp_path, num_heldout=2), told, 2, 0)
     assert told.loaded == figures["policy_step"] == 14  # nothing was measured yet
     assert kept_policies.hold_policy(store, refs[0], "s0") and kept_policies.keep_if_best(store, refs[0], 0.75, 256)
     for newest, (step, name) in ((False, (12, "step=00000012")), (True, (14, "step=00000014-a0002"))):
-        figures = evaluate.measure_policy(store, config(tmp_path), told, 2, 0, newest)
+        figures = evaluate.measure_policy(store, config(tmp_path, num_heldout=2), told, 2, 0, newest)
         assert told.loaded == figures["policy_step"] == step
         assert figures["policy"] == f"policies/{name}"
         assert json.loads(store.get(f"evaluations/{name}.json")) == figures
-    with_samples = evaluate.measure_policy(store, config(tmp_path), told, 2, 4, newest=True)
+    with_samples = evaluate.measure_policy(store, config(tmp_path, num_heldout=2), told, 2, 4, newest=True)
     assert json.loads(store.get("evaluations/step=00000014-a0002-samples=4.json")) == with_samples
+    fewer = evaluate.measure_policy(store, config(tmp_path, num_heldout=2), told, 1, 0, newest=True)
+    assert json.loads(store.get("evaluations/step=00000014-a0002-problems=1.json")) == fewer
     assert json.loads(store.get("evaluations/step=00000014-a0002.json")) == figures  # of another call
 
 

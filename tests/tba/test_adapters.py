@@ -57,6 +57,12 @@ def written(trainer: Trainer, base: Path, folder: Path, *, whole: bool = False) 
     return folder
 
 
+@pytest.fixture(scope="module")
+def base(base, tmp_path_factory) -> Path:
+    """A small model in place of the embedded one, whose tokenizer it has."""
+    return save_small_llama(tmp_path_factory.mktemp("small") / "base", base)
+
+
 @pytest.fixture
 def half(tmp_path) -> Path:
     return save_character_model(tmp_path / "half", dtype="bfloat16")
@@ -233,12 +239,12 @@ def check_refusal(engine, policies: dict[str, Path]) -> None:
     def damaged(worker, request) -> bool:
         added = add(worker, request)
         manager = worker.model_runner.lora_manager._adapter_manager
-        layer = manager.modules["model.layers.3.mlp.gate_up_proj"]
+        layer = manager.modules["model.layers.1.mlp.gate_up_proj"]
         layer.lora_b_stacked[1][manager.lora_index_to_id.index(request.lora_int_id), 0, 0, 0] += 1
         return added
 
     Worker.add_lora = damaged
-    with pytest.raises(RuntimeError, match=r"adapter of model\.layers\.3\.mlp\.up_proj differs"):
+    with pytest.raises(RuntimeError, match=r"adapter of model\.layers\.1\.mlp\.up_proj differs"):
         engine.load(policies["second"], 9)
     Worker.add_lora = add
     with pytest.raises(FileNotFoundError):
@@ -286,6 +292,5 @@ def check_two_processes(base: Path, policies: dict[str, Path], tokens: list[list
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two CPU processes; a machine may have one GPU")
-def test_vllm_serves_adapters_that_two_processes_share(base, tokens, tmp_path):
-    small = save_small_llama(tmp_path / "small", base)
-    run_apart(check_two_processes, small, policies_of(small, tmp_path), tokens)
+def test_vllm_serves_adapters_that_two_processes_share(base, policies, tokens):
+    run_apart(check_two_processes, base, policies, tokens)

@@ -269,7 +269,9 @@ def test_vllm_swaps_policies_in_place_agrees_with_transformers_and_refuses_one_o
 # 12: responses wait in vLLM for memory
 @pytest.mark.parametrize(("num_blocks", "least_mixed"), [(None, 8), pytest.param(12, 4, marks=pytest.mark.apart)])
 def test_vllm_takes_in_a_policy_while_it_samples(base, tokens, tmp_path, num_blocks, least_mixed):
-    run_apart(check_swap, base, moved_weights(base, tmp_path), tokens, num_blocks, least_mixed)
+    small = save_small_llama(tmp_path / "small", base)
+    (tmp_path / "moved").mkdir()
+    run_apart(check_swap, small, moved_weights(small, tmp_path / "moved"), tokens, num_blocks, least_mixed)
 
 
 def check_experts(base: Path, first: Path, tokens: list[list[int]]) -> None:

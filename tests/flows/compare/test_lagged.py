@@ -12,6 +12,7 @@ import string
 
 import pytest
 
+import tba.engines
 from flows.compare.bench import run_arm
 from flows.compare.lagged import run_with_lag
 from flows.compare.study import Study
@@ -19,6 +20,7 @@ from flows.config import RunConfig
 from storage.policies import latest_policy
 from storage.queries import query
 from storage.store import RunStore
+from tba.transformers_engine import TransformersEngine
 from tests.character_model import save_character_model
 from tests.tba.engines import run_apart
 
@@ -51,8 +53,11 @@ def study(model: str, lag: int = 2, **common: dict) -> Study:
         (2, [0, 0, 0, 1, 2]),
     ],
 )
-def test_samples_have_the_age(model, tmp_path, lag, policy_steps):
-    """policy_steps: of the policy whose responses each step trains on."""
+def test_samples_have_the_age(model, tmp_path, monkeypatch, lag, policy_steps):
+    """policy_steps: of the policy whose responses each step trains on. transformers samples, which starts sooner."""
+    monkeypatch.setattr(
+        tba.engines, "make_engine", lambda folder, arguments, lora_rank, **limits: TransformersEngine(folder, **limits)
+    )
     arm, _ = study(model, lag=lag).arms_at_each_lag()
     config = RunConfig.model_validate(arm.settings | {"store": (tmp_path / "store").as_uri(), "trackers": ()})
     lagged = run_with_lag(config, arm.lag)

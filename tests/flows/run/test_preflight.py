@@ -179,12 +179,20 @@ def test_a_reward_that_has_changed_is_named(tmp_path, tokenizer_only):
     commit_shard(store, make_shard("s0", 1, reward_version="sum-0"))
     (warning,) = check_inputs(resumed)
     assert "have rewards of version 'sum-0', new ones will have 'sum-1'" in warning
-    assert "tba rescore checked --reward task --version NAME, then tba train NEW --warm-start checked" in warning
+    where = f" --store {store.url}"
+    assert (
+        f"tba rescore checked --reward task --version NAME{where}, then tba train NEW --warm-start checked" in warning
+    )
+    assert f"reward_version=NAME{where}, with the same --model and --task" in warning
 
 
-def test_a_run_that_nobody_samples_for_is_warned_about(tmp_path, tokenizer_only):
-    (warning,) = check_inputs(config(tmp_path, searchers=0))
-    assert warning == "searchers is 0: training waits until `tba searchers checked +1` adds one"
+def test_a_run_that_nobody_samples_for_is_warned_about(tmp_path, tokenizer_only, monkeypatch):
+    (warning,) = check_inputs(at_home := config(tmp_path, searchers=0))
+    more = f"tba searchers checked +1 --store {at_home.store}"
+    assert warning == f"searchers is 0: training waits until `{more}` adds one"
+    monkeypatch.setenv("TBA_STORE", at_home.store)
+    (warning,) = check_inputs(at_home)
+    assert "until `tba searchers checked +1` adds one" in warning
 
 
 def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):

@@ -80,7 +80,9 @@ def test_a_run_without_searchers_says_what_it_waits_for(store, alarms):
     buffer = new_buffer(store, prompts_per_batch=2, responses_per_prompt=4)
     experience = StoredExperience(store, buffer, 1, alarms, has_searchers=False)
     experience.sync(1)
-    with pytest.raises(TooEarly, match=r"starts no Searcher \(searchers is 0\); `tba searchers RUN \+1` adds one"):
+    with pytest.raises(
+        TooEarly, match=r"starts no Searcher \(searchers is 0\); `tba searchers run \+1 --store file://.*` adds one"
+    ):
         experience.draw(1)
     commit(store, "byhand", 0, distinct("ab", 4))
     experience.sync(1)
