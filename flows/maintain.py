@@ -18,11 +18,12 @@ from tba.models import model_folder
 @flow(name="maintain")
 def maintain(
     store: StoreUrl, run: str, max_age_hours: float | None = None, keep: int | None = None, grace_hours: float = 1.0
-) -> str:
+) -> str | None:
     """Expires trajectories older than `max_age_hours` or beyond the newest `keep`, compacts, audits.
 
     None: no trajectory expires by that rule. A run of this flow at least `grace_hours` later deletes expired and
-    compacted files; readers must have finished by then. Returns the URL of the audit's site.
+    compacted files; readers must have finished by then. Returns the URL of the audit's site;
+    None: there is no shard yet.
     Raises: RuntimeError: the audit found faults. ValueError: a number is negative.
     """
     for name, value in {"max_age_hours": max_age_hours, "keep": keep, "grace_hours": grace_hours}.items():

@@ -112,7 +112,7 @@ def look_after(searchers: Searchers, began: threading.Event) -> None:
         searchers.is_away = True
 
 
-def tell_failure(store: RunStore, error: RuntimeError) -> None:
+def tell_failure(store: RunStore, error: Exception) -> None:
     """Gives the reason to the last heartbeat, which `tba watch` and `tba runs` show. A Trainer's own reason stays.
 
     A Trainer that finished has not failed: the reason is why its final policy was not evaluated.
