@@ -40,7 +40,7 @@ class RunStatus:
     best_accuracy: float | None
     """Greedy accuracy on held-out problems of the policy that best.json names."""
     trajectories: int
-    """Trajectories that the Trainer has ever taken in."""
+    """Trajectories that the Trainer has ever taken in; of a finished run, those that are stored."""
     began_at: datetime | None
     message: str
     """The Trainer's newest message: why it waits, or how it ended."""
