@@ -16,7 +16,7 @@ from tba.engine import Response, Sampling
 PROMPTS = ["24 + 17 = 41\n63 + 21 = 84\n58 + 36 = 94\n46 + 39 =", "24 + 17 = 41\n63 + 21 = 84\n11 + 12 ="]
 NEWLINE = 198
 GREEDY = Sampling(1, 0.0, 1.0, 8, [2, NEWLINE])
-LIMITS = dict(max_tokens=64, max_sequences=16, seed=0, threads=2)
+LIMITS = dict(max_tokens=64, max_sequences=16, seed=0, threads=1)  # tests run side by side
 
 
 def greedy_tokens(engine, tokens) -> list[list[int]]:
