@@ -24,7 +24,7 @@ from storage.store import RESTORE, RunStore, transfer_all
 # This is part of the format: files of one width do not overlap.
 WIDTHS = (64, 1_024, 16_384)
 
-# A Searcher's name without the lookahead of shards.SEARCHER_ID: an export has these patterns, and DuckDB has no lookahead.
+# A Searcher's name is as in shards.SEARCHER_ID but for its lookahead, which DuckDB lacks: an export has these patterns.
 _OF_ATTEMPT, _OF_SEARCHER = r"attempt=[0-9]{8}", r"searcher=[a-z][a-z0-9-]{0,31}"
 # By folder: the names of entries. Files with other names, such as copies, are never read.
 NAMES = {
