@@ -1,10 +1,12 @@
 """The model under test in red-teaming: answers each attack a few times, by transformers.
 
-Most of a round's time goes here. So an attack's keys and values are computed once for all its answers, a token is drawn
-without a sort of the vocabulary, and no log-probability is kept.
+Most of a round's time goes here. So keys and values are computed once for the beginning of all attacks (the template),
+and once for an attack's answers; query heads share them without copies; an answer that ended is computed no further; a
+token is drawn without a sort of the vocabulary.
 """
 
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 MAX_ANSWER_TOKENS = 30
@@ -41,62 +43,97 @@ class Victim:
     def _generate(self, prompts: list[list[int]], num_answers: int) -> list[list[int]]:
         """The tokens of `num_answers` answers to each of P prompts, one prompt's after the other's."""
         import torch
-        from transformers import DynamicCache, LogitsProcessorList
+        from transformers import DynamicCache
 
         tokenizer, model = self._loaded
-        longest, eos = max(map(len, prompts)), tokenizer.eos_token_id
-        padding = [longest - len(prompt) for prompt in prompts]  # on the left: all answers begin at one column
-        padded = [[eos] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]
-        ids = torch.tensor(padded, device=model.device)  # [P, longest]
-        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding], device=model.device)
         cache = DynamicCache(config=model.config)
+
+        def next_logits(ids, mask):  # ids: [N, L], mask: [N, cached + L] -> [N, V]
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            computed = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions,
+                past_key_values=cache, use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+            return computed.logits[:, -1]
+
+        answers: list[list[int]] = [[] for _ in range(len(prompts) * num_answers)]
+        unfinished = torch.arange(len(answers), device=model.device)  # [N]
         with torch.inference_mode():
-            if longest > 1:  # generate computes the last token
-                model(
-                    input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True,
-                    position_ids=(mask[:, :-1].cumsum(1) - 1).clamp(min=0), logits_to_keep=1,
-                )  # fmt: skip
-                cache.batch_repeat_interleave(num_answers)
-            sequences = model.generate(
-                ids.repeat_interleave(num_answers, 0),
-                attention_mask=mask.repeat_interleave(num_answers, 0),
-                past_key_values=cache,
-                logits_processor=LogitsProcessorList([draw]),
-                do_sample=False,
-                max_new_tokens=MAX_ANSWER_TOKENS,
-                eos_token_id=eos,
-                pad_token_id=eos,
-            )  # [P * num_answers, longest + MAX_ANSWER_TOKENS at most]
-        return sequences[:, longest:].tolist()
+            prefix, ids, mask = self._padded(prompts)
+            if prefix.numel():
+                next_logits(prefix, torch.ones_like(prefix))
+                cache.batch_repeat_interleave(len(prompts))
+            logits = next_logits(ids, mask).repeat_interleave(num_answers, 0)  # [N, V]
+            cache.batch_repeat_interleave(num_answers)
+            mask = mask.repeat_interleave(num_answers, 0)
+            while True:
+                tokens = draw(logits)  # [N]
+                for answer, token in zip(unfinished.tolist(), tokens.tolist(), strict=True):
+                    answers[answer].append(token)
+                going = (tokens != tokenizer.eos_token_id).nonzero()[:, 0]
+                if not len(going) or len(answers[unfinished[going[0]]]) == MAX_ANSWER_TOKENS:
+                    return answers
+                if len(going) < len(tokens):
+                    unfinished, tokens, mask = unfinished[going], tokens[going], mask[going]
+                    cache.batch_select_indices(going)
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+                logits = next_logits(tokens[:, None], mask)
+
+    def _padded(self, prompts: list[list[int]]):
+        """The tokens that all P prompts begin with; the others', with padding on the left; the mask of both.
+
+        [1, L], [P, longest], [P, L + longest]
+        """
+        import torch
+
+        tokenizer, model = self._loaded
+        columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)  # a token of each prompt remains
+        prefix = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+        rest = [prompt[len(prefix) :] for prompt in prompts]
+        padding = [max(map(len, rest)) - len(tokens) for tokens in rest]  # so all answers begin at one column
+        ids = [[tokenizer.eos_token_id] * n + tokens for n, tokens in zip(padding, rest, strict=True)]
+        mask = [[1] * len(prefix) + [0] * n + [1] * len(tokens) for n, tokens in zip(padding, rest, strict=True)]
+        return (torch.tensor(values, device=model.device) for values in ([prefix], ids, mask))
 
     @cached_property
     def _loaded(self):
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         from tba.precision import compute_dtype, default_device
 
         device = default_device()
         tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False)
-        # For one token of each answer, a CPU's fused attention takes several times as long as products of matrices.
-        attention = "eager" if device == "cpu" else None
         loads = {"dtype": compute_dtype(device), "use_safetensors": True, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(self._model, attn_implementation=attention, **loads)
-        # The folder's generation_config.json may change the sampling (a repetition penalty, min_p): it is not used.
-        model.generation_config = GenerationConfig()
+        model = AutoModelForCausalLM.from_pretrained(self._model, **loads)
+        if device == "cpu" and model.config._attn_implementation == "sdpa":  # a GPU's fast kernels take no mask so
+            AttentionInterface.register("grouped", grouped_attention)
+            AttentionMaskInterface.register("grouped", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+            model.set_attn_implementation("grouped")
         return tokenizer, model.to(device).eval()
 
 
-def draw(_, logits):
-    """Draws each row's token by TEMPERATURE and TOP_P; its score is 0, of all others -inf. logits: [N, V]
-
-    A logits processor of transformers, whose own sampling sorts the vocabulary for each token: a quarter of the time.
-    """
-    import torch
-
+def draw(logits):
+    """Draws each row's token by TEMPERATURE and TOP_P; transformers would sort the vocabulary. [N, V] -> [N]"""
     probabilities = logits.float().div(TEMPERATURE).softmax(-1)
     top, tokens = probabilities.topk(min(CANDIDATES, logits.shape[-1]))  # [N, CANDIDATES], falling
     if (top.sum(-1) < TOP_P).any():
         top, tokens = probabilities.sort(descending=True)
     more_probable = top.cumsum(-1) - top
     chosen = (top * (more_probable < TOP_P)).multinomial(1)  # [N, 1]
-    return torch.full_like(logits, -torch.inf).scatter_(-1, tokens.gather(-1, chosen), 0.0)
+    return tokens.gather(-1, chosen)[:, 0]
+
+
+def grouped_attention(_, query, key, value, attention_mask, scaling=None, **__):
+    """PyTorch's fused attention, whose query heads share keys and values. transformers' own copies them for each head.
+
+    query: [N, heads, L, D], key and value: [N, shared heads, cached + L, D], attention_mask: [N, 1, L, cached + L] or
+    None: causal. Returns [N, L, heads, D].
+    """
+    from torch.nn.functional import scaled_dot_product_attention
+
+    is_causal = attention_mask is None and query.shape[2] > 1
+    attended = scaled_dot_product_attention(
+        query, key, value, attention_mask, scale=scaling, is_causal=is_causal, enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous(), None

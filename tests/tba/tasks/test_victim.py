@@ -1,6 +1,7 @@
 """The model under test in red-teaming.
 
-- Each of several answers to attacks of uneven length is the one that transformers gives to that attack alone.
+- Each of several answers to attacks of uneven length is the one that transformers gives to that attack alone, also
+  where the prompts begin alike and the answers end after different numbers of tokens.
 - Tokens are drawn as transformers' warpers of temperature and top-p draw them, also from a flat distribution.
 
 python -m pytest tests/tba/tasks/test_victim.py
@@ -20,22 +21,27 @@ from tba.tasks import victim
 from tba.tasks.victim import MAX_ANSWER_TOKENS, TEMPERATURE, TOP_P, Victim, draw
 from tests.character_model import save_character_model
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}={% endfor %}"
+TEMPLATE = "{{% for message in messages %}}{}{{{{ message['content'] }}}}={{% endfor %}}"
 
 
-def test_answers_are_those_to_each_attack_alone(tmp_path, monkeypatch):
-    folder = save_character_model(tmp_path, chat_template=TEMPLATE, initializer_range=0.5)
+@pytest.mark.parametrize("begin", ["", "12 + "], ids=["nothing in common", "one beginning"])
+def test_answers_are_those_to_each_attack_alone(begin, tmp_path, monkeypatch):
+    folder = save_character_model(
+        tmp_path, chat_template=TEMPLATE.format(begin), initializer_range=0.5, num_hidden_layers=2
+    )
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data[tokenizer.eos_token_id] *= 2  # so answers end after different numbers of tokens
+    model.save_pretrained(folder)
     monkeypatch.setattr("tba.precision.compute_dtype", lambda device: torch.float32)
     monkeypatch.setattr(victim, "TOP_P", 1e-6)  # the most probable token alone
-    monkeypatch.setattr(victim, "ANSWERS_AT_ONCE", 4)  # so the attacks come in two batches
-    attacks = ["12 + 34", "5", "7 + 86 + 901"]
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    monkeypatch.setattr(victim, "ANSWERS_AT_ONCE", 8)  # so the attacks come in two batches
+    attacks = ["12 + 34", "5", "7 + 86 + 901", "1", "44", "9 + 9"]
     alone = []
     for attack in attacks:
-        prompt = tokenizer(f"{attack}=", return_tensors="pt").input_ids
+        prompt = tokenizer(f"{begin}{attack}=", return_tensors="pt").input_ids
         answer = model.generate(prompt, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS, pad_token_id=1)
         alone.append(tokenizer.decode(answer[0, prompt.shape[1] :], skip_special_tokens=True))
-    assert len(set(alone)) == 3
+    assert len({len(answer) for answer in alone}) > 3
     assert Victim(folder).answers(attacks, 2) == [[answer, answer] for answer in alone]
 
 
@@ -46,9 +52,8 @@ def test_tokens_are_drawn_as_transformers_draws_them(scale):
     logits = scale * torch.randn(1, vocabulary)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopPLogitsWarper(TOP_P)])
     expected = warpers(None, logits).softmax(-1)[0]
-    scores = torch.cat([draw(None, logits.expand(2000, -1)) for _ in range(num_rows // 2000)])
-    assert ((scores == 0).sum(-1) == 1).all() and (scores == -torch.inf).sum() == num_rows * (vocabulary - 1)
-    found = scores.argmax(-1).bincount(minlength=vocabulary) / num_rows
+    tokens = torch.cat([draw(logits.expand(2000, -1)) for _ in range(num_rows // 2000)])
+    found = tokens.bincount(minlength=vocabulary) / num_rows
     assert (found[expected == 0] == 0).all()
     assert (found - expected).abs().max() < 5 * (expected.max() / num_rows).sqrt()  # five standard errors
     drawn = 1 - (1 - expected) ** num_rows  # probability that a token is drawn at all
