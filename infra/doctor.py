@@ -215,19 +215,18 @@ def check_server(project: Path) -> Finding:
         running = stack.running_url(project)
     except stack.StackError:  # `check_stack` names it
         running = None
-    url = os.environ.get("PREFECT_API_URL") or running or prefect_server.configured_url()
-    if url is None:
+    named = next(iter(prefect_server.candidates(running)), None)
+    if named is None:
         return _unnamed_server(prefect_server.free_port(DEFAULT_PORT))
+    url, undo = named.url, named.undo
     try:
         found = prefect_server.version(url, stack.credentials(project, url))
     except prefect_server.AccessRefused as error:
-        return Finding("server", FAULT, str(error), "set PREFECT_API_AUTH_STRING to it, or unset PREFECT_API_URL")
+        return Finding("server", FAULT, str(error), f"set PREFECT_API_AUTH_STRING to it, or {undo}")
     if found is not None:
-        return _answering_server(url, found, client_version)
+        return _answering_server(url, undo, found, client_version)
     if not prefect_server.is_loopback(url):
-        return Finding(
-            "server", FAULT, f"nothing answers at {url}", "start that server, or unset PREFECT_API_URL for a local one"
-        )
+        return Finding("server", FAULT, f"nothing answers at {url}", f"start that server, or {undo} for a local one")
     port = urlsplit(url).port or DEFAULT_PORT
     if prefect_server.free_port(port) != port:
         return Finding(
@@ -239,7 +238,7 @@ def check_server(project: Path) -> Finding:
     return Finding("server", OK, f"no server runs; port {port} is free for the server that tba train or tba up starts")
 
 
-def _answering_server(url: str, found: str, client_version: str) -> Finding:
+def _answering_server(url: str, undo: str, found: str, client_version: str) -> Finding:
     """Of a server that answers: whether its version `found` fits the client's, and whether it asks for its string."""
     from packaging.version import Version
 
@@ -250,7 +249,7 @@ def _answering_server(url: str, found: str, client_version: str) -> Finding:
             "server",
             FAULT,
             f"{url} is Prefect {found}, but this client is {client_version}: their APIs differ",
-            f"run Prefect {client_version.split('.')[0]}.x there, or unset PREFECT_API_URL for a local server",
+            f"run Prefect {client_version.split('.')[0]}.x there, or {undo} for a local server",
         )
     versions = f"Prefect {found} at {url}; this client is {client_version}"
     if Version(found) < Version(client_version):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,8 +38,17 @@ def api(url: str, settings: dict | None = None) -> Iterator:
         yield client
 
 
-def configured_url() -> str | None:
-    """The URL of a server of the user's own: PREFECT_API_URL in the environment or .env, else a prefect.toml of theirs.
+@dataclass(frozen=True)
+class Named:
+    """A server that a run may use."""
+
+    url: str
+    by: str  # where the URL comes from, in words
+    undo: str  # what to do so that it is not used
+
+
+def configured() -> Named | None:
+    """A server of the user's own: PREFECT_API_URL in the environment or .env, else a prefect.toml of theirs.
 
     A prefect.toml that is a link is this project's own, with the server that its stack started last; it does not count.
     Neither does the active profile, which is for the user's other projects.
@@ -46,22 +56,30 @@ def configured_url() -> str | None:
     from dotenv import dotenv_values
     from prefect.settings import get_current_settings
 
-    if url := os.environ.get("PREFECT_API_URL") or dotenv_values(".env").get("PREFECT_API_URL"):
-        return url
+    if url := os.environ.get("PREFECT_API_URL"):
+        return Named(url, "PREFECT_API_URL", "unset PREFECT_API_URL")
+    if url := dotenv_values(".env").get("PREFECT_API_URL"):
+        return Named(url, ".env", "remove it from .env")
     own = Path("prefect.toml")
-    return get_current_settings().api.url if own.exists() and not own.is_symlink() else None
+    url = get_current_settings().api.url if own.exists() and not own.is_symlink() else None
+    return Named(url, "prefect.toml", "remove it from prefect.toml") if url else None
+
+
+def candidates(ours: str | None) -> list[Named]:
+    """The servers that a run may use; the first one that can be used is. ours: the URL that our stack uses already."""
+    running = Named(ours, "this project's stack", "run `tba down`") if ours else None
+    order = (configured(), running) if os.environ.get("PREFECT_API_URL") else (running, configured())
+    return [named for named in order if named]
 
 
 def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[str], dict]) -> str | None:
-    """The URL of a server to use: PREFECT_API_URL's, else ours or the one in prefect.toml. None: start one.
+    """The URL of a server to use. None: start one.
 
     ours: the URL that this project's stack uses already; credentials: stack.credentials of a URL.
-    Raises: StackError: no other server may be started, because the configured one is another machine's and cannot be
+    Raises: StackError: no other server may be started, because the named one is another machine's and cannot be
     used, refuses access, or is not the running stack's."""
-    asked = "PREFECT_API_URL" in os.environ
-    candidates = (configured_url(), ours) if asked else (ours, configured_url())
-    for url in dict.fromkeys(filter(None, candidates)):
-        refused = False
+    for named in candidates(ours):
+        url, refused = named.url, False
         try:
             found = version(url, settings=credentials(url))
         except AccessRefused:
@@ -74,15 +92,16 @@ def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[st
             problem = f"it is Prefect {found}, whose API differs from this client's"
         elif ours and url != ours:
             raise StackError(
-                f"This project's stack runs with the server at {ours}, but PREFECT_API_URL is {url}. "
-                "Run `tba down` first, or unset PREFECT_API_URL."
+                f"This project's stack runs with the server at {ours}, but the one of {named.by} is {url}. "
+                f"Run `tba down` first, or {named.undo}."
             )
         else:
             return url
-        if not is_loopback(url) or (refused and asked):
+        if not is_loopback(url) or (refused and named.by == "PREFECT_API_URL"):
             remedy = "Set PREFECT_API_AUTH_STRING" if refused else "Start that server"
-            named, free = ("PREFECT_API_URL", "unset it") if asked else ("prefect.toml or .env", "remove it there")
-            raise StackError(f"The server of {named} is {url}, but {problem}. {remedy}, or {free} for a local one.")
+            raise StackError(
+                f"The server of {named.by} is {url}, but {problem}. {remedy}, or {named.undo} for a local one."
+            )
         if found is not None or refused:
             say(f"Not using the server at {url}: {problem}.")
     return None

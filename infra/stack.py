@@ -198,8 +198,8 @@ def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], 
     folder = local_folder(project)
     preferred = _port_of_survivors(state, say)
     if preferred is None:
-        configured = prefect_server.configured_url()
-        preferred = (configured and prefect_server.is_loopback(configured) and urlsplit(configured).port) or 4200
+        own = prefect_server.configured()
+        preferred = (own and prefect_server.is_loopback(own.url) and urlsplit(own.url).port) or 4200
         _stop_workers(project, None)  # their server no longer runs
         state.processes.clear()
     string, port = server_access.auth_string(folder), prefect_server.free_port(preferred)

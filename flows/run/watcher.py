@@ -102,9 +102,9 @@ class ServerView:
             from infra import prefect_server, stack
 
             config = load_run(store)
-            url = os.environ.get("PREFECT_API_URL") or stack.running_url(Path.cwd()) or prefect_server.configured_url()
-            while url and not self._closing.is_set():
-                self.words = self._ask(url, config)
+            named = prefect_server.candidates(stack.running_url(Path.cwd()))
+            while named and not self._closing.is_set():
+                self.words = self._ask(named[0].url, config)
                 self._closing.wait(SERVER_POLL_S)
 
     def _ask(self, url: str, config: "RunConfig") -> str:

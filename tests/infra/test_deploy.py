@@ -92,7 +92,7 @@ def start_server(monkeypatch, tmp_path):
         monkeypatch.setattr(stack, "_stop_workers", lambda *_: None)
         monkeypatch.setattr(stack, "is_ours", lambda project, url: not any(f":{port}/" in url for port in dies_at))
         monkeypatch.setattr(stack, "_version", lambda *_: "3.7.0")
-        monkeypatch.setattr(stack.prefect_server, "configured_url", lambda: None)
+        monkeypatch.setattr(stack.prefect_server, "configured", lambda: None)
         monkeypatch.setattr(stack.prefect_server, "free_port", lambda port: port + 1 if port in taken else port)
         stack._start_server(tmp_path, state, False, shown.append)
         return state.url, shown

@@ -16,6 +16,7 @@ Run: pytest tests/infra/test_server_access.py -m slow
 import http.server
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -318,6 +319,30 @@ def test_a_server_of_ones_own_is_used_with_its_string_or_named(project, monkeypa
             assert prefect_server.find(None, lambda _: None, lambda _: {}) == url
 
 
+@pytest.mark.parametrize(
+    ("source", "names", "undo"),
+    [
+        ("environment", "PREFECT_API_URL", "unset PREFECT_API_URL"),
+        (".env", r"\.env", r"remove it from \.env"),
+        ("stack", "this project's stack", "run `tba down`"),
+    ],
+)
+def test_a_server_that_does_not_answer_is_named_by_where_its_url_comes_from(source, names, undo, project, monkeypatch):
+    monkeypatch.chdir(project)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr(prefect_server, "version", lambda *_, **__: None)
+    url = "http://192.0.2.1:4200/api"
+    if source == "environment":
+        monkeypatch.setenv("PREFECT_API_URL", url)
+    elif source == ".env":
+        Path(".env").write_text(f"PREFECT_API_URL={url}\n")
+    ours = url if source == "stack" else None
+    with pytest.raises(stack.StackError, match=f"The server of {names} is {url}.*Start that server, or {undo}"):
+        prefect_server.find(ours, lambda _: None, lambda _: {})
+    monkeypatch.setattr(stack, "running_url", lambda project: ours)
+    assert re.search(undo, doctor.check_server(project).remedy)
+
+
 def test_a_server_that_asks_for_nothing_is_warned_of():
     said = []
     with serving(says(b'"3.7.7"', "application/json")) as port:
@@ -334,7 +359,7 @@ def test_a_server_at_the_usual_port_that_nobody_named_is_not_used(project, monke
         url = f"http://127.0.0.1:{port}/api"
         server_access.make_private(stack.local_folder(project))
         server_access.write_settings(stack.local_folder(project), url, None)  # our server had this port once
-        assert prefect_server.configured_url() is None
+        assert prefect_server.configured() is None
         assert prefect_server.find(None, lambda _: None, lambda _: {}) is None
     assert heard == []
 
