@@ -110,13 +110,13 @@ smoke: $(STAMP)  ## Train every task for a few steps, with its own grader or jud
 	$(BIN)/python -m tests.smoke.run
 
 compare-staleness: $(STAMP)  ## Compare objectives by the age of samples: tapered and plain TB, Dr. GRPO, proximal RLOO
-	$(BIN)/tba compare staleness
+	$(BIN)/tba compare staleness --out docs/results
 
 studies: $(STAMP)  ## Every study of flows/compare/studies, one after the other; if interrupted, it continues
-	for study in flows/compare/studies/*.toml; do $(BIN)/tba compare $$(basename $$study .toml) || exit 1; done
+	for study in flows/compare/studies/*.toml; do $(BIN)/tba compare $$(basename $$study .toml) --out docs/results || exit 1; done
 
 compare-sync: $(STAMP)  ## Compare asynchronous and synchronous training
-	$(BIN)/tba compare sync
+	$(BIN)/tba compare sync --out docs/results
 
 crash-matrix: $(STAMP)  ## Kill every part of a run at every point of its checkpoint cycle, then test outages
 	$(BIN)/python -m tests.faults.matrix

@@ -214,7 +214,7 @@ def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event
     if status == ALREADY_TRAINING or (attempt is not None and is_superseded(run_store, attempt)):
         began.clear()
         lost.set()
-        owner = attempts.trainer(run_store)
+        owner = attempts.newest_attempt(run_store).owner
         raise AlreadyTraining(f"run {run} has another Trainer: host {owner.host}, pid {owner.pid}. This one ends.")
     if status:
         raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(run_store)}")
@@ -226,9 +226,9 @@ def attempt_of(store: RunStore, pid: int) -> int | None:
     None while the store is away.
     """
     with contextlib.suppress(StoreError):
-        owner = attempts.trainer(store)
-        if owner is not None and owner.pid == pid and owner.is_running() is True:
-            return attempts.latest_attempt(store)
+        newest = attempts.newest_attempt(store)
+        if newest is not None and newest.owner.pid == pid and newest.owner.is_running() is True:
+            return newest.attempt
     return None
 
 

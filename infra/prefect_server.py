@@ -167,21 +167,26 @@ def deployments_file(project: Path) -> Path:
 
 
 def create_work_pool(url: str, credentials: dict) -> str:
-    """Creates the work pool if it is missing; returns its type. credentials: stack.credentials."""
+    """Creates the work pool if it is missing; returns its type. credentials: stack.credentials.
+
+    Raises: StackError: the server does not give one."""
+    import httpx
     from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectException
     from prefect.workers.process import ProcessWorker
 
-    with api(url, credentials) as client:
-        try:
-            return client.read_work_pool(WORK_POOL).type
-        except ObjectNotFound:
+    try:
+        with api(url, credentials) as client:
+            with contextlib.suppress(ObjectNotFound):
+                return client.read_work_pool(WORK_POOL).type
             template = ProcessWorker.get_default_base_job_template()
             pool = WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template)
             try:
                 return client.create_work_pool(pool).type
             except ObjectAlreadyExists:  # another machine was faster
                 return client.read_work_pool(WORK_POOL).type
+    except (httpx.HTTPError, PrefectException) as error:
+        raise StackError(f"The Prefect server at {url} gives no work pool: {error!r}. Try again.") from error
 
 
 def unfinished(client, flows: list[str]) -> list:

@@ -164,7 +164,7 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
         say(f"Using the Prefect server at {url}.")
         state.url, state.own_server = url, "server" in state.processes
         _refuse_open_server(state, say)
-    pool_type = _work_pool(project, state)
+    pool_type = prefect_server.create_work_pool(state.url, credentials(project, state.url))
     has_others = pool_type != "process" or os.environ.get(NO_WORKER_VARIABLE)  # other types have workers of their own
     if "worker" not in state.processes and not has_others:
         name = f"{work_queue(project)}@{socket.gethostname()}"
@@ -181,17 +181,6 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
         raise StackError(failure)
     if (worker := state.processes.get("worker")) and worker.find() is None:
         raise StackError(f"The Prefect worker died while starting.\n{log_tail(project, 'worker')}")
-
-
-def _work_pool(project: Path, state: State) -> str:
-    """The type of the work pool, which is created if it is missing."""
-    import httpx
-    from prefect.exceptions import PrefectException
-
-    try:
-        return prefect_server.create_work_pool(state.url, credentials(project, state.url))
-    except (httpx.HTTPError, PrefectException) as error:
-        raise StackError(f"The Prefect server at {state.url} gives no work pool: {error!r}. Try again.") from error
 
 
 def _start_server(project: Path, state: State, keep: bool, say: Callable[[str], None]) -> None:

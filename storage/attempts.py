@@ -28,7 +28,8 @@ from storage.process_identity import Identity, Pulse
 from storage.store import RESTORE, RunStore, transfer_all
 
 HEARTBEAT = "trainer/heartbeat.json"
-_ATTEMPT_NAME = re.compile(r"trainer/attempt=(?P<attempt>[0-9]{8})\.json")
+ENDED = ("finished", "stopped", "failed")  # states in the last heartbeat of a Trainer
+_NAME = re.compile(r"trainer/attempt=(?P<attempt>[0-9]{8})\.json")
 
 
 def _is_time(text: str) -> str:
@@ -38,7 +39,7 @@ def _is_time(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class Attempt:
     """The content of trainer/attempt=….json."""
 
     attempt: Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
@@ -47,6 +48,11 @@ class _Attempt:
     created_at: Annotated[str, AfterValidator(_is_time)]  # UTC, ISO 8601
     checkpoint: str | None = None  # its folder; "": from scratch; None: an older version did not record it
     processes: int = 1  # of the Trainer, one device each
+
+    @property
+    def began_at(self) -> datetime:
+        """UTC."""
+        return datetime.fromisoformat(self.created_at)
 
 
 class _Heartbeat(BaseModel, extra="allow"):
@@ -64,7 +70,7 @@ class _Heartbeat(BaseModel, extra="allow"):
 def start_attempt(
     store: RunStore,
     resumed_from: int,
-    owner: dict,
+    owner: Identity,
     *,
     previous: int | None = None,
     checkpoint: str = "",
@@ -72,33 +78,31 @@ def start_attempt(
 ) -> int:
     """Begin an attempt of the Trainer at a checkpoint's step (0: from scratch). Returns its number, counted from 1.
 
-    owner: the process, as this_process returns it. previous: the attempt that refuse_live_trainer returned; None: the
-    latest. checkpoint: its folder. processes: of the Trainer, one device each. From then on, entries that earlier
-    attempts write for later steps do not count.
+    previous: the attempt that refuse_live_trainer returned; None: the latest. checkpoint: its folder. processes: of the
+    Trainer, one device each. From then on, entries that earlier attempts write for later steps do not count.
     Raises: AlreadyTraining: another Trainer has begun since.
     """
     attempt = (latest_attempt(store) if previous is None else previous) + 1
-    record = _Attempt(attempt, resumed_from, Identity(**owner), datetime.now(UTC).isoformat(), checkpoint, processes)
+    record = Attempt(attempt, resumed_from, owner, datetime.now(UTC).isoformat(), checkpoint, processes)
     try:
-        store.put_new(_attempt_path(attempt), json.dumps(asdict(record), indent=2).encode())
+        store.put_new(_path(attempt), json.dumps(asdict(record), indent=2).encode())
     except AlreadyExists:
-        raise _already_training(store, read_attempt(store, _attempt_path(attempt))) from None
+        raise _already_training(store, read_attempt(store, attempt)) from None
     return attempt
 
 
 def refuse_live_trainer(store: RunStore, watch_s: float) -> int:
-    """The latest attempt's number; 0: there is none. Raises: AlreadyTraining: its Trainer is alive (run_is_alive)."""
-    latest = latest_attempt(store)
-    if run_is_alive(store, watch_s):
-        raise _already_training(store, list_attempts(store)[-1])
-    return latest
+    """The newest attempt's number; 0: there is none. Raises: AlreadyTraining: its Trainer is alive (is_alive)."""
+    newest = newest_attempt(store)
+    if is_alive(store, newest, watch_s):
+        raise _already_training(store, newest)
+    return newest.attempt if newest else 0
 
 
-def _already_training(store: RunStore, record: dict) -> AlreadyTraining:
-    owner = record["owner"]
+def _already_training(store: RunStore, record: Attempt) -> AlreadyTraining:
     return AlreadyTraining(
-        f"run {store.run} in {store.url} has a live Trainer: attempt {record['attempt']}, host {owner['host']}, pid "
-        f"{owner['pid']}. Nothing was written. Follow that Trainer, or stop it and repeat the command to resume."
+        f"run {store.run} in {store.url} has a live Trainer: attempt {record.attempt}, host {record.owner.host}, pid "
+        f"{record.owner.pid}. Nothing was written. Follow that Trainer, or stop it and repeat the command to resume."
     )
 
 
@@ -113,20 +117,20 @@ def check_not_superseded(store: RunStore, attempt: int) -> None:
 
 def is_superseded(store: RunStore, attempt: int) -> bool:
     """Whether a later attempt has begun. Takes one look-up."""
-    return store.exists(_attempt_path(attempt + 1))
+    return store.exists(_path(attempt + 1))
 
 
-def counts(attempt: int, step: int, resumes: list[dict]) -> bool:
+def counts(attempt: int, step: int, records: list[Attempt]) -> bool:
     """Whether an object that an attempt stored for a step counts: no later attempt resumed from before that step.
 
-    resumes: as list_attempts returns them.
+    records: of these later attempts at least.
     """
-    return all(step <= later["resumed_from"] for later in resumes if later["attempt"] > attempt)
+    return all(step <= later.resumed_from for later in records if later.attempt > attempt)
 
 
 def latest_attempt(store: RunStore) -> int:
     """The newest attempt's number; 0 before the first."""
-    names = map(_ATTEMPT_NAME.fullmatch, store.list("trainer"))
+    names = map(_NAME.fullmatch, store.list("trainer"))
     numbers = [int(name["attempt"]) for name in names if name]
     stray = first_stray(numbers, after=0)
     latest = max((number for number in numbers if number < stray), default=0)
@@ -135,45 +139,48 @@ def latest_attempt(store: RunStore) -> int:
     return latest
 
 
-def list_attempts(store: RunStore) -> list[dict]:
-    """Every attempt's record (the fields of `_Attempt`), oldest first.
-
-    Raises: DamagedRecord: one cannot be read.
-    """
-    paths = map(_attempt_path, range(1, latest_attempt(store) + 1))
-    return [record for record in transfer_all(lambda path: read_attempt(store, path), paths) if record]
+def newest_attempt(store: RunStore) -> Attempt | None:
+    """The newest attempt; None before the first. Raises: DamagedRecord: its record cannot be read."""
+    return read_attempt(store, latest_attempt(store))
 
 
-def read_attempt(store: RunStore, path: str) -> dict | None:
-    """An attempt's record; None: there is none. Raises: DamagedRecord: it cannot be read, or is another attempt's."""
-    found = store.read_json(path, _Attempt)
-    if found is not None and _attempt_path(found.attempt) != path:
+def list_attempts(store: RunStore) -> list[Attempt]:
+    """Every attempt, oldest first. Raises: DamagedRecord: a record cannot be read."""
+    numbers = range(1, latest_attempt(store) + 1)
+    return [record for record in transfer_all(lambda number: read_attempt(store, number), numbers) if record]
+
+
+def later_attempts(store: RunStore, attempt: int) -> list[Attempt]:
+    """The attempts after this one, oldest first; a look-up each and one more. Raises: DamagedRecord."""
+    found = []
+    while record := read_attempt(store, attempt + len(found) + 1):
+        found.append(record)
+    return found
+
+
+def read_attempt(store: RunStore, attempt: int) -> Attempt | None:
+    """An attempt; None: there is none. Raises: as `read_record`."""
+    return read_record(store, _path(attempt))
+
+
+def read_record(store: RunStore, path: str) -> Attempt | None:
+    """An attempt by its path; None: there is none. Raises: DamagedRecord: it cannot be read, or is of another one."""
+    found = store.read_json(path, Attempt)
+    if found is not None and _path(found.attempt) != path:
         raise DamagedRecord(
             f"{path} (run {store.run} in {store.url}) is the record of attempt {found.attempt}. {RESTORE}"
         )
-    return asdict(found) if found else None
-
-
-def trainer(store: RunStore) -> Identity | None:
-    """The process of the latest attempt's Trainer; None before the first."""
-    latest = read_attempt(store, _attempt_path(latest_attempt(store)))
-    return Identity(**latest["owner"]) if latest else None
-
-
-def num_trainer_processes_here(store: RunStore) -> int:
-    """Processes of the latest attempt's Trainer on this machine; 0: it is on another one, or there is none."""
-    latest = read_attempt(store, _attempt_path(latest_attempt(store)))
-    return latest["processes"] if latest and Identity(**latest["owner"]).is_here() else 0
+    return found
 
 
 def first_attempt_at(store: RunStore) -> datetime:
     """When training began, UTC. Raises: NotFound: it has not begun."""
-    if (first := read_attempt(store, _attempt_path(1))) is None:
-        raise NotFound(f"run {store.run} in {store.url} has not begun to train: {_attempt_path(1)} does not exist")
-    return datetime.fromisoformat(first["created_at"])
+    if (first := read_attempt(store, 1)) is None:
+        raise NotFound(f"run {store.run} in {store.url} has not begun to train: {_path(1)} does not exist")
+    return first.began_at
 
 
-def _attempt_path(attempt: int) -> str:
+def _path(attempt: int) -> str:
     return f"trainer/attempt={attempt:08d}.json"
 
 
@@ -202,16 +209,10 @@ def pulse(store: RunStore) -> Pulse:
     return Pulse(lambda: raw_heartbeat(store))
 
 
-def run_is_alive(store: RunStore, watch_s: float) -> bool:
-    """Whether a Trainer works on the run, by its process or its heartbeat: see Identity.is_alive.
+def is_alive(store: RunStore, attempt: Attempt | None, watch_s: float) -> bool:
+    """Whether the newest attempt's Trainer works, by its process or its heartbeat: see Identity.is_alive.
 
     Host names do not decide, because clones and pods share them; an attempt of an older version has only a host name.
-    Takes up to twice `watch_s`; no time if the process is known to be dead.
+    Takes up to twice `watch_s`; no time if there is none, or the process is known to be dead.
     """
-    owner = trainer(store)
-    return owner is not None and owner.is_alive(lambda: raw_heartbeat(store), watch_s)
-
-
-def this_process() -> dict:
-    """This process, described so that another process can tell whether it still runs (storage/process_identity.py)."""
-    return asdict(Identity.current())
+    return attempt is not None and attempt.owner.is_alive(lambda: raw_heartbeat(store), watch_s)

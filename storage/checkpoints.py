@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic_core import from_json
 
-from storage.attempts import check_not_superseded, counts, list_attempts
+from storage.attempts import Attempt, check_not_superseded, counts, list_attempts
 from storage.errors import DamagedRecord, NotFound, StoreError
 from storage.store import RunStore, scans
 
@@ -70,12 +70,12 @@ def save_checkpoint(store: RunStore, step: int, local_folder: str | Path, attemp
 
 def list_checkpoints(store: RunStore) -> list[Checkpoint]:
     """The complete checkpoints that count, in order of steps."""
-    return _complete(store, counting=True)
+    return _complete(store, records := list_attempts(store), _named(store, records))[0]
 
 
 def superseded_checkpoints(store: RunStore) -> list[Checkpoint]:
     """The complete checkpoints that do not count, in order of steps: no run resumes from them."""
-    return _complete(store, counting=False)
+    return _complete(store, records := list_attempts(store), _named(store, records))[1]
 
 
 def newest_whole_checkpoint(store: RunStore) -> Checkpoint | None:
@@ -117,31 +117,33 @@ def delete_checkpoints(store: RunStore, keep: int, attempt: int) -> None:
     If it cannot be read now which are whole, nothing is deleted. Raises: Superseded: a later attempt has begun.
     """
     try:
-        whole = [found for found in list_checkpoints(store) if not checkpoint_faults(store, found)]
+        records = list_attempts(store)
+        named = _named(store, records)
+        complete, superseded = _complete(store, records, named)
+        whole = [found for found in complete if not checkpoint_faults(store, found)]
     except StoreError as error:
         logger.warning("old checkpoints are kept for now: %s", error)
         return
     if not (kept := whole[-keep:]):
         return
-    before = {found for found in _named(store, list_attempts(store)) if found.step < kept[0].step}
-    doomed = before | set(superseded_checkpoints(store))
+    doomed = {found for found in named if found.step < kept[0].step} | set(superseded)
     check_not_superseded(store, attempt)
     for found in doomed:
         store.delete_folder(found.path, first=_COMPLETE)
 
 
-def _complete(store: RunStore, *, counting: bool) -> list[Checkpoint]:
-    resumes = list_attempts(store)
-    return [
-        found
-        for found in _named(store, resumes)
-        if counts(found.attempt, found.step, resumes) == counting and store.exists(f"{found.path}/{_COMPLETE}")
-    ]
+def _complete(
+    store: RunStore, records: list[Attempt], named: list[Checkpoint]
+) -> tuple[list[Checkpoint], list[Checkpoint]]:
+    """The complete ones among those named: those that count, and those that do not."""
+    complete = [found for found in named if store.exists(f"{found.path}/{_COMPLETE}")]
+    counting = [found for found in complete if counts(found.attempt, found.step, records)]
+    return counting, [found for found in complete if found not in counting]
 
 
-def _named(store: RunStore, resumes: list[dict]) -> list[Checkpoint]:
+def _named(store: RunStore, records: list[Attempt]) -> list[Checkpoint]:
     """Every folder with a checkpoint's name, complete or not, in order of steps."""
-    of_older_version = [record["attempt"] for record in resumes if record["checkpoint"] is None]
+    of_older_version = [record.attempt for record in records if record.checkpoint is None]
     names = [name for name in map(_NAME.fullmatch, store.folders("trainer")) if name]
     found = [
         Checkpoint(int(name["step"]), int(name["attempt"] or max(of_older_version, default=0)), f"trainer/{name[0]}")

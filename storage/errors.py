@@ -106,10 +106,18 @@ NO_KEYS = Cause(
     "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give the machine a role",
 )
 NO_BUCKET = Cause(StoreUnreachable, "its bucket does not exist; create it, or correct the store's URL")
+FORBIDDEN = Cause(StoreUnreachable, "this account may not; give it the folder, or name another store")
 REFUSED = Cause(StoreError, "the store refused")
 
 # Error numbers of a local store. ESTALE: a network file system's server was restarted.
-_BY_ERRNO = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.ESTALE: AWAY}
+_BY_ERRNO = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.ESTALE: AWAY,
+    errno.EACCES: FORBIDDEN,
+    errno.EPERM: FORBIDDEN,
+    errno.EROFS: FORBIDDEN,
+}
 
 # S3's error codes, without capitals and underscores: Arrow writes SLOW_DOWN for SlowDown.
 _BY_CODE = {

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from storage.attempts import check_not_superseded, counts, is_superseded, list_attempts
+from storage.attempts import Attempt, check_not_superseded, counts, is_superseded, later_attempts
 from storage.errors import DamagedRecord, Superseded
 from storage.patience import with_room
 from storage.policy_delta import can_be_fetched, damaged, fetch, is_anchor_due, lacks_files, make_whole, travel_form
@@ -139,11 +139,36 @@ def latest_policy(store: RunStore) -> PolicyRef | None:
     Raises: DamagedRecord: policies/latest.json cannot be read.
     """
     found = _latest(store)
-    if found is None or not is_superseded(store, found.attempt):
+    if found is None:
+        return None
+    try:
+        later = later_attempts(store, found.attempt)
+    except DamagedRecord:
+        if newer := newest_policy_after(store, found.attempt):
+            return newer
+        raise
+    if not later:
         return found
-    if newer := newest_policy_after(store, found.attempt):
+    # Searchers ask again until a resumed Trainer has published its first policy, and a long run has many policies.
+    if newer := newest_policy_after(store, found.attempt, min(record.resumed_from for record in later)):
         return newer
-    return found if counts(found.attempt, found.step, list_attempts(store)) else replace(found, final=False)
+    return _served(found, later)
+
+
+def restore_latest(store: RunStore) -> PolicyRef | None:
+    """As latest_policy. If latest.json is missing or damaged, writes it again from the newest policy.json."""
+    with suppress(DamagedRecord):
+        if found := latest_policy(store):
+            return found
+    if found := newest_policy_after(store, 0):
+        found = _served(found, later_attempts(store, found.attempt))
+        store.put(LATEST, json.dumps(asdict(found), indent=2).encode())
+    return found
+
+
+def _served(found: PolicyRef, later: list[Attempt]) -> PolicyRef:
+    """A policy while no later attempt has published: not final if one of them undid it."""
+    return found if counts(found.attempt, found.step, later) else replace(found, final=False)
 
 
 def is_stored(store: RunStore, ref: PolicyRef) -> bool:
@@ -158,9 +183,12 @@ def is_latest(store: RunStore, ref: PolicyRef) -> bool:
     return False
 
 
-def newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
-    """The newest policy of later attempts that is not pruned, found without latest.json."""
-    paths = store.list("policies", start_after=_first_place_after(store, attempt))
+def newest_policy_after(store: RunStore, attempt: int, first_step: int = 0) -> PolicyRef | None:
+    """The newest policy of later attempts that is not pruned, found without latest.json.
+
+    first_step: from which their policies are looked for.
+    """
+    paths = store.list("policies", start_after=f"policies/step={first_step:08d}")
     folders = [path.removesuffix(f"/{MANIFEST}") for path in paths if path.endswith(f"/{MANIFEST}")]
     later = [folder for folder in folders if is_policy(folder) and age(folder)[0] > attempt]
     for folder in sorted(later, key=age, reverse=True):
@@ -170,20 +198,6 @@ def newest_policy_after(store: RunStore, attempt: int) -> PolicyRef | None:
                 ref = PolicyRef(found.step, folder, found.fingerprint, found.final, found.attempt, published_at="")
                 return _checked(ref, f"{folder}/{MANIFEST}")
     return None
-
-
-def _first_place_after(store: RunStore, attempt: int) -> str | None:
-    """Where a listing of later attempts' policies may begin: at the step that the first of them resumed from.
-
-    Searchers ask again until a resumed Trainer has published its first policy, and a long run has many policies.
-    """
-    if not attempt:
-        return None
-    try:
-        resumed_from = [record["resumed_from"] for record in list_attempts(store) if record["attempt"] > attempt]
-    except DamagedRecord:
-        return None
-    return f"policies/step={min(resumed_from, default=0):08d}"
 
 
 def _latest(store: RunStore) -> PolicyRef | None:

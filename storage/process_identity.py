@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 SHORTEST_PAUSE_S = 0.2  # between two looks at a process and its heartbeat
+CONFIRM_S = 10.0  # several heartbeats
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,32 @@ class Pulse:
     def __init__(self, read_beat: Callable[[], bytes | None]) -> None:
         """`read_beat`: its newest heartbeat, or None."""
         self._read, self._seen_at = read_beat, time.monotonic()
+        self._looked_at = self._seen_at
         self.last: bytes | None = None
         """The newest heartbeat."""
 
     def is_silent(self, limit_s: float) -> bool:
         """Reads the heartbeat. Returns whether it has not changed for `limit_s`.
 
-        The time of the reading does not count: the store may make the process wait, too. Raises: what `read_beat` does.
+        The time of the reading does not count: the store may make the process wait, too. After a long time without a
+        look, in which this process and the other may both have been frozen, it looks once more, `CONFIRM_S` later.
+        Raises: what `read_beat` does.
         """
+        was_away, is_silent = time.monotonic() - self._looked_at > CONFIRM_S, self._quiet_s() > limit_s
+        if is_silent and was_away:
+            time.sleep(CONFIRM_S)
+            is_silent = self._quiet_s() > limit_s
+        return is_silent
+
+    def _quiet_s(self) -> float:
+        """Reads the heartbeat. Returns for how long it has not changed."""
         asked_at = time.monotonic()
         beat = self._read()
-        now = time.monotonic()
+        self._looked_at = now = time.monotonic()
         self._seen_at += now - asked_at
         if beat != self.last:
             self.last, self._seen_at = beat, now
-        return now - self._seen_at > limit_s
+        return now - self._seen_at
 
 
 def _place() -> dict:

@@ -13,7 +13,6 @@ query, so it is left out, too, with a warning. So is a torn entry of the ledger,
 
 import logging
 from collections.abc import Callable, Collection
-from datetime import datetime
 from functools import reduce
 from operator import or_
 from typing import TypeVar
@@ -239,11 +238,11 @@ def attempts_table(store: RunStore) -> pa.Table:
     """Attempts of the Trainer, which are stored as JSON."""
     rows = [
         {
-            "attempt": record["attempt"],
-            "resumed_from": record["resumed_from"],
-            "host": record["owner"]["host"],
-            "pid": record["owner"]["pid"],
-            "created_at": datetime.fromisoformat(record["created_at"]),
+            "attempt": record.attempt,
+            "resumed_from": record.resumed_from,
+            "host": record.owner.host,
+            "pid": record.owner.pid,
+            "created_at": record.began_at,
         }
         for record in attempts.list_attempts(store)
     ]

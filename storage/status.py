@@ -59,7 +59,7 @@ def run_status(store: RunStore) -> RunStatus:
     known = beat | (summary or {})
     if summary:
         state = "finished"
-    elif is_alive(store, beat):
+    elif has_live_trainer(store, beat):
         state = "alive"
     else:
         state = {"failed": "failed", "finished": "trained"}.get(beat.get("state"), "stopped")
@@ -71,7 +71,7 @@ def run_status(store: RunStore) -> RunStatus:
         accuracy=ledger.accuracy(store, path=evaluated[-1][1], policy_step=evaluated[-1][0]) if evaluated else None,
         best_accuracy=best.accuracy if best else None,
         trajectories=known.get("trajectories") or known.get("num_inserted") or 0,
-        began_at=datetime.fromisoformat(records[0]["created_at"]) if records else None,
+        began_at=records[0].began_at if records else None,
         message=beat.get("message") or "",
     )
 
@@ -93,14 +93,14 @@ def _status_or_fault(store: RunStore) -> RunStatus:
         return RunStatus(store.run, "unreadable", 0, None, None, None, 0, None, str(error))
 
 
-def is_alive(store: RunStore, beat: dict) -> bool:
+def has_live_trainer(store: RunStore, beat: dict) -> bool:
     """Whether a Trainer works on the run. beat: its newest heartbeat; {} before the first."""
-    owner = attempts.trainer(store)
-    if owner is None or beat.get("state") in ("finished", "stopped", "failed"):
+    newest = attempts.newest_attempt(store)
+    if newest is None or beat.get("state") in attempts.ENDED:
         return False
-    if owner.is_running() is not None:
-        return attempts.run_is_alive(store, watch_s=0)
-    return not _is_old(beat) and attempts.run_is_alive(store, WATCH_S)
+    if newest.owner.is_running() is not None:
+        return attempts.is_alive(store, newest, watch_s=0)
+    return not _is_old(beat) and attempts.is_alive(store, newest, WATCH_S)
 
 
 def _is_old(beat: dict) -> bool:

@@ -50,11 +50,9 @@ def summarise(store: RunStore) -> dict:
     rounds = queries.query(store, "SELECT * FROM search_rounds ORDER BY started_at").to_pylist()
     evaluations = queries.query(store, "SELECT policy_step, accuracy, created_at FROM evaluations").to_pylist()
     accuracy = {row["policy_step"]: row["accuracy"] for row in evaluations}
-    attempts_at = queries.query(store, "SELECT created_at FROM attempts").column(0).to_pylist()
-    best = kept_policies.best_policy(store)
+    records, best = attempts.list_attempts(store), kept_policies.best_policy(store)
     training = [(step["started_at"], step["ended_at"]) for step in steps]
     sampling = union([(row["sampling_started_at"], row["sampling_ended_at"]) for row in rounds])
-    num_attempts = queries.query(store, "SELECT max(attempt) FROM training_steps").column(0)[0].as_py()
     # Of each attempt's time from its first step to its last: before the first one engines start.
     later = [step for before, step in pairwise(steps) if step["attempt"] == before["attempt"]]
     wait_s = sum(step["wait_s"] or 0.0 for step in later)
@@ -74,12 +72,12 @@ def summarise(store: RunStore) -> dict:
         "trainer_wait_share": _share(wait_s, wait_s + length(training)),
         # Runs of an older version did not measure it.
         "publish_stall_share": _share(sum(step["publish_stall_s"] or 0.0 for step in later), length(training)),
-        "searcher_idle_share": idle_share(rounds, attempts_at),
+        "searcher_idle_share": idle_share(rounds, [record.began_at for record in records]),
         "evaluation_share": evaluation_share(store, rounds),
         "overlap_share": _share(length(intersection(union(training), sampling)), length(training)),
         "wall_s": (_last_record(steps, rounds, evaluations) - attempts.first_attempt_at(store)).total_seconds(),
         "step_s_median": median([step["step_s"] for step in steps if step["step_s"] is not None] or [0.0]),
-        "attempts": num_attempts,
+        "attempts": max((step["attempt"] for step in steps), default=None),
         "num_refused_shards": len(refused),
         "refused_shards": {refusal.shard: "; ".join(refusal.reasons) for refusal in refused[:MAX_REFUSED]},
         "note": None if rounds else "accuracy was not measured, because no Searcher, and so no engine, took part",

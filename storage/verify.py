@@ -107,7 +107,7 @@ def _torn_records(store: RunStore) -> Iterator[Fault]:
 
     def fault(path: str) -> Fault | None:
         try:  # None: deleted since it was listed
-            attempts.read_attempt(store, path) if path in of_attempts else store.read_json(path, Manifest)
+            attempts.read_record(store, path) if path in of_attempts else store.read_json(path, Manifest)
         except DamagedRecord as error:
             return Fault("torn record", path, str(error))
 
@@ -170,16 +170,16 @@ def _is_expired(name: str, shards: Shards) -> bool:
     return number <= shards.expired.get(searcher, -1)
 
 
-def _effective_steps(resumes: list[dict], rows: pa.Table) -> set[int]:
+def _effective_steps(resumes: list[attempts.Attempt], rows: pa.Table) -> set[int]:
     """The steps whose entries count. Steps after a checkpoint that training resumed from do not count."""
     places = set(zip(rows["attempt"].to_pylist(), rows["step"].to_pylist(), strict=True))
     return {step for attempt, step in places if ledger.counts(attempt, step, resumes)}
 
 
-def _unrecorded_steps(resumes: list[dict], entries: dict[str, pa.Table]) -> Iterator[Fault]:
+def _unrecorded_steps(resumes: list[attempts.Attempt], entries: dict[str, pa.Table]) -> Iterator[Fault]:
     """Missing draws: steps are recorded in order, and steps up to a checkpoint before the checkpoint."""
     batches = _effective_steps(resumes, entries["batches"])
-    resumed_from = max((attempt["resumed_from"] for attempt in resumes), default=0)
+    resumed_from = max((attempt.resumed_from for attempt in resumes), default=0)
     last = max(resumed_from, *batches, 0)
     missing = (step for step in range(1, last + 1) if step not in batches)
     for step in islice(missing, MOST_MISSING):

@@ -194,7 +194,7 @@ class SearchSettings(Settings):
         0.0,
         ge=0,
         le=1,
-        description="Probability that a prompt gets a random temperature; independently top_p and system prompt.",
+        description="Probability of a random temperature for a prompt; drawn again for top_p, and for a system prompt.",
     )
     exploration_temperature: tuple[float, float] = Field(
         (0.7, 1.1), description="Lowest and highest random temperature; uniform between them."
@@ -277,7 +277,7 @@ class TrainSettings(Settings):
     beta_steps: int | None = Field(
         None,
         ge=1,
-        description="Policy steps from beta to beta_final; the step behind them has it first. None: all steps.",
+        description="Steps in which beta changes linearly; the next one is the first with beta_final. None: all.",
     )
     reference_reset_interval: int | None = Field(
         None, ge=1, description="Policy steps between resets of the reference to the policy (TBA'); None: no resets."
@@ -353,45 +353,46 @@ class TrainSettings(Settings):
         """Trainer processes of all machines."""
         return self.processes * self.machines
 
+    @property
+    def is_trajectory_balance(self) -> bool:
+        """Whether the objective is Trajectory Balance, and not one of the baselines."""
+        return self.objective in ("tb", "tba_prime")
+
     @model_validator(mode="after")
-    def _steps_and_their_schedule_go_together(self):
+    def _schedules_are_whole(self):
         stable = self.learning_rate_schedule == "warmup-stable-decay"
         if stable != (self.decay_steps is not None):
             raise ValueError(
                 f"train.decay_steps is {self.decay_steps}, train.learning_rate_schedule {self.learning_rate_schedule}: "
                 "warmup-stable-decay needs decay_steps, other schedules have none"
             )
+        if self.beta_steps is not None and self.beta_final is None:
+            raise ValueError(f"train.beta_steps is {self.beta_steps}, but train.beta_final is not set; set it, too")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_are_of_the_objective(self):
         if self.beta == 0 and self.objective not in ("rloo", "prox_rloo", "dr_grpo"):
             raise ValueError(f"train.beta is 0, and {self.objective} divides by it; give a number greater than 0")
-        if self.reference_reset_interval is not None and self.objective not in ("tb", "tba_prime"):
-            raise ValueError(
-                f"train.reference_reset_interval is {self.reference_reset_interval} with {self.objective}: only tb and "
-                "tba_prime have a reference that moves; leave it out"
-            )
+        if self.objective == "tba_prime" and self.reference_reset_interval is None:
+            raise ValueError("train.objective: tba_prime resets its reference; set train.reference_reset_interval (50)")
+        for name, usual, part in (
+            ("reference_reset_interval", None, "reference that moves"),
+            ("reward_tempering", 1, "target to temper"),
+            ("fluency_temperature", 1, "target to temper"),
+            ("residual_weight", "tapered", "residual"),
+        ):
+            if getattr(self, name) != usual and not self.is_trajectory_balance:
+                raise ValueError(f"train.{name}: {self.objective} has no {part}, only tb and tba_prime; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _devices_can_share_the_work(self):
         if self.num_processes > 1 and self.zero_stage == 3 and self.gradient_checkpointing == "cheap":
             raise ValueError(
                 "train.gradient_checkpointing is cheap with train.zero_stage 3, which gathers weights elsewhere when a "
                 "layer is computed again; use none or layers"
             )
-        if self.num_processes > 1 and self.objective not in ("tb", "tba_prime"):
-            raise ValueError(
-                f"train.processes is {self.processes} and train.machines {self.machines} with {self.objective}: "
-                "baselines train on one device; set both to 1"
-            )
-        tempered = self.reward_tempering != 1 or self.fluency_temperature != 1
-        if tempered and self.objective not in ("tb", "tba_prime"):
-            raise ValueError(
-                f"train.reward_tempering is {self.reward_tempering} and train.fluency_temperature "
-                f"{self.fluency_temperature} with {self.objective}: only tb and tba_prime have a target to temper; "
-                "leave both at 1"
-            )
-        if self.residual_weight == "plain" and self.objective not in ("tb", "tba_prime"):
-            raise ValueError(
-                f"train.residual_weight is plain with {self.objective}: only tb and tba_prime have a residual; leave "
-                "it out"
-            )
-        if self.objective == "tba_prime" and self.reference_reset_interval is None:
-            raise ValueError("train.objective: tba_prime resets its reference; set train.reference_reset_interval (50)")
-        if self.beta_steps is not None and self.beta_final is None:
-            raise ValueError(f"train.beta_steps is {self.beta_steps}, but train.beta_final is not set; set it, too")
+        if self.num_processes > 1 and not self.is_trajectory_balance:
+            raise ValueError(f"train.processes, train.machines: {self.objective} trains on one device; set both to 1")
         return self

@@ -87,6 +87,7 @@ class Machine:
     is_gpu: bool
     has_bfloat16: bool  # whether products run in bfloat16
     num_bytes: Bytes  # of a GPU, or of the machine's memory
+    num_gpus: int = 0
 
 
 def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machine: Machine) -> dict[str, Bytes]:

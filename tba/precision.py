@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 # Instructions that multiply bfloat16, by the names of torch.cpu.get_capabilities: x86's two, and ARM's.
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 NUM_PLACES = 1 << 20  # of thresholds, which all tensors use in turn
+REPEATS_ON_GPU = 16  # of all thresholds in a piece: each piece takes three kernels
 CAST_AGAIN_TOKENS = 1024  # from which to cast a weight again takes at most some 10 % of its products' time
 
 
@@ -125,6 +126,7 @@ class _ToBfloat16(torch.autograd.Function):
 
 @functools.cache
 def _places(device: torch.device) -> Tensor:
-    """int32 [NUM_PLACES], the same on every machine: the numbers added to the lower halves."""
+    """int32 [NUM_PLACES] or repeats, the same on every machine: the numbers added to the lower halves."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 1 << 16, (NUM_PLACES,), dtype=torch.int32, generator=generator).to(device)
+    places = torch.randint(0, 1 << 16, (NUM_PLACES,), dtype=torch.int32, generator=generator).to(device)
+    return places if device.type == "cpu" else places.repeat(REPEATS_ON_GPU)

@@ -81,7 +81,7 @@ class _Apart:
     """The responses of a large group, each apart from the others; the piece before is their prompt."""
 
     rows: Tensor  # [K', R] which of the group's tokens responses that bring new ones have
-    is_new: Tensor  # [K', R] False where an earlier response has the token, and where `rows` is padding
+    new: Tensor  # [n] places in `rows`, flattened, of tokens that no earlier response has
     may_attend: Tensor  # [R, C + S + R]
 
 
@@ -203,10 +203,11 @@ def _apart(C: int, tree: _Tree, device: torch.device) -> _Apart:
             is_new.append([row > newest for row in path])
             newest = path[-1]
     R = max(map(len, bringing))
-    # Padding lies behind a response's tokens, so causal attention keeps it from them.
-    rows = torch.tensor([path + path[:1] * (R - len(path)) for path in bringing], device=device)
-    new = torch.tensor([flags + [False] * (R - len(flags)) for flags in is_new], device=device)
-    return _Apart(rows, new, _causal_behind(C + tree.S, R, device))
+    # Padding lies behind a response's tokens, so causal attention keeps it from them. It repeats the whole response,
+    # because many copies of one row would have their gradients added one after another on a GPU.
+    rows = torch.tensor([(path * (R // len(path) + 1))[:R] for path in bringing], device=device)
+    new = [number * R + at for number, flags in enumerate(is_new) for at, flag in enumerate(flags) if flag]
+    return _Apart(rows, torch.tensor(new, device=device), _causal_behind(C + tree.S, R, device))
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
@@ -249,8 +250,8 @@ def shared_prefix_attention(
         k = torch.cat([prompt_k.expand(len(q), -1, -1, -1), k], dim=1)  # [K', P + R, H', D]
         v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
         if q.device.type == "cpu" and len(q) * q.shape[2] * piece.may_attend.numel() <= MAX_SCORES:
-            return _attend_by_products(q, k, v, piece.may_attend, kwargs.get("scaling"))[piece.is_new]
-        return attend(q, k, v, attn_mask=piece.may_attend)[piece.is_new]
+            return _attend_by_products(q, k, v, piece.may_attend, kwargs.get("scaling")).flatten(0, 1)[piece.new]
+        return attend(q, k, v, attn_mask=piece.may_attend).flatten(0, 1)[piece.new]
 
     # Split once: a slice for each piece would cost a gradient of the whole row for each.
     common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
@@ -284,3 +285,6 @@ def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor, sca
 
 
 AttentionInterface.register(ATTENTION, shared_prefix_attention)
+# On Hopper and later torch would take cuDNN's, which plans each new shape for tens of milliseconds and keeps all plans.
+# Here the shapes differ in every step.
+torch.backends.cuda.enable_cudnn_sdp(False)

@@ -314,7 +314,7 @@ def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _loss(terms: baselines.Terms, settings: TrainSettings, beta: float, log_z: Tensor | None) -> Tensor:
     """log_z: [B] nats, learned, with gradient; None: estimated from the K responses."""
-    if settings.objective in baselines.LOSSES:
+    if not settings.is_trajectory_balance:
         return baselines.LOSSES[settings.objective](terms, beta)
     policy, behavior, reference = (logprobs.sum(-1) for logprobs in (terms.policy, terms.behavior, terms.reference))
     if log_z is not None:

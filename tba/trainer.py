@@ -213,7 +213,7 @@ class Trainer:
     def _loss(
         self, draws: Sequence[Draw], distinct: list[Tensor], reference_logprob: Tensor, beta: float
     ) -> tuple[Tensor, dict[str, float]]:
-        if self.settings.objective in baselines.LOSSES:
+        if not self.settings.is_trajectory_balance:
             return self._baseline_loss(draws, distinct, beta)
         device = distinct[0].device
         policy_logprob = torch.stack([of[draw.slot] for of, draw in zip(distinct, draws, strict=True)])  # [B, K]
@@ -253,7 +253,7 @@ class Trainer:
 
     def _score(self, groups: Sequence[Group]) -> list[Tensor]:
         """The policy's log-probability of each response: for each group [U]; for a baseline those of all tokens."""
-        if self.settings.objective in baselines.LOSSES:
+        if not self.settings.is_trajectory_balance:
             scored = response_logprobs(self._policy, groups, self.settings.temperature)
             return [torch.cat(of_group) for of_group in scored]
         return sequence_logprobs(self._policy, groups, self.settings.temperature)

@@ -37,17 +37,10 @@ def _everywhere(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def call(self: "ShardedTrainer", *arguments):
-        _from_first((method.__name__, arguments))
+        self._from_first((method.__name__, arguments))
         return method(self, *arguments)
 
     return call
-
-
-def _from_first(value: object = None) -> object:
-    """The value that the first process passed, in all processes."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 class ShardedTrainer(Trainer):
@@ -71,6 +64,8 @@ class ShardedTrainer(Trainer):
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
         super().__init__(model, settings, seed=seed)
+        # By the CPU: while the first process waits for a batch, NCCL would keep the others' GPUs busy with waiting.
+        self._messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._folder, self._is_first, self._num_processes = model, dist.get_rank() == 0, dist.get_world_size()
         self._gathered = deepspeed.zero.GatheredParameters
         self._engine, _ = accelerator.prepare(_Scorer(self._policy, settings.temperature), self._optimizer)
@@ -78,13 +73,19 @@ class ShardedTrainer(Trainer):
 
     def follow(self) -> None:
         """Repeats the first process's calls until it closes."""
-        while (call := _from_first()) != "close":
+        while (call := self._from_first()) != "close":
             name, arguments = call
             getattr(type(self), name).__wrapped__(self, *arguments)
 
     def close(self) -> None:
         """Lets the other processes end."""
-        _from_first("close")
+        self._from_first("close")
+
+    def _from_first(self, value: object = None) -> object:
+        """The value that the first process passed, in all processes."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._messages)
+        return values[0]
 
     @_everywhere
     def train_step(self, draws: Sequence[Draw]) -> Metrics:
@@ -98,7 +99,7 @@ class ShardedTrainer(Trainer):
         at_least = tuple(map(max, zip(*needed, strict=True)))
         own = super()._gradient(hands[dist.get_rank()], num_draws, beta, at_least)
         of_all = [None] * self._num_processes
-        dist.all_gather_object(of_all, own)
+        dist.all_gather_object(of_all, own, group=self._messages)
         return {name: sum(of.get(name, 0.0) for of in of_all) for name in {name for of in of_all for name in of}}
 
     def _allocate_gradient(self) -> None:
@@ -148,7 +149,7 @@ class ShardedTrainer(Trainer):
     @_everywhere
     def load(self, folder: Path) -> None:
         file = safe_open(folder / CHECKPOINT, framework="pt") if self._is_first else None
-        names = set(_from_first(list(file.keys()) if self._is_first else None))
+        names = set(self._from_first(list(file.keys()) if self._is_first else None))
         device = self._policy.device
         self._reference = None
 
@@ -177,7 +178,9 @@ class ShardedTrainer(Trainer):
             for key in STATES:
                 if f"{key}.{name}" in names:
                     self._set_whole(parameter, read(f"{key}.{name}", parameter), key)
-        self.step = _from_first(json.loads((folder / "state.json").read_text())["step"] if self._is_first else None)
+        self.step = self._from_first(
+            json.loads((folder / "state.json").read_text())["step"] if self._is_first else None
+        )
 
     def _reset_reference(self) -> None:
         """Each process holds the reference whole: it needs no optimizer state and no gradient."""

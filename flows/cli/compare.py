@@ -17,7 +17,7 @@ app = typer.Typer()
 @app.command()
 def compare(
     study: Annotated[str, typer.Argument(help="Name of a study, a .toml file of your own, or sync.")] = "staleness",
-    out: Annotated[Path, typer.Option(help="Folder of the tables and the plot.")] = Path("docs/results"),
+    out: Annotated[Path, typer.Option(help="Folder of the tables and the plot.")] = Path("results"),
     store: Annotated[
         str | None,
         typer.Option(help="Store of the runs, as URL or folder; default: .tba/compare here.", callback=not_empty),

@@ -40,17 +40,19 @@ def show(
     from storage.errors import StoreError
 
     run_store = existing_run(run, store)
-    from storage.queries import query, show_batch
+    from storage.queries import ask, query, show_batch
 
     try:
         rows = show_batch(run_store, step).to_pylist()
-        steps = query(run_store, "SELECT * FROM training_steps ORDER BY step").to_pylist()
+        of_step = "SELECT * FROM training_steps WHERE step = ?"
+        facts = ask(run_store, lambda reader: reader.sql(of_step, params=[step]).to_arrow_table(), ["training_steps"])
+        trained = None if rows else query(run_store, "SELECT max(step) FROM training_steps").column(0)[0].as_py()
     except (StoreError, OverflowError, duckdb.Error) as error:
         fail(str(error), status=2)
     if not rows:
-        trained = f"steps 1 to {steps[-1]['step']} were trained" if steps else "no step was trained yet"
-        fail(f"Run {run!r} has no step {step}: {trained}.", status=2)
-    facts = next((row for row in steps if row["step"] == step), {})
+        known = f"steps 1 to {trained} were trained" if trained else "no step was trained yet"
+        fail(f"Run {run!r} has no step {step}: {known}.", status=2)
+    facts = next(iter(facts.to_pylist()), {})
     if as_json:
         typer.echo(json_text({"run": run, "step": step, "facts": facts, "batch": rows}))
         return

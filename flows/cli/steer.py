@@ -26,12 +26,12 @@ def stop(run: RunName, store: StoreOption = None) -> None:
     from storage import requests
     from storage.attempts import read_heartbeat
     from storage.errors import StoreError
-    from storage.status import is_alive
+    from storage.status import has_live_trainer
 
     run_store = existing_run(run, store)
     try:
         beat = read_heartbeat(run_store) or {}
-        if not is_alive(run_store, beat):
+        if not has_live_trainer(run_store, beat):
             fail(
                 f"Run {run!r} has no live Trainer, so there is nothing to stop. Ctrl-C in its `tba train`, or "
                 "Cancel on Prefect's page, ends a run that is still starting.",
@@ -44,7 +44,7 @@ def stop(run: RunName, store: StoreOption = None) -> None:
             if time.monotonic() > deadline:
                 watch = run_store.command(f"watch {run}")
                 fail(f"The Trainer has not stopped within {STOP_PATIENCE_S:.0f} s. `{watch}` shows its state.")
-            if not is_alive(run_store, beat):
+            if not has_live_trainer(run_store, beat):
                 fail(
                     "The Trainer died before it could stop. If its flow starts another, that one stops after a step; "
                     "otherwise the next `tba train` resumes from the last checkpoint."
@@ -80,7 +80,7 @@ def searchers(
     from storage import requests
     from storage.attempts import read_heartbeat
     from storage.errors import StoreError
-    from storage.status import is_alive
+    from storage.status import has_live_trainer
     from storage.summary import is_finished
 
     run_store = existing_run(run, store)
@@ -104,7 +104,7 @@ def searchers(
         if is_finished(run_store):
             fail(f"Run {run!r} is finished.", status=2)
         requests.want_searchers(run_store, wanted)
-        alive = is_alive(run_store, read_heartbeat(run_store) or {})
+        alive = has_live_trainer(run_store, read_heartbeat(run_store) or {})
     except StoreError as error:
         fail(str(error))
     if as_json:

@@ -190,12 +190,12 @@ def _summary_or_exit(store: "RunStore") -> dict | None:
 def _refuse_live_trainer(store: "RunStore") -> None:
     """Refuses a run whose live Trainer has no flow run on this server: another server has it, or the flow died."""
     from flows.run.flow_runs import TRAINER_WATCH_S
-    from storage.attempts import read_heartbeat, run_is_alive
+    from storage.attempts import is_alive, newest_attempt
 
-    if run_is_alive(store, watch_s=TRAINER_WATCH_S):
-        owner = (read_heartbeat(store) or {}).get("owner", {})
+    newest = newest_attempt(store)
+    if is_alive(store, newest, TRAINER_WATCH_S):
         fail(
-            f"Run {store.run!r} has a live Trainer (host {owner.get('host')}, pid {owner.get('pid')}) that this "
+            f"Run {store.run!r} has a live Trainer (host {newest.owner.host}, pid {newest.owner.pid}) that this "
             "Prefect server does not know. Follow it where it was started, or stop it and repeat this command."
         )
 

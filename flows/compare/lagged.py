@@ -25,8 +25,9 @@ from flows.trainer.experience import StoredExperience
 from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
-from storage.attempts import start_attempt, this_process
+from storage.attempts import start_attempt
 from storage.buffer import ReplayBuffer
+from storage.process_identity import Identity
 from storage.queries import query
 from storage.rules import Limits
 from storage.shards import commit_shard, shard_of
@@ -114,7 +115,7 @@ def run_with_lag(config: RunConfig, lag: int) -> Lagged:
     config.store: for this run alone.
     """
     store, template = RunStore(config.store, config.run), model_folder(config.model)
-    start_attempt(store, 0, this_process())
+    start_attempt(store, 0, Identity.current())
     searcher = start_searcher(config, "s0", 0)
     searcher.load(template, 0)
     heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms()

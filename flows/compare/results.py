@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -64,14 +65,24 @@ def results_about(stores: list[RunStore]) -> dict:
     versions = set()
     for store in stores:
         versions.update(query(store, "SELECT DISTINCT code_version FROM trajectories").column(0).to_pylist())
-    return {"commit": ", ".join(sorted(versions))} | hardware()
+    return {"commit": ", ".join(sorted(versions))} | hardware(of_model=True)
 
 
-def hardware() -> dict:
+def hardware(of_model: bool) -> dict:
+    """Processor, date, and the GPUs if runs of a model used them. The testbed computes on the processor."""
+    import torch
+
+    gpus = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()) if of_model)
     return {
         "hardware": f"{processor_name()}, {os.cpu_count()} cores",
+        **({"gpus": ", ".join(f"{number} x {name}" for name, number in gpus.items())} if gpus else {}),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def file_name(name: str, about: dict) -> str:
+    """Of a comparison's results: `<name>_<cpu or gpu>_<date>`. about: as `hardware` gives it."""
+    return f"{name}_{'gpu' if 'gpus' in about else 'cpu'}_{about['date']}"
 
 
 def write_numbers(file: Path, about: dict, runs: list[dict]) -> None:

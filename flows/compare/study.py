@@ -77,7 +77,7 @@ class Configuration(Settings):
 
     @model_validator(mode="after")
     def _log_z_is_of_trajectory_balance(self) -> "Configuration":
-        if self.log_z_rate is not None and self.train.objective not in ("tb", "tba_prime"):
+        if self.log_z_rate is not None and not self.train.is_trajectory_balance:
             raise ValueError(f"log_z_rate: {self.train.objective} has no log Z; leave it out, or take tb")
         return self
 

@@ -10,6 +10,7 @@ from flows.compare.results import (
     Interval,
     by_arm,
     confidence_interval,
+    file_name,
     hardware,
     paired_differences,
     table_lines,
@@ -38,7 +39,7 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
         "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
         "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
     }
-    return write_study(out, name, study, outcomes, about | hardware())
+    return write_study(out, name, study, outcomes, about | hardware(study.model is not None))
 
 
 def _before(study: Study, outcomes: list[Outcome]) -> dict[str, str]:
@@ -69,12 +70,12 @@ def _policy_and_task(study: Study) -> dict:
 
 
 def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
-    """`<name>_cpu_<date>`: .md with the tables, .png with the plot, .json with every run. Returns page and numbers.
+    """Named by `file_name`: .md with the tables, .png with the plot, .json with every run. Returns page and numbers.
 
-    about: the facts above the tables, by name; "date" is part of the files' names.
+    about: the facts above the tables, by name.
     """
     out.mkdir(parents=True, exist_ok=True)
-    name = f"{name}_cpu_{about['date']}"
+    name = file_name(name, about)
     accuracies = {arm: confidence_interval(list(of_arm.values())) for arm, of_arm in by_arm(outcomes).items()}
     ahead, lost = _differences(study, outcomes)
     numbers = {

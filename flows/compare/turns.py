@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
-from flows.compare.results import confidence_interval, results_about, table_lines, write_numbers
+from flows.compare.results import confidence_interval, file_name, results_about, table_lines, write_numbers
 from storage.attempts import first_attempt_at, latest_attempt
 from storage.queries import query
 from storage.store import RunStore
@@ -87,7 +87,7 @@ def turns(
 
 
 def write_turns(out: Path, name: str, rows: list[dict], curves: list[list[tuple[float, float]]], about: dict) -> Path:
-    """`<name>_cpu_<date>`: .md with the table, .png with the plot, .json with every run. Returns the table's file."""
+    """Named by `file_name`: .md with the table, .png with the plot, .json with every run. Returns the table's file."""
     common = common_accuracy(curves)
     for row, curve in zip(rows, curves, strict=True):
         row["seconds_to_common"] = next(seconds for seconds, accuracy in curve if accuracy >= common)
@@ -96,7 +96,7 @@ def write_turns(out: Path, name: str, rows: list[dict], curves: list[list[tuple[
         [mode, *(confidence_interval([row[key] for row in of_mode]) for key in SUMMARISED)]
         for mode, of_mode in by_mode.items()
     ]
-    name = f"{name}_cpu_{about['date']}"
+    name = file_name(name, about)
     pairs = list(zip(*by_mode.values(), strict=True))  # of each seed
     ratios = [confidence_interval([a[key] / b[key] for a, b in pairs]) if key in TIMES else "" for key in SUMMARISED]
     over_seeds = " ±: 95 % confidence interval over seeds (Student's t)." if about["seeds"] > 1 else ""

@@ -38,11 +38,11 @@ def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
         return True
     if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
         return False
-    if attempts.trainer(store) is None:  # a warm start may take hours
+    if (newest := attempts.newest_attempt(store)) is None:  # a warm start may take hours
         return False
     policy = policies.latest_policy(store)
     in_last_evaluation = policy is not None and policy.final  # this evaluation needs no Trainer
-    return not in_last_evaluation and not attempts.run_is_alive(store, TRAINER_WATCH_S)
+    return not in_last_evaluation and not attempts.is_alive(store, newest, TRAINER_WATCH_S)
 
 
 def mark_crashed(client, config: RunConfig) -> int:

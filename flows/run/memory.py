@@ -3,13 +3,14 @@
 import contextlib
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
 from flows.config import RunConfig
 from flows.searcher.start import ENGINE_SHARE
-from infra.machine import cpu_threads, gpu_bytes, has_bfloat16, memory_bytes
+from infra.machine import cpu_threads, gpu_bytes, gpu_places, has_bfloat16, memory_bytes, num_gpus
 from tba.memory import GIB, Machine, Shape, certain, read_shape, searcher_parts, trainer_parts
 from tba.models import model_folder
 from tba.rewards import RewardedTask
@@ -39,6 +40,7 @@ class MemoryPlan:
     processes: list[ProcessPlan]
     machine: Machine
     files: dict[str, int]  # bytes in the store: of a whole policy, of a checkpoint
+    on_trainers_gpu: int = 0  # Searchers that share a GPU with a process of the Trainer
 
     @property
     def fault(self) -> str | None:
@@ -60,6 +62,13 @@ class MemoryPlan:
                 found.append(
                     f"{self._too_much(searcher)}. Lower search.engine.gpu_memory_utilization, or spread the engine "
                     "over GPUs by search.engine.tensor_parallel_size"
+                )
+            together = trainer.num_bytes + self.on_trainers_gpu * searcher.num_bytes
+            if not found and together > self.machine.num_bytes:
+                found.append(
+                    f"memory: a Trainer ({gib(trainer.num_bytes)}) and {self.on_trainers_gpu} x Searcher "
+                    f"({gib(searcher.num_bytes)}) share a GPU of {gib(self.machine.num_bytes)}. Give the run another "
+                    "GPU, or lower search.engine.gpu_memory_utilization"
                 )
             return found
         together = sum(plan.number * plan.num_bytes for plan in self.processes)
@@ -139,7 +148,9 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": of_checkpoint * trained}
     if by_adapters:
         files["a policy's adapters"] = (2 if machine.has_bfloat16 else 4) * trained
-    return MemoryPlan([trainer, searcher], machine, files)
+    shared = _searchers_by_gpu(config, machine) if machine.is_gpu else Counter()
+    on_trainers = max((shared[gpu] for gpu in range(config.train.processes)), default=0)
+    return MemoryPlan([trainer, searcher], machine, files, on_trainers)
 
 
 def largest_pass(config: RunConfig, of_task: Lengths, response_tokens: int | None = None) -> int:
@@ -156,7 +167,7 @@ def this_machine() -> Machine:
         return Machine(False, has_bfloat16(), memory_bytes())
     from tba.precision import compute_dtype
 
-    return Machine(True, compute_dtype("cuda").itemsize == 2, on_gpu)
+    return Machine(True, compute_dtype("cuda").itemsize == 2, on_gpu, num_gpus())
 
 
 def _cache(config: RunConfig, shape: Shape, machine: Machine) -> int:
@@ -165,8 +176,14 @@ def _cache(config: RunConfig, shape: Shape, machine: Machine) -> int:
         with contextlib.suppress(ValueError):
             return int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB)
         return GIB
-    share = config.search.engine.get("gpu_memory_utilization", ENGINE_SHARE)
+    num_processes = Counter(range(config.train.processes)) + _searchers_by_gpu(config, machine)
+    share = config.search.engine.get("gpu_memory_utilization", ENGINE_SHARE / max(num_processes.values()))
     return max(0, int(share * machine.num_bytes) - 2 * shape.num_parameters // config.search.num_devices)
+
+
+def _searchers_by_gpu(config: RunConfig, machine: Machine) -> Counter[int]:
+    """Numbers of Searchers by GPU, if all of them run on this machine."""
+    return Counter(gpu_places(machine.num_gpus, config.searchers, config.train.processes, config.search.num_devices))
 
 
 def gib(num_bytes: int) -> str:

@@ -36,7 +36,7 @@ class PublishedPolicies:
         if self._published == (latest.attempt, latest.step):
             return
         if self._published is None or self._published[0] != latest.attempt:
-            resumed_from = attempts.list_attempts(self._store)[-1]["resumed_from"]
+            resumed_from = attempts.read_attempt(self._store, latest.attempt).resumed_from
             self._show_policy(latest.attempt, range(0), resumed_from)  # each attempt publishes its first policy
             self._published = (latest.attempt, resumed_from)
         for step in range(self._published[1] + 1, latest.step + 1):

@@ -85,7 +85,7 @@ class TrainerWatch:
 
     def _has_died_elsewhere(self) -> bool:
         """Whether the silent Trainer was on another machine, and had not ended by itself."""
-        trainer, beat = attempts.trainer(self._store), attempts.read_heartbeat(self._store)
-        if trainer is None or trainer.is_here() or beat is None:
+        newest, beat = attempts.newest_attempt(self._store), attempts.read_heartbeat(self._store)
+        if newest is None or newest.owner.is_here() or beat is None:
             return False
-        return beat.get("state") not in ("finished", "stopped", "failed")
+        return beat.get("state") not in attempts.ENDED

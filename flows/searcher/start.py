@@ -102,8 +102,10 @@ start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist
 
 def num_trainer_processes_here(store: RunStore) -> int:
     """Processes of the Trainer on this machine, whether it is the Trainer's first one or a further one."""
-    further = machines.num_processes_here(store, attempts.latest_attempt(store))
-    return attempts.num_trainer_processes_here(store) + further
+    if (newest := attempts.newest_attempt(store)) is None:
+        return 0
+    first = newest.processes if newest.owner.is_here() else 0
+    return first + machines.num_processes_here(store, newest.attempt)
 
 
 def place_on_machine(config: RunConfig) -> tuple[int, int, int]:

@@ -8,7 +8,6 @@ several devices it starts their processes (flows/trainer/ranks.py). The run's co
 DEVICES, a JSON object of RunConfig.devices.
 """
 
-import contextlib
 import importlib
 import json
 import logging
@@ -16,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import asdict, replace
 
 from flows.config import RunConfig, load_run
 from flows.report.text import log_printable
@@ -24,7 +22,8 @@ from flows.trainer import ALREADY_TRAINING
 from flows.trainer.heartbeat import Heartbeat
 from infra.machine import remove_leftovers
 from storage import attempts, checkpoints, policies
-from storage.errors import AlreadyTraining, DamagedRecord
+from storage.errors import AlreadyTraining
+from storage.process_identity import Identity
 from storage.store import RunStore
 
 # Five heartbeats. Only a Trainer on another machine is watched for this long.
@@ -47,7 +46,7 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
     # It imports torch, which takes some seconds; meanwhile another machine's Trainer is watched.
     threading.Thread(target=importlib.import_module, args=["flows.trainer.session"]).start()
     previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)
-    if (policy := latest_policy(store)) and policy.final:
+    if (policy := policies.restore_latest(store)) and policy.final:
         log.info("run %s has its final policy: nothing is left to train", run)
         return
     checkpoint = checkpoints.newest_whole_checkpoint(store)
@@ -57,7 +56,7 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
     attempt = attempts.start_attempt(
         store,
         checkpoint.step,
-        attempts.this_process(),
+        Identity.current(),
         previous=previous,
         checkpoint=checkpoint.path,
         processes=config.train.processes,
@@ -79,18 +78,6 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
         heart.end(state, message)
 
 
-def latest_policy(store: RunStore) -> policies.PolicyRef | None:
-    """As policies.latest_policy. If latest.json is missing or damaged, writes it again from the newest policy.json."""
-    with contextlib.suppress(DamagedRecord):
-        if found := policies.latest_policy(store):
-            return found
-    if found := policies.newest_policy_after(store, 0):
-        does_count = attempts.counts(found.attempt, found.step, attempts.list_attempts(store))
-        found = found if does_count else replace(found, final=False)
-        store.put(policies.LATEST, json.dumps(asdict(found), indent=2).encode())
-    return found
-
-
 def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies.PolicyRef | None) -> None:
     """Refuses to begin a run at step 0 if it had a checkpoint.
 
@@ -101,7 +88,7 @@ def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies
     """
     records = attempts.list_attempts(store)
     stored = [checkpoint.step for checkpoint in checkpoints.list_checkpoints(store)]
-    reached = max([0, *stored, *(record["resumed_from"] for record in records)])
+    reached = max([0, *stored, *(record.resumed_from for record in records)])
     if latest is not None and latest.step > 2 * config.train.checkpoint_interval:
         reached = max(reached, latest.step)
     if reached:

@@ -9,11 +9,13 @@ import logging
 import os
 import threading
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from flows.config import RunConfig
 from storage import attempts, requests
 from storage.errors import StoreError, Superseded
+from storage.process_identity import Identity
 from storage.store import RunStore
 
 HEARTBEAT_S = 2.0
@@ -80,7 +82,7 @@ class Heartbeat:
                 "attempt": self._attempt,
                 "steps": steps,
                 "seconds_left": seconds_left,
-                "owner": attempts.this_process(),
+                "owner": asdict(Identity.current()),
                 "at": datetime.now(UTC).isoformat(),
             },
         )

@@ -117,7 +117,7 @@ class Trackers:
         PartialState()  # the loggers of Accelerate's trackers need this state
         folder, run = tracking_folder(self._store), self._config.run
         if name == "tensorboard":
-            begun = attempts.list_attempts(self._store)[-1]["resumed_from"]
+            begun = attempts.read_attempt(self._store, self._attempt).resumed_from
             tracker = tracking.TensorBoardTracker("", folder / name, purge_step=begun + 1)
         elif name == "wandb":
             tracker = tracking.WandBTracker("tba", name=f"{run}-{self._attempt}", group=run, dir=folder)

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 
 from flows.compare.bench import TUNING_SEED, rates_to_try
-from flows.compare.results import confidence_interval, hardware, table_lines, write_numbers
+from flows.compare.results import confidence_interval, file_name, hardware, table_lines, write_numbers
 from infra.machine import code_version
 from tba.config import TrainSettings
 
@@ -148,7 +148,13 @@ def best_rate(pool: ProcessPoolExecutor, side: str, first_policies: Path) -> flo
 
 def write(out: Path, runs: dict[str, list[dict]]) -> Path:
     """The page, and the numbers beside it."""
-    about = {"policy": "of the testbed", "steps": STEPS, "seeds": SEEDS, "commit": code_version(), **hardware()}
+    about = {
+        "policy": "of the testbed",
+        "steps": STEPS,
+        "seeds": SEEDS,
+        "commit": code_version(),
+        **hardware(of_model=False),
+    }
     others = [side for side in runs if side != COMPARED_WITH]
 
     def values(side: str, measure: str) -> list[float]:
@@ -180,7 +186,7 @@ def write(out: Path, runs: dict[str, list[dict]]) -> Path:
         ),
     ]
     out.mkdir(parents=True, exist_ok=True)
-    page = out / f"peers_cpu_{about['date']}.md"
+    page = out / f"{file_name('peers', about)}.md"
     page.write_text("\n".join(lines) + "\n")
     write_numbers(page.with_suffix(".json"), about, [each for of in runs.values() for each in of])
     return page

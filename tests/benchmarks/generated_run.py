@@ -18,7 +18,7 @@ from storage.ledger import Sync
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id
 from storage.store import RunStore
-from tests.storage.helpers import NOON, make_search_round, make_training_step
+from tests.storage.helpers import NOON, OWNER, make_search_round, make_training_step
 
 RESPONSES_PER_PROMPT = 16
 NUM_PROMPTS = 5000
@@ -49,7 +49,7 @@ def generate_run(
     num_shards = num_trajectories // rows_per_shard
     steps = num_steps or num_shards
     store.create_run(CONFIG | {"run": store.run})
-    attempts.start_attempt(store, resumed_from=0, owner={"host": "generated", "pid": 1, "started": 0.0})
+    attempts.start_attempt(store, resumed_from=0, owner=OWNER)
     _publish(store, steps)
     sentences = [" ".join(random.choice(_WORDS, 7)) for _ in range(400)]
     ids: list[str] = []

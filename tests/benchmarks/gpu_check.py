@@ -17,6 +17,7 @@ is 1.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ import time
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
-LIMIT_S = {"train": 240, "generation_64": 120, "generation_256": 120, "step": 180, "swap": 300}
+LIMIT_S = {"train": 300, "generation_64": 300, "generation_256": 300, "step": 240, "swap": 420}  # twice the guess
 # Of Qwen2.5; small: a shape with which each part takes seconds on a CPU.
 SHAPES = {
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
@@ -37,6 +38,8 @@ SHAPES = {
     "small": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "vocab_size": 49152, "tie_word_embeddings": True},
 }  # fmt: skip
+FOLDER_VARIABLE = "TBA_GPU_CHECK_FOLDER"  # of models that several parts use
+ENDING_S = 20  # for what a part has started, after its limit
 SMALL_SHARD_BYTES = 1_000_000  # several files, as a model above 5 GB has
 CHANGED_SHARE = 0.008  # of the weights, between consecutive policies of a default run
 
@@ -101,7 +104,9 @@ def train(is_small: bool) -> dict:
 
 def generation(is_small: bool, num_sequences: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(Path(folder, "model"), "small" if is_small else "1.5B")
+        # One path for all parts: vLLM compiles a model of another path again.
+        shape, folder = "small" if is_small else "1.5B", os.environ.get(FOLDER_VARIABLE, folder)
+        model = Path(folder, shape) if Path(folder, shape).exists() else random_model(Path(folder, shape), shape)
         samples, longest = (2, 32) if is_small else (16, 1024)
         asked = {
             "PROMPTS": num_sequences // samples,
@@ -186,11 +191,18 @@ def run_module(module: str, *arguments: str, environment: dict[str, str] | None 
     """The JSON of a module's last line. Raises: RuntimeError: it failed, or ran for longer than the limit."""
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=PROJECT, env=os.environ | (environment or {}), **pipes) as process:
+    environment = os.environ | (environment or {})
+    with subprocess.Popen(command, cwd=PROJECT, env=environment, process_group=0, **pipes) as process:
         try:
             said, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # it ends what it has started
+        except BaseException as error:
+            process.terminate()  # a part ends what it has started, which has a group of its own, by this same line
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=ENDING_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # an engine's processes
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             said, _ = process.communicate()
             raise RuntimeError(f"{module} did not end in {limit_s:.0f} s:\n{said[-3000:]}") from None
     if process.returncode:
@@ -209,13 +221,15 @@ def main() -> None:
         print(json.dumps(PARTS[asked.parts[0]](asked.small)))
         return
     found, small = {}, ["--small"] if asked.small else []
-    for part in asked.parts or PARTS:
-        began = time.monotonic()
-        try:
-            found[part] = run_module(__spec__.name, part, "--here", *small, limit_s=LIMIT_S[part])
-        except (RuntimeError, ValueError) as error:
-            found[part] = {"failed": str(error)}
-        print(f"{part} ({time.monotonic() - began:.0f} s): {json.dumps(found[part])}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in asked.parts or PARTS:
+            began = time.monotonic()
+            given = {"environment": {FOLDER_VARIABLE: folder}, "limit_s": LIMIT_S[part]}
+            try:
+                found[part] = run_module(__spec__.name, part, "--here", *small, **given)
+            except (RuntimeError, ValueError) as error:
+                found[part] = {"failed": str(error)}
+            print(f"{part} ({time.monotonic() - began:.0f} s): {json.dumps(found[part])}", flush=True)
     print(json.dumps({"device": device(), "parts": found}))
     sys.exit(any("failed" in result for result in found.values()))
 

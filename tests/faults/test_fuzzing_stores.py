@@ -13,6 +13,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -226,8 +227,15 @@ MANIFEST = {"step": 4, "fingerprint": "f" * 32, "attempt": 1, "files": {"config.
 CHAIN = {"step": 4, "fingerprint": "f" * 32, "attempt": 1, "files": {"model.safetensors": 2}, "whole": False,
          "digests": {"model.safetensors": "0" * 64},
          "chain": [{"path": "policies/step=00000002", "fingerprint": "e" * 32, "whole": True}]}  # fmt: skip
-ATTEMPT = {"attempt": 1, "resumed_from": 0, "owner": OWNER, "created_at": "2026-01-01T00:00:00+00:00"}
-BEAT = {"state": "training", "step": 3, "attempt": 1, "owner": OWNER, "at": "2026-01-01T00:00:00+00:00", "message": ""}
+ATTEMPT = {"attempt": 1, "resumed_from": 0, "owner": asdict(OWNER), "created_at": "2026-01-01T00:00:00+00:00"}
+BEAT = {
+    "state": "training",
+    "step": 3,
+    "attempt": 1,
+    "owner": asdict(OWNER),
+    "at": "2026-01-01T00:00:00+00:00",
+    "message": "",
+}
 REFUSAL = {"shard": shards.shard_path("s0", 0), "reasons": ["reward is finite"], "refused_by": "attempt 1"}
 CONFIG = RunConfig(run="run").recorded()
 
@@ -260,7 +268,7 @@ RECORDS = {
         lambda store: kept_policies.keep_if_best(store, policies.PolicyRef(**POLICY), 0.5, 8))),
     "attempt": ("trainer/attempt=00000001.json", ATTEMPT, readers(
         attempts.list_attempts, attempts.latest_attempt, attempts.trainer, attempts.first_attempt_at,
-        lambda store: attempts.run_is_alive(store, 0), ledger.evaluations)),
+        lambda store: attempts.is_alive(store, attempts.newest_attempt(store), watch_s=0), ledger.evaluations)),
     "heartbeat": (attempts.HEARTBEAT, BEAT, readers(attempts.read_heartbeat, status.run_status)),
     "run.json": ("run.json", CONFIG, readers(
         load_run, intake.limits_of, lambda store: read_recorded(store.get("run.json")),

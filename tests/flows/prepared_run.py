@@ -1,6 +1,7 @@
 """A run in a store, as after a short training, for tests of commands that only read."""
 
 import json
+from dataclasses import asdict
 
 from flows.config import RunConfig
 from storage import attempts, ledger
@@ -46,6 +47,6 @@ def heartbeat(step: int, **more) -> dict:
     """The Trainer's sign of life after a step."""
     return {
         "state": "training", "step": step, "steps": 80, "message": "", "attempt": 1, "at": f"{NOON.isoformat()}",
-        "owner": OWNER, "reward_mean": 0.5 + step / 1000, "fresh_reward_mean": 0.25, "num_trajectories": 12_345,
+        "owner": asdict(OWNER), "reward_mean": 0.5 + step / 1000, "fresh_reward_mean": 0.25, "num_trajectories": 12_345,
         "num_prompts": 678, "num_inserted": 8, "staleness_mean": 1.5, "seconds_left": 3661.0,
     } | more  # fmt: skip

@@ -31,6 +31,7 @@ from flows.trainer.meeting import KEY_VARIABLE
 from infra.machine import cpu_threads, tensor_environment
 from storage import attempts
 from storage.errors import AlreadyTraining, RunConfigMismatch, StoreUnreachable
+from storage.process_identity import Identity
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -41,7 +42,7 @@ class Trainer:
     pid = os.getpid()
 
     def __init__(self, store: RunStore, began: threading.Event, end) -> None:
-        attempts.start_attempt(store, 0, attempts.this_process())
+        attempts.start_attempt(store, 0, Identity.current())
         self._began, self._end, self._status = began, end, None
 
     def poll(self) -> int | None:
@@ -136,7 +137,7 @@ def test_a_trainer_that_fails_is_started_again_while_it_makes_progress(local_sto
     ],
 )
 def test_the_reason_why_a_flow_ended_its_trainer_is_seen(local_store, state, message, seen):
-    attempts.start_attempt(local_store, 0, attempts.this_process())
+    attempts.start_attempt(local_store, 0, Identity.current())
     attempts.heartbeat(local_store, {"state": state, "step": 3, "message": message})
     train.tell_failure(local_store, RuntimeError("searcher s0 failed 4 times"))
     with Watcher(local_store) as watcher:
@@ -149,7 +150,7 @@ def test_a_store_that_is_away_hides_neither_the_trainer_nor_its_failure(local_st
     def away(*_: object) -> None:
         raise StoreUnreachable("no answer")
 
-    monkeypatch.setattr(attempts, "trainer", away)
+    monkeypatch.setattr(attempts, "newest_attempt", away)
     monkeypatch.setattr(attempts, "read_heartbeat", away)
     assert train.attempt_of(local_store, os.getpid()) is None
     assert "ended without a message" in train.last_words(local_store)
@@ -163,7 +164,7 @@ def test_a_flow_whose_searchers_fail_too_often_says_so_once_its_trainer_has_ende
     config, events = RunConfig(run=local_store.run, store=local_store.url), []
 
     def submit(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event):
-        attempts.start_attempt(local_store, 0, attempts.this_process())
+        attempts.start_attempt(local_store, 0, Identity.current())
         lost.set() if is_taken_over else None
 
         def wait() -> None:

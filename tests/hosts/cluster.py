@@ -133,7 +133,7 @@ class Cluster:
         return attempts.read_heartbeat(self.store) or {"attempt": 0, "step": 0, "state": "starting"}
 
     def trainers_node(self) -> str:
-        return attempts.trainer(self.store).host
+        return attempts.newest_attempt(self.store).owner.host
 
     def await_steps(self, number: int, attempt: int, timeout_s: float = 600) -> None:
         """Waits until this attempt has made so many steps."""
@@ -142,7 +142,7 @@ class Cluster:
             beat = self.beat()
             if beat["attempt"] != attempt or beat["state"] != "training":
                 return False
-            return beat["step"] >= number + attempts.list_attempts(self.store)[-1]["resumed_from"]
+            return beat["step"] >= number + attempts.newest_attempt(self.store).resumed_from
 
         self.wait_for(has_made, f"step {number} of attempt {attempt}", timeout_s)
 

@@ -58,7 +58,7 @@ def test_a_job_that_is_queued_again_resumes(cluster: Cluster, tmp_path: Path):
     cluster.requeue()
     stopped_at = await_stop(cluster)
     cluster.await_steps(5, attempt=2)
-    assert [attempt["resumed_from"] for attempt in attempts.list_attempts(cluster.store)] == [0, stopped_at]
+    assert [attempt.resumed_from for attempt in attempts.list_attempts(cluster.store)] == [0, stopped_at]
     cluster.tba("stop", RUN)
     cluster.wait_for(lambda: cluster.state() == "COMPLETED", "the job to end with its run", SAVING_S)
     assert "0 faults" in cluster.tba("verify", RUN)

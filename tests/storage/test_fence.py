@@ -202,7 +202,7 @@ def old_attempt(store: RunStore, attempt: int, resumed_from: int) -> None:
     record = {
         "attempt": attempt,
         "resumed_from": resumed_from,
-        "owner": OWNER,
+        "owner": asdict(OWNER),
         "created_at": "2026-11-21T12:00:00+00:00",
     }
     store.put_new(f"trainer/attempt={attempt:08d}.json", json.dumps(record).encode())

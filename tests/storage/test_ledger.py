@@ -12,6 +12,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,8 +25,13 @@ from safetensors.numpy import save_file
 
 from storage import attempts, checkpoints, ledger
 from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, StoreError, Superseded
+from storage.process_identity import Identity
 from storage.schema import BATCH, EVALUATION, SEARCH_ROUND, SYNC, TRAINING_STEP, to_table
 from tests.storage.helpers import NOON, OWNER, Sync, make_batch, make_search_round, make_training_step, start_python
+
+
+def is_alive(store, watch_s: float) -> bool:
+    return attempts.is_alive(store, attempts.newest_attempt(store), watch_s)
 
 
 def read(store, path: str) -> pa.Table:
@@ -136,7 +142,7 @@ def test_attempts_count_up_and_remember_when_the_first_began(store):
     assert [attempts.start_attempt(store, step, OWNER) for step in (0, 20)] == [1, 2]
     assert attempts.latest_attempt(store) == 2
     assert before <= attempts.first_attempt_at(store) <= datetime.now(UTC)
-    assert [(record["attempt"], record["resumed_from"]) for record in attempts.list_attempts(store)] == [
+    assert [(record.attempt, record.resumed_from) for record in attempts.list_attempts(store)] == [
         (1, 0),
         (2, 20),
     ]
@@ -190,16 +196,16 @@ def test_an_entry_counts_if_no_later_attempt_resumed_from_before_its_step(store)
 
 
 def test_a_run_that_never_trained_is_not_alive(local_store):
-    assert not attempts.run_is_alive(local_store, watch_s=60)
+    assert not is_alive(local_store, watch_s=60)
 
 
 def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
     process = start_python("pass")
     process.wait()
-    attempts.start_attempt(local_store, 0, attempts.this_process() | {"pid": process.pid, "started": 0.0})
+    attempts.start_attempt(local_store, 0, replace(Identity.current(), pid=process.pid, started=0.0))
     attempts.heartbeat(local_store, {"step": 1})
     began = time.monotonic()
-    assert not attempts.run_is_alive(local_store, watch_s=60)
+    assert not is_alive(local_store, watch_s=60)
     assert time.monotonic() - began < 5
 
 
@@ -207,40 +213,41 @@ def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
 def test_a_trainer_of_another_machine_is_alive_if_its_heartbeat_goes_on_changing(local_store):
     attempts.start_attempt(local_store, 0, OWNER)
     attempts.heartbeat(local_store, {"step": 1})
-    assert not attempts.run_is_alive(local_store, watch_s=0.5)
+    assert not is_alive(local_store, watch_s=0.5)
     once = threading.Timer(0.3, attempts.heartbeat, (local_store, {"step": 2}))
     once.start()
-    assert not attempts.run_is_alive(local_store, watch_s=1.5), "one beat may be the last"
+    assert not is_alive(local_store, watch_s=1.5), "one beat may be the last"
     beats = [threading.Timer(0.3 * n, attempts.heartbeat, (local_store, {"step": 2 + n})) for n in (1, 2, 3)]
     for beat in beats:
         beat.start()
-    assert attempts.run_is_alive(local_store, watch_s=30)
+    assert is_alive(local_store, watch_s=30)
     for beat in beats:
         beat.join()
 
 
 def test_a_trainer_of_this_machine_is_alive_while_its_process_is_there(local_store):
     process = start_python(
-        "import json; from storage import attempts; print(json.dumps(attempts.this_process()), flush=True); input()"
+        "import json; from dataclasses import asdict; from storage.process_identity import Identity; "
+        "print(json.dumps(asdict(Identity.current())), flush=True); input()"
     )
-    attempts.start_attempt(local_store, 0, json.loads(process.stdout.readline()))
-    assert attempts.run_is_alive(local_store, watch_s=0.5), "it has not spoken yet"
+    attempts.start_attempt(local_store, 0, Identity(**json.loads(process.stdout.readline())))
+    assert is_alive(local_store, watch_s=0.5), "it has not spoken yet"
     end = threading.Timer(0.5, process.communicate, ("\n",))
     end.start()
-    assert not attempts.run_is_alive(local_store, watch_s=60), "it ended while it was watched"
+    assert not is_alive(local_store, watch_s=60), "it ended while it was watched"
     end.join()
 
 
 def test_setting_the_clock_makes_no_trainer_another(local_store, monkeypatch):
-    attempts.start_attempt(local_store, 0, attempts.this_process())
+    attempts.start_attempt(local_store, 0, Identity.current())
     booted = psutil.boot_time()
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted + 3600)  # as /proc/stat has it from then on
-    assert attempts.run_is_alive(local_store, watch_s=0.5)
+    assert is_alive(local_store, watch_s=0.5)
 
 
 def test_another_process_under_the_pid_is_not_the_trainer(local_store):
-    attempts.start_attempt(local_store, 0, attempts.this_process() | {"started": 0.0})
-    assert not attempts.run_is_alive(local_store, watch_s=60)
+    attempts.start_attempt(local_store, 0, replace(Identity.current(), started=0.0))
+    assert not is_alive(local_store, watch_s=60)
 
 
 # --- checkpoints

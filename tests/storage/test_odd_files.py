@@ -20,6 +20,7 @@ import errno
 import json
 import os
 import random
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,12 +31,12 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from flows.trainer.__main__ import latest_policy
 from storage import attempts, checkpoints, kept_policies, ledger, policies, queries, reward_versions, status, summary
 from storage.buffer import ReplayBuffer
 from storage.export import export
 from storage.intake import refusals
 from storage.mop import Sampling
+from storage.process_identity import Identity
 from storage.shards import commit_shard, parquet_bytes
 from storage.store import RunStore
 from storage.upkeep import delete_superseded
@@ -99,13 +100,13 @@ def test_latest_json_is_written_again_and_a_finished_run_stays_finished(local_st
     publish(local_store, 40)
     final = publish(local_store, 80, final=True)
     damage(local_store)
-    found = latest_policy(local_store)
+    found = policies.restore_latest(local_store)
     assert (found.step, found.path, found.final) == (80, final.path, True)
     assert policies.latest_policy(local_store) == found
 
 
 def test_a_run_without_a_policy_gets_no_latest_json(run):
-    assert latest_policy(run) is None and not run.exists(policies.LATEST)
+    assert policies.restore_latest(run) is None and not run.exists(policies.LATEST)
 
 
 def test_a_full_disk_is_waited_for_while_a_policy_is_fetched(publish, tmp_path, monkeypatch):
@@ -199,7 +200,7 @@ def test_an_odd_folder_hides_no_run(tmp_path, monkeypatch):
     three = prepare_run(tmp_path.as_uri(), "three")
     (tmp_path / "loop").symlink_to("loop")
     record = json.loads(three.get(ATTEMPT))
-    three.put(ATTEMPT, json.dumps(record | {"owner": attempts.this_process() | {"pid": -1}}).encode())
+    three.put(ATTEMPT, json.dumps(record | {"owner": asdict(replace(Identity.current(), pid=-1))}).encode())
     two.delete("run.json")
     (tmp_path / "outside").write_text("{}")
     (tmp_path / "two" / "run.json").symlink_to(tmp_path / "outside")

@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_read_is_not_empty(local_store, monkeypatch):
 
     monkeypatch.setattr(local_folder.os, "scandir", denied)
     for read in (lambda: local_store.list("a"), lambda: local_store.folders("a/b")):
-        with pytest.raises(StoreError, match=r"cannot list a.* permission denied; check the credentials"):
+        with pytest.raises(StoreError, match=r"cannot list a.* this account may not; give it the folder"):
             read()
     assert local_store.list("nothing") == [] and local_store.folders("nothing") == []
 

@@ -10,6 +10,7 @@
 import json
 import threading
 import time
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -21,8 +22,12 @@ ELSEWHERE = [{"boot_id": "another"}, {"pid_namespace": 1}, {"host": "elsewhere"}
 OLDER = {"boot_id": None, "pid_namespace": None}
 
 
-def ended() -> dict:
-    return attempts.this_process() | {"started": 0.0}
+def is_alive(store, watch_s: float) -> bool:
+    return attempts.is_alive(store, attempts.newest_attempt(store), watch_s)
+
+
+def ended() -> Identity:
+    return replace(Identity.current(), started=0.0)
 
 
 def beat_on(store, times: int, every_s: float) -> list[threading.Timer]:
@@ -33,35 +38,35 @@ def beat_on(store, times: int, every_s: float) -> list[threading.Timer]:
 
 
 def test_here_it_is_known_and_elsewhere_it_is_not():
-    assert Identity(**attempts.this_process()).is_running() is True
-    assert Identity(**ended()).is_running() is False
+    assert Identity.current().is_running() is True
+    assert ended().is_running() is False
     for change in [*ELSEWHERE, OLDER]:
-        for process in (attempts.this_process(), ended()):
-            assert Identity(**process | change).is_running() is None
+        for process in (Identity.current(), ended()):
+            assert replace(process, **change).is_running() is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [*ELSEWHERE, OLDER])
 def test_a_clone_with_this_name_is_alive_while_its_heartbeat_changes(local_store, change):
     """Its process is not found here: on the clone it is."""
-    attempts.start_attempt(local_store, 0, ended() | change)
+    attempts.start_attempt(local_store, 0, replace(ended(), **change))
     attempts.heartbeat(local_store, {"step": 0})
-    assert not attempts.run_is_alive(local_store, watch_s=0.5), "its heartbeat does not change"
+    assert not is_alive(local_store, watch_s=0.5), "its heartbeat does not change"
     beats = beat_on(local_store, 3, every_s=0.6)
-    assert attempts.run_is_alive(local_store, watch_s=1.0)
+    assert is_alive(local_store, watch_s=1.0)
     for beat in beats:
         beat.join()
 
 
 def test_a_process_here_with_a_clones_pid_is_not_its_trainer(local_store):
-    attempts.start_attempt(local_store, 0, attempts.this_process() | {"boot_id": "another"})
-    assert not attempts.run_is_alive(local_store, watch_s=0.5)
+    attempts.start_attempt(local_store, 0, replace(Identity.current(), boot_id="another"))
+    assert not is_alive(local_store, watch_s=0.5)
 
 
 def test_a_dead_one_here_is_not_waited_for(local_store):
     attempts.start_attempt(local_store, 0, ended())
     began = time.monotonic()
-    assert not attempts.run_is_alive(local_store, watch_s=60) and time.monotonic() - began < 5
+    assert not is_alive(local_store, watch_s=60) and time.monotonic() - began < 5
 
 
 def test_an_attempt_of_an_older_version_is_read(local_store):
@@ -69,25 +74,43 @@ def test_an_attempt_of_an_older_version_is_read(local_store):
     owner = {"host": "here", "pid": 7, "started": 1.0}
     local_store.put("trainer/attempt=00000001.json", json.dumps(record | {"owner": owner}).encode())
     (found,) = attempts.list_attempts(local_store)
-    assert found == record | {"owner": owner | OLDER, "checkpoint": None, "processes": 1}
+    assert asdict(found) == record | {"owner": owner | OLDER, "checkpoint": None, "processes": 1}
 
 
 def test_without_a_boot_id_absence_proves_nothing(monkeypatch):
     monkeypatch.setattr(process_identity, "_boot_id", lambda: None)
     monkeypatch.setattr(process_identity, "_pid_namespace", lambda: None)
     assert Identity.current().is_running() is True
-    assert Identity(**ended()).is_running() is None
+    assert ended().is_running() is None
 
 
 def test_two_processes_of_one_machine_tell_the_same_of_it():
     other = start_python(
-        "import json; from storage import attempts; print(json.dumps(attempts.this_process())); input()"
+        "import json; from dataclasses import asdict; from storage.process_identity import Identity; "
+        "print(json.dumps(asdict(Identity.current()))); input()"
     )
     try:
         told = json.loads(other.stdout.readline())
         assert {key: told[key] for key in ("host", *OLDER)} == {
-            key: attempts.this_process()[key] for key in ("host", *OLDER)
+            key: getattr(Identity.current(), key) for key in ("host", *OLDER)
         }
     finally:
         other.kill()
         other.communicate()
+
+
+@pytest.mark.parametrize(("beats_on", "is_silent"), [(True, False), (False, True)])
+def test_a_process_that_was_frozen_looks_twice(beats_on, is_silent, monkeypatch):
+    """After Ctrl-Z and fg the other process, which was frozen too, has had no time for a heartbeat yet."""
+    now, beat = 0.0, b"1"
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, beat
+        now, beat = now + seconds, b"2" if beats_on else beat
+
+    monkeypatch.setattr(process_identity.time, "monotonic", lambda: now)
+    monkeypatch.setattr(process_identity.time, "sleep", sleep)
+    pulse = process_identity.Pulse(lambda: beat)
+    assert not pulse.is_silent(180)
+    now = 600.0  # frozen
+    assert pulse.is_silent(180) == is_silent

@@ -199,7 +199,7 @@ def test_a_step_moves_the_policy_and_tells(model_folder, objective):
         ({"objective": "online_dpo", "beta": 0}, "greater than 0"),
         ({"objective": "rloo", "reference_reset_interval": 5}, "only tb and tba_prime"),
         ({"objective": "tba_prime"}, "tba_prime resets its reference"),
-        ({"objective": "rloo", "processes": 2}, "baselines train on one device"),
+        ({"objective": "rloo", "processes": 2}, "rloo trains on one device"),
         ({"objective": "ppo"}, "Input should be 'tb', "),
     ],
 )

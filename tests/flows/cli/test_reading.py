@@ -28,6 +28,7 @@ from flows.cli import sql
 from flows.cli.app import app
 from flows.cli.console import Progress
 from storage import attempts, kept_policies, ledger, policies
+from storage.process_identity import Identity
 from storage.store import RunStore
 from tests.flows.prepared_run import heartbeat, prepare_run
 from tests.storage.helpers import make_batch
@@ -62,7 +63,7 @@ def test_runs_tells_the_state_of_each(root):
     url = (root / ".tba").as_uri()
     prepare_run(url, "done", finished=True)
     ours = prepare_run(url, "ours")
-    attempts.start_attempt(ours, resumed_from=0, owner=attempts.this_process())
+    attempts.start_attempt(ours, resumed_from=0, owner=Identity.current())
     attempts.heartbeat(ours, heartbeat(2))
     (root / "policy").mkdir()
     kept_policies.keep_if_best(

@@ -44,6 +44,7 @@ from flows.trainer.outbox import StoreOutbox
 from storage import attempts, ledger, policies, requests
 from storage.errors import StoreUnreachable
 from storage.policies import PolicyRef
+from storage.process_identity import Identity
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tba.training_loop import Stopped
@@ -380,7 +381,7 @@ def test_stop_refuses_where_nobody_trains(store):
 
 
 def test_stop_waits_until_the_trainer_has_stopped(store):
-    attempts.start_attempt(store, resumed_from=0, owner=attempts.this_process())
+    attempts.start_attempt(store, resumed_from=0, owner=Identity.current())
     attempts.heartbeat(store, heartbeat(41))
 
     def obey() -> None:

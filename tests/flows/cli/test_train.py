@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -39,6 +40,7 @@ from flows.config import RunConfig
 from flows.run import flow_runs
 from infra import prefect_server, stack
 from storage import attempts
+from storage.process_identity import Identity
 from storage.store import RunStore
 
 
@@ -165,13 +167,13 @@ def test_what_the_check_warns_of_is_printed(project, monkeypatch):
 
 def test_a_live_trainer_that_prefect_does_not_know_is_named(project, capsys):
     store = RunStore((project / ".tba").as_uri(), "elsewhere")
-    owner = attempts.this_process()
+    owner = Identity.current()
     attempts.start_attempt(store, 0, owner)
     stop = threading.Event()
 
     def beat():
         while not stop.wait(0.1):
-            attempts.heartbeat(store, {"at": time.time(), "owner": owner})
+            attempts.heartbeat(store, {"at": time.time(), "owner": asdict(owner)})
 
     thread = threading.Thread(target=beat)
     thread.start()

@@ -3,7 +3,7 @@
 - An arm is run once: its outcome is in the store, and other settings under its name are refused.
 - The grid of step sizes grows until its best is at no edge.
 - Intervals are Student's; differences are taken seed by seed, and their intervals hold at once.
-- Tables, plot and numbers say what came out; the numbers are what the command's last line is.
+- Tables, plot and numbers say what came out; the numbers are what the command's last line is. They name the GPUs.
 - Interrupted, the comparison of turns lets its run stop in order.
 
 python -m pytest tests/flows/compare/test_compare.py
@@ -22,7 +22,7 @@ from flows.cli.app import app
 from flows.compare import study_page, turns
 from flows.compare.bench import Bench, Outcome, rates_to_try, run_arm, with_rate
 from flows.compare.replay import experience
-from flows.compare.results import confidence_interval, paired_differences
+from flows.compare.results import confidence_interval, file_name, hardware, paired_differences
 from flows.compare.study import Arm, Configuration, Study, read_study
 from storage.attempts import first_attempt_at, start_attempt
 from storage.errors import RunConfigMismatch
@@ -179,6 +179,15 @@ def test_the_page_of_a_model_names_what_was_measured(tmp_path):
     assert "Greedy accuracy on held-out problems, mean" in text and "| 16 | 0.500 ± 0.000 |" in text
     assert numbers["lost"]["tb"]["mean"] == 0 and "minus that" not in text  # there is no other arm
     assert "the best of a grid" not in text
+
+
+def test_results_of_a_model_name_the_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "NVIDIA H200")
+    about = hardware(of_model=True)
+    assert about["gpus"] == "2 x NVIDIA H200" and file_name("mine", about).startswith("mine_gpu_20")
+    of_testbed = hardware(of_model=False)  # which computes on the processor
+    assert "gpus" not in of_testbed and file_name("mine", of_testbed).startswith("mine_cpu_20")
 
 
 def test_a_study_of_one_lag_has_nothing_to_lose(tmp_path):

@@ -168,7 +168,7 @@ def test_processes_that_fit_alone_and_not_together_are_a_warning(monkeypatch):
 
 
 def test_sharding_divides_the_state(monkeypatch):
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(is_gpu=True, has_bfloat16=True, num_bytes=80 * GIB))
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 80 * GIB, num_gpus=9))
     one, eight = (
         plan_of(RunConfig.model_validate({"train": {"processes": n, "zero_stage": 3}}), SEVEN_B, Lengths(200, 0, 512))
         for n in (1, 8)
@@ -181,8 +181,20 @@ def test_sharding_divides_the_state(monkeypatch):
     assert searcher.parts["engine's weights"] + searcher.parts["keys and values"] == int(0.6 * 80 * GIB)
 
 
+@pytest.mark.parametrize(("num_gpus", "share"), [(2, 1), (1, 2)])
+def test_processes_that_share_a_gpu_share_its_memory(num_gpus, share, monkeypatch):
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 24 * GIB, num_gpus))
+    small = read_shape(memory.model_folder("smollm2-135m-instruct"))
+    fits = plan_of(RunConfig(searchers=1), small, Lengths(33, 20, 8))
+    parts = fits.processes[1].parts
+    assert parts["engine's weights"] + parts["keys and values"] == int(0.6 / share * 24 * GIB) and not fits.warnings
+    engine = {"search": {"engine": {"gpu_memory_utilization": 0.9}}}
+    found = plan_of(RunConfig.model_validate(engine), small, Lengths(33, 20, 8)).warnings
+    assert [("share a GPU of 24.0 GiB" in warning) for warning in found] == [True] * (share - 1)
+
+
 def test_a_searcher_that_a_gpu_cannot_hold_is_a_warning(monkeypatch):
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(is_gpu=True, has_bfloat16=True, num_bytes=32 * GIB))
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 32 * GIB, num_gpus=9))
     sharded = {"train": {"processes": 8, "zero_stage": 3}}
     found = plan_of(RunConfig.model_validate(sharded), SEVEN_B, Lengths(200, 0, 512)).warnings[-1]
     assert found.startswith("memory: the Searcher needs 33.2 GiB") and "search.engine.gpu_memory_utilization" in found
@@ -210,7 +222,7 @@ def test_the_reference_policys_own_process_counts(monkeypatch, cores, synchronou
 
 def test_adapters_that_a_cpus_engine_merges_count(monkeypatch):
     plans = []
-    for machine, rank in ((CPU, None), (CPU, 16), (Machine(True, True, 80 * GIB), 16)):
+    for machine, rank in ((CPU, None), (CPU, 16), (Machine(True, True, 80 * GIB, num_gpus=2), 16)):
         monkeypatch.setattr(memory, "this_machine", lambda of=machine: of)
         config = RunConfig.model_validate({"train": {"lora_rank": rank}})
         plans.append(plan_of(config, SEVEN_B, Lengths(2, 0, 2)).processes[1].parts["weights that are loaded"])
@@ -229,7 +241,7 @@ def test_only_a_trainer_that_cannot_fit_is_refused(monkeypatch):
 
 
 def test_fewer_gpus_than_trainer_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 80 * GIB))
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 80 * GIB, num_gpus=2))
     two = RunConfig.model_validate({"train": {"processes": 2, "zero_stage": 2}})
     for num_here, is_enough in ((2, True), (1, False), (0, True)):  # without a GPU the processes share the cores
         monkeypatch.setattr("flows.run.preflight.num_gpus", lambda found=num_here: found)

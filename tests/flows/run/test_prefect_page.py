@@ -66,7 +66,7 @@ from tests.storage.helpers import make_batch, make_training_step
 store, told = RunStore(*sys.argv[1:3]), threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: told.set())
 begun = policies.latest_policy(store).step if policies.latest_policy(store) else 0
-attempt = attempts.start_attempt(store, begun, attempts.this_process(), previous=attempts.latest_attempt(store))
+attempt = attempts.start_attempt(store, begun, Identity.current(), previous=attempts.latest_attempt(store))
 
 def publish(step):
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +198,7 @@ def test_suspend_ends_all_between_two_steps_and_resume_goes_on(room):
 
     client.resume_flow_run(flow_run.id)
     wait_for(lambda: state_of(client, flow_run) == "Completed")
-    assert [record["resumed_from"] for record in attempts.list_attempts(store)] == [0, stopped["step"]]
+    assert [record.resumed_from for record in attempts.list_attempts(store)] == [0, stopped["step"]]
 
     shown = artifacts_of(client, flow_run)
     keys = {"suspended-progress": 2, "suspended-steps": 2, "suspended-reward-curve": 2, "suspended-staleness-curve": 2}

@@ -52,6 +52,7 @@ def config(tmp_path: Path, **changes) -> RunConfig:
     ("changes", "message"),
     [
         ({"train": {"beta": 0}}, "train.beta is 0, and tb divides by it; give a number greater than 0"),
+        ({"train": {"beta": 0, "objective": "online_dpo"}}, "train.beta is 0, and online_dpo divides by it; give a"),
         ({"train": {"beta": -1}}, "train.beta\n.*greater than or equal to 0"),
         ({"sampling": {"recent_probability": 1.5}}, "sampling.recent_probability\n.*less than or equal to 1"),
         ({"sampling": {"recent_probability": -0.1}}, "sampling.recent_probability\n.*greater than or equal to 0"),

@@ -24,6 +24,7 @@ from flows.run import takeover, trainer_watch
 from flows.run.trainer_watch import TrainerWatch
 from storage import attempts
 from storage.errors import StoreUnreachable
+from storage.process_identity import Identity
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -94,7 +95,7 @@ def test_a_trainer_that_ended_by_itself_is_left(watch, clock, local_store, state
 
 
 def test_a_trainer_on_this_machine_is_left_to_its_flow(watch, clock, local_store):
-    attempts.start_attempt(local_store, 0, attempts.this_process())
+    attempts.start_attempt(local_store, 0, Identity.current())
     beat(local_store, 1)
     assert look(watch, clock, 1, 100, 1000) == 0
 

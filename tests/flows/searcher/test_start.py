@@ -13,6 +13,7 @@ python -m pytest tests/flows/searcher/test_start.py
 import contextlib
 import os
 import string
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from flows.searcher.start import place_on_machine, samples_ahead, searcher_threa
 from infra import machine
 from storage import attempts
 from storage.errors import RunConfigMismatch
+from storage.process_identity import Identity
 from storage.run_model import check_model
 from storage.store import RunStore
 from tba import engines, precision
@@ -69,7 +71,7 @@ def test_the_next_round_is_sampled_ahead_unless_engine_and_scoring_share_a_core(
 ):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(cores))
     monkeypatch.setattr(precision, "default_device", lambda: device)
-    attempts.start_attempt(store, 0, attempts.this_process())
+    attempts.start_attempt(store, 0, Identity.current())
     assert samples_ahead(RunConfig(run=store.run, store=store.url, searchers=searchers)) is ahead
 
 
@@ -83,7 +85,7 @@ def test_the_reference_policy_has_a_process_where_rounds_are_sampled_ahead(
     monkeypatch.setattr(engines, "make_engine", lambda *_, **__: WholeBatches())
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = save_character_model(tmp_path / "model", string.printable)
-    attempts.start_attempt(store, 0, attempts.this_process())
+    attempts.start_attempt(store, 0, Identity.current())
     config = RunConfig(run=store.run, store=store.url, model=str(model), searchers=1)
     assert type(start.start_searcher(config, "s0", 0)._reference) is ReferencePolicy
     searcher = start.start_searcher(config, "s0", 0, begins_ahead=True)
@@ -118,7 +120,7 @@ def test_engines_that_share_a_gpu_start_in_turn(store, tmp_path, monkeypatch, nu
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
     model = save_character_model(tmp_path / "model", string.printable)
-    attempts.start_attempt(store, 0, attempts.this_process())
+    attempts.start_attempt(store, 0, Identity.current())
     config = RunConfig(run=store.run, store=store.url, model=str(model), searchers=1)
     start.start_searcher(config, "s0", 0)
     assert seen == [in_turn]
@@ -143,7 +145,7 @@ def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, be, monkey
     """What torch says of the machine is made up: this one may have no GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     config = RunConfig(run=store.run, store=store.url, searchers=3)
-    attempts.start_attempt(store, 0, attempts.this_process())
+    attempts.start_attempt(store, 0, Identity.current())
     found = []
     for place in range(3):
         be(place, of=place + 1)  # the others have not started yet
@@ -156,7 +158,7 @@ def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, be,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     engine = {"tensor_parallel_size": 2}
     config = RunConfig(run=store.run, store=store.url, searchers=2, search={"engine": engine})
-    attempts.start_attempt(store, 0, attempts.this_process(), processes=4)  # run.json does not have it
+    attempts.start_attempt(store, 0, Identity.current(), processes=4)  # run.json does not have it
     found = []
     for place in range(2):
         be(place, of=2)
@@ -172,7 +174,7 @@ def test_eight_machines_with_one_gpu_each_give_all_of_it(store, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(16))
     config = RunConfig(run=store.run, store=store.url, searchers=8)
-    attempts.start_attempt(store, 0, attempts.this_process() | {"boot_id": "of another machine"})
+    attempts.start_attempt(store, 0, replace(Identity.current(), boot_id="of another machine"))
     for _ in range(8):
         machine._places.clear()  # the next machine
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -183,7 +185,7 @@ def test_eight_machines_with_one_gpu_each_give_all_of_it(store, monkeypatch):
 
 def test_searchers_on_another_machine_than_their_trainer_share_it_among_themselves(store, be):
     config = RunConfig(run=store.run, store=store.url, searchers=3)
-    attempts.start_attempt(store, 0, attempts.this_process() | {"host": "elsewhere"})
+    attempts.start_attempt(store, 0, replace(Identity.current(), host="elsewhere"))
     found = []
     for place in range(2):
         be(place, of=2)

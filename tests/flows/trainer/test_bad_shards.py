@@ -102,7 +102,7 @@ def test_a_run_with_bad_shards_trains_to_its_end_and_names_them(tmp_path, monkey
     monkeypatch.setattr(session, "StoreOutbox", outbox_with_searcher(model, [KILLED_AT]))
     with pytest.raises(KeyboardInterrupt):
         learn(config.store, config.run, parent=os.getppid())
-    monkeypatch.setattr(attempts, "run_is_alive", lambda *_: False)  # this process is the dead Trainer's, too
+    monkeypatch.setattr(attempts, "is_alive", lambda *_: False)  # this process is the dead Trainer's, too
     learn(config.store, config.run, parent=os.getppid())
     bad = {shard_path("s0", number) for number in (TORN, NEWER, NOT_A_NUMBER)}
 

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def as_older_versions_wrote(run: Path) -> None:
     shutil.rmtree(run / "trainer" / "step=00000004-a0001")
     (run / "trainer" / "step=00000003-a0001").rename(run / "trainer" / "step=00000003")
     for file in (run / "trainer" / "attempt=00000001.json", run / "trainer" / "heartbeat.json"):
-        record = json.loads(file.read_text()) | {"owner": OWNER}
+        record = json.loads(file.read_text()) | {"owner": asdict(OWNER)}
         file.write_text(json.dumps({name: value for name, value in record.items() if name != "checkpoint"}))
     for file in run.glob("policies/*/policy.json"):
         file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "final"}))

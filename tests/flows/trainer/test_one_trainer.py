@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ from flows.trainer import ALREADY_TRAINING
 from flows.trainer import __main__ as trainer_main
 from flows.trainer.__main__ import learn
 from storage import attempts, checkpoints, policies
+from storage.process_identity import Identity
 from storage.store import RunStore
 from tests.storage.helpers import OWNER, start_python
 
@@ -101,7 +103,7 @@ def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(s
     winner, loser = sorted(first_two, key=lambda process: process.poll() is not None)
     assert loser.returncode == ALREADY_TRAINING
     assert winner.stdout.readline() == "training\n" and winner.poll() is None
-    assert attempts.trainer(store).pid == winner.pid
+    assert attempts.newest_attempt(store).owner.pid == winner.pid
     assert store.list("") == ["run.json", "trainer/attempt=00000001.json", attempts.HEARTBEAT]
     assert json.loads(store.get(attempts.HEARTBEAT))["owner"]["pid"] == winner.pid
 
@@ -111,7 +113,7 @@ def test_of_two_started_at_once_one_begins_and_the_next_follows_a_kill_at_once(s
     begin(third)
     assert third.stdout.readline() == "training\n"
     assert time.monotonic() - killed_at < 5
-    assert (attempts.latest_attempt(store), attempts.trainer(store).pid) == (2, third.pid)
+    assert (attempts.latest_attempt(store), attempts.newest_attempt(store).owner.pid) == (2, third.pid)
 
     third.send_signal(signal.SIGTERM)
     assert third.wait(timeout=START_S) == 0
@@ -156,7 +158,7 @@ def resumed(store, monkeypatch):
     session = SimpleNamespace(train_run=lambda *given: (taken.append(given[3]), "stopped")[1])
     monkeypatch.setitem(sys.modules, "flows.trainer.session", session)
     monkeypatch.setattr(trainer_main.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(attempts, "run_is_alive", lambda *_: False)  # this process, which was each Trainer
+    monkeypatch.setattr(attempts, "is_alive", lambda *_: False)  # this process, which was each Trainer
 
     def resumed() -> checkpoints.Checkpoint:
         learn(store.url, store.run, os.getppid())
@@ -178,7 +180,7 @@ def test_a_run_resumes_from_its_newest_whole_checkpoint(store, resumed, tmp_path
     whole, torn = (save_checkpoint(store, tmp_path / "checkpoint", step, 1) for step in (50, 100))
     store.put(f"{torn}/trainer.safetensors", b"")
     assert resumed().path == whole
-    assert attempts.list_attempts(store)[-1]["resumed_from"] == 50
+    assert attempts.newest_attempt(store).resumed_from == 50
     save_checkpoint(store, tmp_path / "checkpoint", 100, 2)
     assert resumed().path == "trainer/step=00000100-a0002"
 
@@ -214,7 +216,7 @@ def test_a_run_far_behind_its_first_checkpoint_does_not_begin_at_step_0(store, r
 
 def test_a_flow_does_not_take_a_namesakes_trainer_for_its_own(store):
     """Pods share names of hosts and pids."""
-    attempts.start_attempt(store, 0, attempts.this_process() | {"boot_id": "another"})
+    attempts.start_attempt(store, 0, replace(Identity.current(), boot_id="another"))
     assert attempt_of(store, os.getpid()) is None
-    attempts.start_attempt(store, 0, attempts.this_process())
+    attempts.start_attempt(store, 0, Identity.current())
     assert attempt_of(store, os.getpid()) == 2 and attempt_of(store, os.getppid()) is None
