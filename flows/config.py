@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import from_json
 
 from storage.errors import DamagedRecord, StoreError
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.store import RESTORE, RunStore, check_run_name
 from storage.store_url import CREDENTIALS, default_store, one_spelling, parse_store_url
 from tba.config import SearchSettings, Settings, TaskSettings, TrainSettings
@@ -64,7 +64,7 @@ class RunConfig(Settings):
     )
     task: TaskSettings = TaskSettings()
     search: SearchSettings = SearchSettings()
-    sampling: Sampling = Sampling()
+    sampling: SamplingSettings = SamplingSettings()
     train: TrainSettings = TrainSettings()
 
     @field_validator("run")

@@ -8,7 +8,6 @@ The run's store keeps the figures under evaluations/. Training itself evaluates 
 one, and others as often as `evaluate_share` allows (flows/search.py).
 """
 
-import json
 import logging
 import statistics
 from datetime import UTC, datetime
@@ -86,7 +85,7 @@ def measure_policy(
     name = Path(policy.path).name + (f"-samples={samples}" if samples else "")
     if num_problems != config.task.num_heldout:
         name += f"-problems={num_problems}"
-    store.put(f"evaluations/{name}.json", json.dumps(figures, indent=1).encode())
+    store.put_json(f"evaluations/{name}.json", figures)
     return figures
 
 

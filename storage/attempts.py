@@ -14,9 +14,8 @@ trainer/heartbeat.json and policies/latest.json. The live Trainer's next write r
 does not follow a pointer of a superseded attempt.
 """
 
-import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -85,7 +84,7 @@ def start_attempt(
     attempt = (latest_attempt(store) if previous is None else previous) + 1
     record = Attempt(attempt, resumed_from, owner, datetime.now(UTC).isoformat(), checkpoint, processes)
     try:
-        store.put_new(_path(attempt), json.dumps(asdict(record), indent=2).encode())
+        store.put_new_json(_path(attempt), record)
     except AlreadyExists:
         raise _already_training(store, read_attempt(store, attempt)) from None
     return attempt
@@ -186,7 +185,7 @@ def _path(attempt: int) -> str:
 
 def heartbeat(store: RunStore, beat: dict) -> None:
     """Replaces the heartbeat. beat: JSON values, which differ each time."""
-    store.put(HEARTBEAT, json.dumps(beat).encode())
+    store.put_json(HEARTBEAT, beat)
 
 
 def read_heartbeat(store: RunStore) -> dict | None:
@@ -198,10 +197,7 @@ def read_heartbeat(store: RunStore) -> dict | None:
 
 def raw_heartbeat(store: RunStore) -> bytes | None:
     """The newest heartbeat's bytes, for comparison with a later one; None before the first."""
-    try:
-        return store.get(HEARTBEAT)
-    except NotFound:
-        return None
+    return store.get_or_none(HEARTBEAT)
 
 
 def pulse(store: RunStore) -> Pulse:

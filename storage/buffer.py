@@ -35,7 +35,7 @@ from storage.errors import NotFound
 from storage.fresh import Fresh
 from storage.index import Index
 from storage.ledger import Sync
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.new_shards import NewShards
 from storage.rules import Limits
 from storage.shard_files import place_of
@@ -70,7 +70,7 @@ class ReplayBuffer:
     the order of reading does not matter. A sync drops earlier ones whose trajectories are all older than `max_age`.
     """
 
-    def __init__(self, store: RunStore, sampling: Sampling, seed: int, limits: Limits | None = None):
+    def __init__(self, store: RunStore, sampling: SamplingSettings, seed: int, limits: Limits | None = None):
         """limits: the run's, for the rules that a shard must keep; None: limits that hold for any run."""
         self._store = store
         self._limits = limits or Limits()

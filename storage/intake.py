@@ -14,7 +14,6 @@ At the run's end the shards that no sync took in are checked, too. If the store 
 raised and the shard is not refused. A shard is refused only if a second reading confirms the fault.
 """
 
-import json
 import logging
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -120,7 +119,7 @@ def refuse(store: RunStore, refused: Iterable[Refusal], by: str) -> None:
         record = {"shard": refusal.shard, "reasons": refusal.reasons, "refused_by": by}
         record["at"] = datetime.now(UTC).isoformat()
         with suppress(AlreadyExists):  # an earlier attempt of the Trainer came to the same decision
-            store.put_new(refusal_path(refusal.searcher, refusal.round), json.dumps(record, indent=2).encode())
+            store.put_new_json(refusal_path(refusal.searcher, refusal.round), record)
 
 
 def refusals(store: RunStore) -> list[Refusal]:

@@ -14,7 +14,6 @@ sees that a policy is held, it keeps it. If the Searcher sees that its policy is
 the best. best.json changes while the policy is held, so the Trainer reads held/ before best.json.
 """
 
-import json
 import logging
 import math
 import tempfile
@@ -61,7 +60,7 @@ def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
 
     If the Searcher is killed, its policy stays held until the next Searcher of that name holds another one.
     """
-    store.put(_held_path(searcher), json.dumps(asdict(ref), indent=2).encode())
+    store.put_json(_held_path(searcher), ref)
     try:
         doomed = store.read_json(_PRUNING, list[str]) or []  # None: nothing has been pruned yet
         manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
@@ -106,7 +105,7 @@ def keep_if_best(
         return False
     found = BestPolicy(**asdict(ref), accuracy=accuracy, num_problems=num_problems)
     check()
-    store.put(BEST, json.dumps(asdict(found), indent=2).encode())
+    store.put_json(BEST, found)
     return True
 
 
@@ -151,7 +150,7 @@ def prune_policies(store: RunStore, keep: int) -> None:
         doomed = [folder for folder in unpruned if folder not in kept]
         if not doomed:
             return
-        store.put(_PRUNING, json.dumps(doomed).encode())
+        store.put_json(_PRUNING, doomed)
         kept |= _with_needed(store, _evaluated(store) - kept)
     except DamagedRecord as error:
         logger.warning("no policy is pruned for now, because held, best or newest ones cannot be read: %s", error)
@@ -178,7 +177,7 @@ def _delete_weights(store: RunStore, folder: str, files: list[str]) -> None:
         logger.warning("policy %s is not pruned: %s", folder, error)
         return
     # the mark is written first: missing files without it mean damage
-    store.put(manifest, json.dumps((published or {}) | {"pruned": True}, indent=2).encode())
+    store.put_json(manifest, (published or {}) | {"pruned": True})
     for path in files:
         if path != manifest:
             store.discard(path)

@@ -9,19 +9,18 @@ two processes may commit the same round. The store keeps the first shard only (s
 once.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated
 from uuid import UUID
 
 from pydantic import AfterValidator
 
-from storage.errors import AlreadyExists, DamagedRecord, NameTaken, NotFound, Superseded
+from storage.errors import AlreadyExists, DamagedRecord, NameTaken, Superseded
 from storage.paths import first_stray
 from storage.process_identity import SHORTEST_PAUSE_S, Identity
 from storage.shards import check_searcher_id
@@ -68,7 +67,7 @@ def take_name(store: RunStore, searcher: str, flow_run: str | None) -> Lease:
     number = last.number + 1 if last else 1
     lease = Lease(searcher, number, Identity.current(), flow_run, datetime.now(UTC).isoformat())
     try:
-        store.put_new(lease.path, _text(lease))
+        store.put_new_json(lease.path, lease)
     except AlreadyExists:
         raise _taken(store, newest(store, searcher) or lease) from None
     return lease
@@ -86,18 +85,18 @@ def revoke(store: RunStore, lease: Lease) -> None:
     """Takes a name from its owner, which ends before its next commit. The next process need not wait for the name."""
     vacant = Lease(lease.searcher, lease.number + 1, None, None, datetime.now(UTC).isoformat(), is_released=True)
     with suppress(AlreadyExists):
-        store.put_new(vacant.path, _text(vacant))
+        store.put_new_json(vacant.path, vacant)
 
 
 def renew(store: RunStore, lease: Lease) -> None:
     """Tells that the owner lives. Raises: Superseded: another process has the name, or nobody."""
     check_name(store, lease)
-    store.put(lease.path, _text(replace(lease, renewed_at=datetime.now(UTC).isoformat())))
+    store.put_json(lease.path, replace(lease, renewed_at=datetime.now(UTC).isoformat()))
 
 
 def release(store: RunStore, lease: Lease) -> None:
     """Gives the name back, so that the next process takes it without waiting."""
-    store.put(lease.path, _text(replace(lease, is_released=True)))
+    store.put_json(lease.path, replace(lease, is_released=True))
 
 
 def check_name(store: RunStore, lease: Lease) -> None:
@@ -140,13 +139,8 @@ def is_alive(store: RunStore, lease: Lease, pause_s: float = SHORTEST_PAUSE_S) -
     if lease.is_released or lease.owner is None:
         return False
 
-    def content() -> bytes | None:
-        """Each renewal changes it. None: the file was deleted."""
-        with suppress(NotFound):
-            return store.get(lease.path)
-        return None
-
-    return lease.owner.is_alive(content, WATCH_S, pause_s)
+    # Each renewal changes the file.
+    return lease.owner.is_alive(lambda: store.get_or_none(lease.path), WATCH_S, pause_s)
 
 
 def are_alive(store: RunStore, held: Sequence[Lease]) -> list[bool]:
@@ -161,7 +155,3 @@ def are_alive(store: RunStore, held: Sequence[Lease]) -> list[bool]:
 
 def _path(searcher: str, number: int) -> str:
     return f"searchers/{searcher}/lease={number:08d}.json"
-
-
-def _text(lease: Lease) -> bytes:
-    return json.dumps(asdict(lease), indent=2).encode()

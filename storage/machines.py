@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from storage.errors import AlreadyExists, DamagedRecord, NotFound
+from storage.errors import AlreadyExists, DamagedRecord
 from storage.process_identity import Identity
 from storage.store import RunStore
 
@@ -67,14 +67,14 @@ def join(store: RunStore, attempt: int, processes: int) -> Machine:
     for number in count(1):
         machine = Machine(attempt, number, Identity.current(), processes, _now())
         with suppress(AlreadyExists):
-            store.put_new(machine.path, _text(machine))
+            store.put_new_json(machine.path, machine)
             return machine
     raise AssertionError  # count does not end
 
 
 def renew(store: RunStore, machine: Machine) -> None:
     """Tells that the machine lives."""
-    store.put(machine.path, _text(replace(machine, renewed_at=_now())))
+    store.put_json(machine.path, replace(machine, renewed_at=_now()))
 
 
 def joined(store: RunStore, attempt: int) -> list[Machine]:
@@ -88,15 +88,13 @@ def joined(store: RunStore, attempt: int) -> list[Machine]:
 
 def raw(store: RunStore, attempt: int, number: int) -> bytes | None:
     """A machine's file as it is now, for comparison with a later one; None: it does not exist."""
-    with suppress(NotFound):
-        return store.get(_path(attempt, number))
-    return None
+    return store.get_or_none(_path(attempt, number))
 
 
 def form_world(store: RunStore, attempt: int, world: World, key: str) -> None:
     """Tells the machines that joined which of them take part. Raises: AlreadyExists: it was told before."""
     signed = _Signed(world, _signature(store, attempt, world, key))
-    store.put_new(f"{_folder(attempt)}/world.json", json.dumps(asdict(signed)).encode())
+    store.put_new_json(f"{_folder(attempt)}/world.json", signed)
 
 
 def read_world(store: RunStore, attempt: int, key: str) -> World | None:
@@ -126,10 +124,6 @@ def _path(attempt: int, number: int) -> str:
 
 def _folder(attempt: int) -> str:
     return f"machines/attempt={attempt:08d}"
-
-
-def _text(machine: Machine) -> bytes:
-    return json.dumps(asdict(machine), indent=2).encode()
 
 
 def _now() -> str:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 SPLITMIX64_STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Sampling(BaseModel):
+class SamplingSettings(BaseModel):
     """How batches are drawn: MOP, mixing recent and older trajectories (TBA, arXiv 2503.18929, section 4)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,7 +51,7 @@ class Sampling(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _capacity_holds_a_draw(self) -> "Sampling":
+    def _capacity_holds_a_draw(self) -> "SamplingSettings":
         if self.capacity_per_prompt < self.responses_per_prompt:
             raise ValueError(
                 f"capacity_per_prompt={self.capacity_per_prompt} must be at least "

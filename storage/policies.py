@@ -15,11 +15,10 @@ finds the newest attempt's policy by its policy.json. Until the new attempt publ
 is served; it is not final if the resume undid it.
 """
 
-import json
 import logging
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -121,7 +120,7 @@ def point_to(store: RunStore, ref: PolicyRef) -> None:
                 f"attempt {ref.attempt} at run {store.run} cannot publish policy step {ref.step}: attempt "
                 f"{latest.attempt} has published step {latest.step}, so another Trainer has taken over. Stop this one."
             )
-    store.put(LATEST, json.dumps(asdict(ref), indent=2).encode())
+    store.put_json(LATEST, ref)
 
 
 def _began_later(store: RunStore, later: int, attempt: int) -> bool:
@@ -162,7 +161,7 @@ def restore_latest(store: RunStore) -> PolicyRef | None:
             return found
     if found := newest_policy_after(store, 0):
         found = _served(found, later_attempts(store, found.attempt))
-        store.put(LATEST, json.dumps(asdict(found), indent=2).encode())
+        store.put_json(LATEST, found)
     return found
 
 

@@ -7,7 +7,6 @@ control/leaving/<name>    this Searcher ends after the rounds that it has sample
 """
 
 import contextlib
-import json
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -47,7 +46,7 @@ def take_back_stop(store: RunStore) -> bool:
 
 
 def want_searchers(store: RunStore, number: int) -> None:
-    store.put(SEARCHERS, json.dumps({"wanted": number}).encode())
+    store.put_json(SEARCHERS, {"wanted": number})
 
 
 def wanted_searchers(store: RunStore, configured: int) -> int:

@@ -7,7 +7,6 @@ A shard's rewards are written once, in one file. So scoring may be interrupted a
 committed more shards: only shards without a file are scored.
 """
 
-import json
 import re
 from datetime import UTC, datetime
 
@@ -42,7 +41,7 @@ def begin_version(store: RunStore, version: str, reward: str, source: str) -> No
     """
     path = f"rewards/{check_version(version)}/{VERSION}"
     try:
-        store.put_new(path, json.dumps({"version": version, "reward": reward, "source": source}).encode())
+        store.put_new_json(path, {"version": version, "reward": reward, "source": source})
     except AlreadyExists:
         recorded = store.read_json(path, dict[str, str]) or {}
         if (scored_by := recorded.get("reward")) != reward:

@@ -8,7 +8,6 @@ The run's settings have the model's name or path. On another machine, or at a re
 reference log-probabilities of the trajectories would then be of another model.
 """
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,7 +34,7 @@ def check_model(store: RunStore, model: str, fingerprint: str) -> None:
     Raises: RunConfigMismatch: the run began with other weights. DamagedRecord: model.json cannot be read.
     """
     with suppress(AlreadyExists):
-        store.put_new(MODEL, json.dumps({"fingerprint": fingerprint}).encode())
+        store.put_new_json(MODEL, {"fingerprint": fingerprint})
         return
     recorded = store.read_json(MODEL, _Model, remedy=f"Delete it if {model} has not changed since the run began.")
     if recorded is not None and recorded.fingerprint != fingerprint:

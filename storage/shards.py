@@ -16,7 +16,6 @@ its number. So the new shards are those after the last round seen of each Search
 proportional to their number. Each round is read from one file, so a reader sees each trajectory once.
 """
 
-import json
 import logging
 import re
 import uuid
@@ -207,7 +206,7 @@ def quarantine_shard(store: RunStore, table: pa.Table, reasons: list[str]) -> st
     searcher, round_number = _origin(table)
     path = f"quarantine/searcher={check_searcher_id(searcher)}/round={round_number:08d}-{uuid.uuid4().hex}"
     store.put_new(f"{path}.parquet", parquet_bytes(table))
-    store.put_new(f"{path}.json", json.dumps({"reasons": reasons}, indent=2).encode())
+    store.put_new_json(f"{path}.json", {"reasons": reasons})
     return f"{path}.parquet"
 
 

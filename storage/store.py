@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,25 @@ class RunStore:
         with self._errors("write", path):
             self._files.put(path, data)
 
+    def put_new_json(self, path: str, value: object) -> None:
+        """As `put_new`. value: JSON values, or a dataclass."""
+        self.put_new(path, _json(value))
+
+    def put_json(self, path: str, value: object) -> None:
+        """As `put`. value: JSON values, or a dataclass."""
+        self.put(path, _json(value))
+
     def get(self, path: str) -> bytes:
         """The content of a file. Raises: NotFound."""
         with self._errors("read", path):
             return self._files.get(path)
+
+    def get_or_none(self, path: str) -> bytes | None:
+        """The content of a file as it is now, for comparison with a later one; None: there is no such file."""
+        try:
+            return self.get(path)
+        except NotFound:
+            return None
 
     def get_fast(self, path: str) -> bytes | None:
         """The content of a file, unchecked: it may be a proxy's page. The caller recognises that, and asks `get`.
@@ -131,10 +147,10 @@ class RunStore:
 
         Raises: DamagedRecord: it is no JSON, or JSON of another type; the message ends with `remedy`.
         """
-        try:
-            return _adapter(kind).validate_json(self.get(path))
-        except NotFound:
+        if (data := self.get_or_none(path)) is None:
             return None
+        try:
+            return _adapter(kind).validate_json(data)
         except ValidationError as error:
             faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".lstrip(": ") for fault in error.errors())
             raise DamagedRecord(
@@ -315,6 +331,10 @@ class RunStore:
         check_path(path)
         with _store_errors(action, self._where(path)):
             yield
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(asdict(value) if is_dataclass(value) else value, indent=2).encode()
 
 
 def scans(function: Callable) -> Callable:

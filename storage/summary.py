@@ -1,6 +1,5 @@
 """summary.json: the result of a run, computed from the store alone."""
 
-import json
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -83,7 +82,7 @@ def summarise(store: RunStore) -> dict:
         "note": None if rounds else "accuracy was not measured, because no Searcher, and so no engine, took part",
         "finished_at": datetime.now(UTC).isoformat(),
     }
-    store.put(_PATH, json.dumps(summary, indent=1).encode())
+    store.put_json(_PATH, summary)
     return summary
 
 

@@ -83,7 +83,7 @@ def expire(store: RunStore, max_age: timedelta | None, keep: int | None, min_siz
     for searcher, last in chosen.items():
         mark = {"at": now.isoformat(), "before": before and before.isoformat(), "keep": keep}
         with suppress(AlreadyExists):
-            store.put_new(f"expired/searcher={searcher}/through={last:08d}.json", json.dumps(mark).encode())
+            store.put_new_json(f"expired/searcher={searcher}/through={last:08d}.json", mark)
     return chosen
 
 

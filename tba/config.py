@@ -1,6 +1,6 @@
 """Settings of the method, as pydantic models: a bad value is refused by name when a run is submitted.
 
-flows/config.py joins these with the buffer's settings (storage.mop.Sampling) into the one configuration of a run.
+flows/config.py joins these with those of the buffer (storage.mop.SamplingSettings) into one configuration of a run.
 """
 
 import difflib

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tba.engine import Engine, Response, Sampling, ServedPolicy
 
-Batch = tuple[list[list[Response]], datetime]  # each prompt's responses, and when the last one was sampled
+SampledBatch = tuple[list[list[Response]], datetime]  # each prompt's responses, and when the last one was sampled
 
 
 class Generator:
@@ -22,7 +22,7 @@ class Generator:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._batches: dict[int, Future[Batch]] = {}  # in the engine, by its number
+        self._batches: dict[int, Future[SampledBatch]] = {}  # in the engine, by its number
         self._is_stepping = False  # a step is due
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
@@ -33,12 +33,14 @@ class Generator:
         """
         return self._thread.submit(self._load, folder, policy_step).result()
 
-    def start(self, prompts: list[list[int]], sampling: Sequence[Sampling], *, first: bool = False) -> Future[Batch]:
+    def start(
+        self, prompts: list[list[int]], sampling: Sequence[Sampling], *, first: bool = False
+    ) -> Future[SampledBatch]:
         """Begins a batch: `num_samples` responses to each prompt. `first`: before the prompts that wait already.
 
         The future raises the engine's error, or CancelledError: see `load` and `cancel`.
         """
-        batch: Future[Batch] = Future()
+        batch: Future[SampledBatch] = Future()
         self._thread.submit(self._start, batch, prompts, sampling, first)
         return batch
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.config import SearchSettings
 from tba.engine import Engine, Response, Sampling, ServedPolicy, WholeBatches
-from tba.generator import Batch, Generator
+from tba.generator import Generator, SampledBatch
 from tba.near_duplicates import NearDuplicates
 from tba.reference_policy import ReferencePolicy
 from tba.reference_process import ReferenceProcess
@@ -43,7 +43,7 @@ UNSCORED = 3  # sampled rounds that wait to be scored: while there are so many, 
 
 
 @dataclass(frozen=True)
-class Identity:
+class SearcherIdentity:
     """The identity of a Searcher. Prompts follow from name and seed; trajectories have name and code version."""
 
     name: str
@@ -88,7 +88,7 @@ class PendingRound:
 
     questions: list[Question]
     began_at: datetime
-    batch: Future[Batch]
+    batch: Future[SampledBatch]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Searcher:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: SearcherIdentity,
         task: RewardedTask,
         models: Models,
         settings: SearchSettings,

@@ -5,7 +5,6 @@ best step size, which is found first with a seed that no other run has. The grid
 is not at its edge.
 """
 
-import json
 import os
 import tempfile
 import time
@@ -137,7 +136,7 @@ def run_arm(arm: Arm, seed: int, store: RunStore, first_policies: Path) -> Outco
         code_version=code_version(),
         **found,
     )
-    store.put("outcome.json", json.dumps(asdict(outcome)).encode())
+    store.put_json("outcome.json", outcome)
     return outcome
 
 

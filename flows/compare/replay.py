@@ -13,7 +13,7 @@ import torch
 
 from flows.compare.study import Configuration
 from storage import mop
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from tba import testbed, testbed_task
 
 
@@ -43,7 +43,9 @@ class Stored:
 class Replay:
     """A testbed.Experience that draws B prompts, K responses to each, from all that Searchers brought."""
 
-    def __init__(self, rounds: testbed.Experience, sampling: Sampling, seed: int, by_distance: bool = False) -> None:
+    def __init__(
+        self, rounds: testbed.Experience, sampling: SamplingSettings, seed: int, by_distance: bool = False
+    ) -> None:
         """`rounds`: what Searchers bring at a step. by_distance: see Configuration.replay_by_distance."""
         self._sample, self._sampling, self._seed, self._by_distance = rounds, sampling, seed, by_distance
         self._prompts: dict[int, dict[int, Stored]] = {}  # by the sum's number and the response's, oldest first

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from flows.config import RunConfig, explanation
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from tba.config import SearchSettings, Settings, TrainSettings
 from tba.evaluation import success_reward
 
@@ -57,7 +57,7 @@ class Configuration(Settings):
 
     train: TrainSettings
     search: SearchSettings = SearchSettings()
-    sampling: Sampling | None = Field(
+    sampling: SamplingSettings | None = Field(
         None, description="Settings of the replay buffer; None: each step trains on its rounds."
     )
     replay_by_distance: bool = Field(

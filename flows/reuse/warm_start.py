@@ -11,7 +11,6 @@ out.
 """
 
 import contextlib
-import json
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -56,7 +55,7 @@ def take_over(store: RunStore, config: RunConfig) -> None:
     num_trajectories = sum(source["num_trajectories"] for source in taken)
     if not config.searchers:
         check_enough(config, num_trajectories)
-    store.put(DONE, json.dumps(taken, indent=1).encode())
+    store.put_json(DONE, taken)
     get_run_logger().info("the buffer begins with %d trajectories: %s", num_trajectories, taken)
 
 
@@ -92,7 +91,7 @@ def make_plan(store: RunStore, sources: list) -> list[list]:
     """
     plan = [{"url": source.url, "digest": source.digest, "parts": source.parts()} for source in sources]
     with contextlib.suppress(AlreadyExists):
-        store.put_new(PLAN, json.dumps(plan).encode())
+        store.put_new_json(PLAN, plan)
     planned = store.read_json(PLAN, list[dict])
     for source, recorded in zip(sources, planned, strict=True):
         if source.digest != recorded["digest"]:

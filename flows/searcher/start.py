@@ -40,7 +40,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     from tba.precision import default_device
     from tba.reference_policy import ReferencePolicy
     from tba.reference_process import ReferenceProcess
-    from tba.searcher import Identity, Models, Searcher
+    from tba.searcher import Models, Searcher, SearcherIdentity
     from tba.tasks import load_task
 
     if default_device() == "cpu":
@@ -66,7 +66,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     scores_apart = begins_ahead and default_device() == "cpu" and samples_ahead(config)
     reference = ReferenceProcess(folder, prepare=keep_freed_memory) if scores_apart else ReferencePolicy(folder)
     return Searcher(
-        Identity(name, config.seed, code_version()),
+        SearcherIdentity(name, config.seed, code_version()),
         task_,
         Models(tokenizer, engine, reference),
         config.search,

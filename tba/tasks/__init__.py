@@ -1,6 +1,7 @@
 """Tasks by name, one file each."""
 
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tba.config import TaskSettings
@@ -11,16 +12,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Problem", "Task", "load_task"]
 
-TASKS = ("arithmetic", "dataset", "gsm8k", "math", "reasoning_gym", "redteam", "tldr")
-# Settings that only some tasks read (`_task`). arithmetic refuses `data` itself, and says why.
-READ_BY = {
-    "data": ("arithmetic", "dataset", "gsm8k", "math", "tldr"),
-    "generator": ("reasoning_gym",),
-    "reward_model": ("tldr",),
-    "gold_reward_model": ("tldr",),
-    "victim": ("redteam",),
-    "classifier": ("redteam",),
+# By name, which is its module's, too: a task's class, and what it is made from: settings of `task`, and the run's seed.
+_CLASSES = {
+    "arithmetic": ("Arithmetic", ("data", "seed")),  # it refuses `data`, and says why
+    "dataset": ("Dataset", ("data",)),
+    "gsm8k": ("GSM8K", ("data",)),
+    "math": ("Math", ("data",)),
+    "reasoning_gym": ("ReasoningGym", ("generator", "seed")),
+    "redteam": ("RedTeam", ("victim", "classifier")),
+    "tldr": ("TLDR", ("data", "reward_model")),
 }
+TASKS = tuple(_CLASSES)
+# Settings that only some tasks read.
+READ_BY = {
+    setting: tuple(task for task, (_, made_from) in _CLASSES.items() if setting in made_from)
+    for setting in ("data", "generator", "reward_model", "victim", "classifier")
+} | {"gold_reward_model": ("tldr",)}  # flows/evaluate.py does
 
 
 def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "RewardedTask":
@@ -46,35 +53,11 @@ def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "Rewarded
 
 
 def _task(settings: TaskSettings, seed: int) -> Task:
-    if settings.name == "arithmetic":
-        from tba.tasks.arithmetic import Arithmetic
-
-        return Arithmetic(data=settings.data, seed=seed)
-    if settings.name == "dataset":
-        from tba.tasks.dataset import Dataset
-
-        return Dataset(data=settings.data)
-    if settings.name == "gsm8k":
-        from tba.tasks.gsm8k import GSM8K
-
-        return GSM8K(data=settings.data)
-    if settings.name == "math":
-        from tba.tasks.math import Math
-
-        return Math(data=settings.data)
-    if settings.name == "reasoning_gym":
-        from tba.tasks.reasoning_gym import ReasoningGym
-
-        return ReasoningGym(generator=settings.generator, seed=seed)
-    if settings.name == "redteam":
-        from tba.tasks.redteam import RedTeam
-
-        return RedTeam(victim=settings.victim, classifier=settings.classifier)
-    if settings.name == "tldr":
-        from tba.tasks.tldr import TLDR
-
-        return TLDR(data=settings.data, reward_model=settings.reward_model)
-    raise ValueError(f"task.name: got {settings.name!r}; known tasks are {', '.join(TASKS)}")
+    if settings.name not in TASKS:
+        raise ValueError(f"task.name: got {settings.name!r}; known tasks are {', '.join(TASKS)}")
+    class_name, made_from = _CLASSES[settings.name]
+    make = getattr(import_module(f"tba.tasks.{settings.name}"), class_name)
+    return make(**{name: seed if name == "seed" else getattr(settings, name) for name in made_from})
 
 
 def _rendered(problem: Problem, tokenizer) -> Problem:

@@ -37,7 +37,7 @@ from storage import attempts, ledger
 from storage.buffer import ReplayBuffer
 from storage.fresh import Fresh
 from storage.ledger import Sync
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.schema import SCHEMA_VERSION, TRAJECTORY
 from storage.shards import commit_shard, trajectory_id
 from storage.store import RunStore
@@ -49,7 +49,7 @@ SHARD_ROWS, RESPONSES_PER_PROMPT, PROMPT_TOKENS, CAPACITY = 1000, 20, 40, 100
 SIZES = {"10k": 10_000, "1m": 1_000_000}
 LARGEST = ("10m", 10_000_000)
 RESPONSE_TOKENS = 32 if os.environ.get("SIZE") == LARGEST[0] else 128
-SAMPLING = Sampling(
+SAMPLING = SamplingSettings(
     prompts_per_batch=7,
     responses_per_prompt=20,
     recent_probability=0.75,

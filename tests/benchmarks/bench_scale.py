@@ -38,7 +38,7 @@ from flows.trainer.experience import StoredExperience
 from infra.local_s3 import LocalS3
 from storage import attempts
 from storage.buffer import ReplayBuffer
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.shards import commit_shard
 from storage.store import RunStore, transfer_all
 from tests.benchmarks import bench_buffer
@@ -47,7 +47,7 @@ from tests.storage.helpers import OWNER
 LATENCY_S = 0.030
 METHODS = (b"GET ", b"HEAD ", b"PUT ", b"POST ", b"DELETE ")
 NUM_PROMPTS, RESPONSES_PER_PROMPT, RESPONSE_TOKENS = 16, 4, 64
-SAMPLING = Sampling(prompts_per_batch=16, responses_per_prompt=8, min_size=1)
+SAMPLING = SamplingSettings(prompts_per_batch=16, responses_per_prompt=8, min_size=1)
 STEP_S, NUM_STEPS, NUM_EMPTY = 0.2, 20, 10
 NUM_SYNCS = 5  # of N new shards, while nothing trains
 ROUNDS = NUM_SYNCS + 2  # the first sync's, those while nothing trains, one in training

@@ -98,7 +98,7 @@ def make_searcher(engine, folder: Path):
     from tba.reference_policy import ReferencePolicy
     from tba.reference_process import ReferenceProcess
     from tba.rewards import RewardedTask
-    from tba.searcher import Identity, Models, Searcher
+    from tba.searcher import Models, Searcher, SearcherIdentity
 
     class Long(Searcher):
         """Its responses are as long as they are told to be."""
@@ -111,7 +111,7 @@ def make_searcher(engine, folder: Path):
     if default_device() == "cpu":  # as start_searcher
         reference = ReferenceProcess(folder, prepare=keep_freed_memory)
     return Long(
-        Identity("s0", 0, "bench"),
+        SearcherIdentity("s0", 0, "bench"),
         RewardedTask(Slow()),
         Models(AutoTokenizer.from_pretrained(folder), engine, reference),
         SearchSettings(prompts_per_round=PROMPTS, samples_per_prompt=SAMPLES),

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pyarrow as pa
 
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.new_shards import new_shards
 from storage.shard_files import by_block, read_shards
 from storage.store import RunStore
@@ -18,7 +18,7 @@ LISTS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "reference_log
 
 
 class MemoryBuffer:
-    def __init__(self, store: RunStore, sampling: Sampling, seed: int):
+    def __init__(self, store: RunStore, sampling: SamplingSettings, seed: int):
         self._store, self._sampling, self._random = store, sampling, random.Random(seed)
         self._seen: dict[str, int] = {}
         self._stored: dict[str, dict[bytes, dict]] = {}  # prompt_id -> response tokens -> trajectory, oldest first

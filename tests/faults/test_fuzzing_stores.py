@@ -36,7 +36,7 @@ from storage import (
     upkeep,
 )
 from storage.buffer import NotEnoughExperience, ReplayBuffer
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.new_shards import new_shards
 from storage.reward_versions import begin_version
 from storage.schema import TRAJECTORY
@@ -162,7 +162,7 @@ def test_a_whole_shard_of_odd_values_is_synced_and_drawn_or_refused(columns):
     rows[1] |= columns
     store.put(shards.shard_path("s0", 0), shards.parquet_bytes(pa.Table.from_pylist(rows, TRAJECTORY)))
     with contextlib.suppress(*DECLARED, NotEnoughExperience):  # the only shard is refused
-        buffer = ReplayBuffer(store, Sampling(prompts_per_batch=1, responses_per_prompt=2, min_size=1), seed=0)
+        buffer = ReplayBuffer(store, SamplingSettings(prompts_per_batch=1, responses_per_prompt=2, min_size=1), seed=0)
         buffer.sync(1, attempt=1)
         for row in buffer.draw(1).to_pylist():
             assert len(row["response_tokens"]) == len(row["behavior_logprobs"]) == len(row["reference_logprobs"]) > 0

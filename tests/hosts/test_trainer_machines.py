@@ -128,7 +128,7 @@ def join(store: RunStore, attempt: int, **owner) -> machines.Machine:
     """Joins from a place that differs from this one in `owner`."""
     machine = machines.join(store, attempt, processes=2)
     machine = replace(machine, owner=replace(machine.owner, **owner))
-    store.put(machine.path, machines._text(machine))
+    store.put_json(machine.path, machine)
     return machine
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from storage import attempts
 from storage.buffer import ReplayBuffer
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.schema import TRAJECTORY, to_table
 from storage.shards import commit_shard
 from storage.store import RunStore
@@ -46,4 +46,4 @@ def distinct(prompt_ids: str, number: int, start: int = 0) -> list[tuple]:
 
 
 def new_buffer(store: RunStore, **sampling) -> ReplayBuffer:
-    return ReplayBuffer(store, Sampling(**{"min_size": 1} | sampling), SEED)
+    return ReplayBuffer(store, SamplingSettings(**{"min_size": 1} | sampling), SEED)

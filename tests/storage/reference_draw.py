@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from tests.storage.buffer_runs import SEED
 
 
@@ -27,7 +27,7 @@ def rewards_differ(trajectories: list[dict], prompt_id: str, sync: int | None = 
     return len({t["reward"] for t in trajectories if t["prompt_id"] == prompt_id and sync in (None, t["sync"])}) > 1
 
 
-def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Sampling, step: int) -> list[tuple]:
+def reference_draw(trajectories: list[dict], newest_sync: int, sampling: SamplingSettings, step: int) -> list[tuple]:
     """MOP written the slow way. Rows of (prompt_index, slot, trajectory_id, recent, draw_probability)."""
     recent_pool = {t["prompt_id"] for t in trajectories if t["sync"] == newest_sync}
     whole_pool = {t["prompt_id"] for t in trajectories}

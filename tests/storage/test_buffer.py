@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from storage import attempts, ledger, word_file
 from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.errors import AlreadyExists, StoreUnreachable
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.schema import TRAJECTORY
 from storage.shards import shard_path
 from storage.store import RunStore
@@ -293,9 +293,9 @@ def test_bad_settings_are_refused():
     ]
     for settings in bad:
         with pytest.raises(ValidationError, match=next(iter(settings))):
-            Sampling(**settings)
+            SamplingSettings(**settings)
     with pytest.raises(ValidationError, match="capacity_per_prompt=8 must be at least responses_per_prompt=16"):
-        Sampling(capacity_per_prompt=8, responses_per_prompt=16)
+        SamplingSettings(capacity_per_prompt=8, responses_per_prompt=16)
 
 
 def test_before_min_size_trajectories_came_in_there_is_not_enough_experience(store):

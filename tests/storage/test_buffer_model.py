@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from storage import attempts, ledger, queries, shards, upkeep
 from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.errors import AlreadyExists
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.shards import next_round, shard_path, trajectory_id
 from tests.storage.buffer_runs import SEED, commit, new_store
 from tests.storage.helpers import OWNER
@@ -40,7 +40,7 @@ RESPONSES = st.lists(
 )
 SEARCHERS = st.sampled_from(["s0", "s1", "s2"])
 SAMPLINGS = st.builds(
-    Sampling,
+    SamplingSettings,
     prompts_per_batch=st.integers(1, 4),
     responses_per_prompt=st.integers(2, 3),
     recent_probability=st.sampled_from([0.0, 0.5, 1.0]),
@@ -56,7 +56,7 @@ SAMPLINGS = st.builds(
 class Model:
     """What the buffer promises to store, in the plainest way. A row is a dictionary."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: SamplingSettings) -> None:
         self.sampling = sampling
         self.committed: dict[str, list[list[dict]]] = defaultdict(list)  # by searcher, a list of rows a round
         self.syncs: list[tuple[int, dict[str, int]]] = []  # (step, rounds taken in of each searcher, in all)
@@ -111,7 +111,7 @@ class BufferAgainstModel(RuleBasedStateMachine):
     """`step` is the last one trained; a training step is what moves it."""
 
     @initialize(sampling=SAMPLINGS)
-    def begin(self, sampling: Sampling) -> None:
+    def begin(self, sampling: SamplingSettings) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(shards, "ROUNDS_PER_BLOCK", 2)
         self.folder = tempfile.TemporaryDirectory(prefix="tba-model-")

@@ -13,7 +13,7 @@ import pytest
 from storage import ledger
 from storage.buffer import NotEnoughExperience
 from storage.errors import NotFound
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.shards import shard_path
 from storage.store import RunStore
 from tests.storage.buffer_runs import commit, distinct, new_buffer, new_store
@@ -134,4 +134,4 @@ def test_places_of_a_newest_sync_that_is_too_old_draw_among_the_rest(store):
 @pytest.mark.parametrize("bad", [{"samples_per_insert": 0}, {"samples_per_insert": float("inf")}, {"max_age": -1}])
 def test_bounds_that_would_stop_everything_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        Sampling(**bad)
+        SamplingSettings(**bad)

@@ -15,13 +15,13 @@ import pytest
 from storage import word_file
 from storage.buffer import ReplayBuffer
 from storage.errors import StoreFull
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.policies import latest_policy, policy_ref, publish_policy
 from storage.shards import commit_shard
 from storage.word_file import WordFile
 from tests.storage.helpers import make_shard
 
-SAMPLING = Sampling(prompts_per_batch=2, responses_per_prompt=2, min_size=1)
+SAMPLING = SamplingSettings(prompts_per_batch=2, responses_per_prompt=2, min_size=1)
 
 
 def fill(ballast) -> None:

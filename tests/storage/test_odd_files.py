@@ -35,7 +35,7 @@ from storage import attempts, checkpoints, kept_policies, ledger, policies, quer
 from storage.buffer import ReplayBuffer
 from storage.export import export
 from storage.intake import refusals
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.process_identity import Identity
 from storage.shards import commit_shard, parquet_bytes
 from storage.store import RunStore
@@ -217,7 +217,7 @@ def test_a_component_with_two_values_is_refused(tmp_path):
     twice = pa.array([[("exact", 1.0), ("exact", 0.0)]] * 4, shard.schema.field(place).type)
     commit_shard(store, shard.set_column(place, shard.schema.field(place), twice))
     commit_shard(store, make_shard("s0", 1))
-    assert ReplayBuffer(store, Sampling(min_size=1), 0).sync(1, 1).rounds == {"s0": [1]}
+    assert ReplayBuffer(store, SamplingSettings(min_size=1), 0).sync(1, 1).rounds == {"s0": [1]}
     (refusal,) = refusals(store)
     assert refusal.round == 0 and "have different names" in refusal.reasons[0]
     assert count(store, "trajectories") == [4]

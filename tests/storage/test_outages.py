@@ -23,7 +23,7 @@ from infra.local_s3 import free_ports
 from storage import attempts
 from storage.buffer import ReplayBuffer
 from storage.errors import AlreadyExists, NotFound, StoreFull, StoreUnreachable
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.patience import patience_s
 from storage.shard_files import read_shards
 from storage.shards import commit_shard, shard_path
@@ -173,7 +173,7 @@ def rclone_url(tmp_path_factory):
     server.wait()
 
 
-SAMPLING = Sampling(prompts_per_batch=1, responses_per_prompt=2, min_size=1)
+SAMPLING = SamplingSettings(prompts_per_batch=1, responses_per_prompt=2, min_size=1)
 
 
 @pytest.mark.s3

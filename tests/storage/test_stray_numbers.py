@@ -11,7 +11,7 @@ import pytest
 from storage import attempts, queries, shards, verify
 from storage.buffer import ReplayBuffer
 from storage.export import export
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.new_shards import new_shards
 from storage.paths import first_stray
 from storage.shards import commit_shard, next_round, parquet_bytes
@@ -30,7 +30,7 @@ def run(tmp_path):
 @pytest.mark.parametrize("path", STRAYS)
 @pytest.mark.parametrize("data", [b"junk", parquet_bytes(make_shard("s0", 99_999_999))])
 def test_a_shard_far_beyond_is_read_by_nobody(run, path, data, tmp_path):
-    buffer = ReplayBuffer(run, Sampling(prompts_per_batch=1, responses_per_prompt=2, min_size=1), seed=0)
+    buffer = ReplayBuffer(run, SamplingSettings(prompts_per_batch=1, responses_per_prompt=2, min_size=1), seed=0)
     buffer.sync(1, attempt=1)
     run.put(path, data)
     assert buffer.sync(2, attempt=1) is None

@@ -25,14 +25,14 @@ from flows.config import RunConfig
 from storage import attempts, checkpoints, kept_policies, ledger, policies, shards
 from storage.buffer import ReplayBuffer
 from storage.errors import NotFound
-from storage.mop import Sampling
+from storage.mop import SamplingSettings
 from storage.schema import to_table
 from storage.shards import parquet_bytes, shard_path
 from storage.store import RunStore
 from storage.verify import verify
 from tests.storage.helpers import OWNER, make_search_round, make_shard, make_training_step
 
-SAMPLING = Sampling(prompts_per_batch=2, responses_per_prompt=2, capacity_per_prompt=50, min_size=4)
+SAMPLING = SamplingSettings(prompts_per_batch=2, responses_per_prompt=2, capacity_per_prompt=50, min_size=4)
 LATEST, BEST = "policies/latest.json", "policies/best.json"
 
 

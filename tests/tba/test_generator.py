@@ -23,7 +23,7 @@ from tba.config import SearchSettings
 from tba.engine import Response, Sampling, ServedPolicy
 from tba.generator import Generator
 from tba.rewards import RewardedTask
-from tba.searcher import Identity, Models, Searcher
+from tba.searcher import Models, Searcher, SearcherIdentity
 from tba.tasks.base import Problem
 
 ANY = Sampling(2, 1.0, 1.0, 4, [1])
@@ -119,7 +119,8 @@ def engine():
 @pytest.fixture
 def searcher(engine, tmp_path):
     searcher = Searcher(
-        Identity("s0", seed=1, code_version="test"), RewardedTask(Task()), Models(Tokenizer(), engine, Reference()),
+        SearcherIdentity("s0", seed=1, code_version="test"), RewardedTask(Task()),
+        Models(Tokenizer(), engine, Reference()),
         SearchSettings(samples_per_prompt=2, prompts_per_round=2), max_response_tokens=4, temperature=1.0,
     )  # fmt: skip
     searcher.load(tmp_path, 0)

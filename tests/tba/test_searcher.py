@@ -26,7 +26,7 @@ from tba.logprobs import Group, load_policy, response_logprobs
 from tba.precision import compute_dtype, default_device
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
-from tba.searcher import Identity, Models, Round, Searcher
+from tba.searcher import Models, Round, Searcher, SearcherIdentity
 from tba.tasks.base import Problem, stop_tokens
 
 WORDS = ["[UNK]", "</s>", "one", "two", "three", "four", "five"]
@@ -83,7 +83,7 @@ def reference(tmp_path_factory):
 def make_searcher(tokenizer, reference, task=None, name="s0", engine=None, **settings) -> Searcher:
     """A Searcher that serves policy step 8."""
     searcher = Searcher(
-        Identity(name, seed=1, code_version="test"),
+        SearcherIdentity(name, seed=1, code_version="test"),
         RewardedTask(task or Counting()),
         Models(tokenizer, engine or Parrot(), ReferencePolicy(reference)),
         SearchSettings(**{"samples_per_prompt": 3, "prompts_per_round": 2} | settings),

@@ -86,7 +86,7 @@ def took_elsewhere(store: RunStore, name: str, flow_run: SimpleNamespace) -> lea
     flow_run.parameters["name"] = name
     lease = leases.take_name(store, name, str(flow_run.id))
     lease = replace(lease, owner=replace(lease.owner, boot_id="of another machine"))
-    store.put(lease.path, leases._text(lease))
+    store.put_json(lease.path, lease)
     return lease
 
 

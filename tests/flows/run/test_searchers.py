@@ -105,7 +105,7 @@ def held(store: RunStore, name: str, flow_run: SimpleNamespace, **owner) -> Leas
     flow_run.parameters = {"store": store.url, "run": store.run, "name": name} | flow_run.parameters
     lease = take_name(store, name, str(flow_run.id))
     lease = replace(lease, owner=Identity(**asdict(lease.owner) | owner))
-    store.put(lease.path, leases._text(lease))
+    store.put_json(lease.path, lease)
     return lease
 
 

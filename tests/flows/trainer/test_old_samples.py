@@ -32,7 +32,7 @@ from tba import testbed_task
 from tba.alarms import spans
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
-from tba.searcher import Identity, Models, Searcher
+from tba.searcher import Models, Searcher, SearcherIdentity
 from tba.tasks.base import Problem
 from tba.trainer import Trainer
 from tba.training_loop import train
@@ -154,7 +154,7 @@ def trained(first_policy: Path, folder: Path, lag: int, residual_weight: str) ->
     store, tokenizer = new_store(folder), AutoTokenizer.from_pretrained(first_policy)
     engine = TransformersEngine(first_policy, max_tokens=16, max_sequences=1024, seed=0, threads=1)
     searcher = Searcher(
-        Identity("s0", seed=0, code_version="test"),
+        SearcherIdentity("s0", seed=0, code_version="test"),
         RewardedTask(Sums()),
         Models(tokenizer, engine, ReferencePolicy(first_policy)),
         config.search,
