@@ -33,7 +33,7 @@ train: $(STAMP)  ## Post-train SmolLM2-135M-Instruct on two-digit addition; the 
 test: $(STAMP)  ## Run the tests, including those with real servers and engines
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 60 --timeout 600
 
-test-unit: $(STAMP)  ## Run the tests without servers, engines, training, fuzzing and long waits: some two minutes
+test-unit: $(STAMP)  ## Run the tests without servers, engines, training, fuzzing and long waits
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not apart and not slow and not s3"
 
 test-apart: $(STAMP)  ## Run the tests that take minutes each: printed commands, Prefect's page, kills, outages
