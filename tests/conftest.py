@@ -56,36 +56,36 @@ def moto_with_short_pages() -> Iterator[dict[str, str]]:
 
 
 @functools.cache
-def bucket(**settings: str) -> str:
-    """One for each server: with a client it takes two tenths of a second."""
+def s3_client(**settings: str):
+    """One for each server: making a client takes a tenth of a second."""
     import boto3
 
-    name = f"test-{uuid.uuid4().hex}"
-    boto3.Session().client("s3", **settings).create_bucket(Bucket=name)
-    return name
+    return boto3.Session().client("s3", **settings)
 
 
-def new_root(environment: dict[str, str], monkeypatch) -> str:
-    """Root URL of an empty store, with the environment variables set that reach it."""
+def new_bucket(environment: dict[str, str], monkeypatch) -> str:
+    """Root URL of a store in a new bucket, with the environment variables set that reach it."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    in_bucket = bucket(
+    bucket = f"test-{uuid.uuid4().hex}"
+    client = s3_client(
         endpoint_url=environment["AWS_ENDPOINT_URL"],
         aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
         aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
         region_name=environment["AWS_DEFAULT_REGION"],
     )
-    return f"s3://{in_bucket}/{uuid.uuid4().hex}"
+    client.create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/stores"
 
 
 @pytest.fixture
 def moto_url(moto, monkeypatch) -> str:
-    return new_root(moto, monkeypatch)
+    return new_bucket(moto, monkeypatch)
 
 
 @pytest.fixture
 def radosgw_url(local_s3, monkeypatch) -> str:
-    return new_root(local_s3[1], monkeypatch)
+    return new_bucket(local_s3[1], monkeypatch)
 
 
 @pytest.fixture(params=["moto", "radosgw"])
@@ -107,7 +107,7 @@ def s3_store(s3_url) -> RunStore:
 @pytest.fixture
 def moto_store(moto_with_short_pages, monkeypatch) -> RunStore:
     """For what only this server's tests can set: here a page of a listing holds two entries."""
-    return RunStore(new_root(moto_with_short_pages, monkeypatch), "run")
+    return RunStore(new_bucket(moto_with_short_pages, monkeypatch), "run")
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -267,7 +267,7 @@ RECORDS = {
         lambda store: policies.is_stored(store, policies.PolicyRef(**POLICY)),
         lambda store: kept_policies.keep_if_best(store, policies.PolicyRef(**POLICY), 0.5, 8))),
     "attempt": ("trainer/attempt=00000001.json", ATTEMPT, readers(
-        attempts.list_attempts, attempts.latest_attempt, attempts.trainer, attempts.first_attempt_at,
+        attempts.list_attempts, attempts.latest_attempt, attempts.newest_attempt, attempts.first_attempt_at,
         lambda store: attempts.is_alive(store, attempts.newest_attempt(store), watch_s=0), ledger.evaluations)),
     "heartbeat": (attempts.HEARTBEAT, BEAT, readers(attempts.read_heartbeat, status.run_status)),
     "run.json": ("run.json", CONFIG, readers(
