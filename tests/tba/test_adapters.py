@@ -290,7 +290,7 @@ def check_two_processes(base: Path, policies: dict[str, Path], tokens: list[list
     engine.load(policies["first"], 3)  # no worker waits for another one's answer
 
 
-@pytest.mark.slow
+@pytest.mark.apart  # a minute and a half; test_engine.py has two processes in CI
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two CPU processes; a machine may have one GPU")
 def test_vllm_serves_adapters_that_two_processes_share(base, policies, tokens):
     run_apart(check_two_processes, base, policies, tokens)
