@@ -70,12 +70,12 @@ def save_checkpoint(store: RunStore, step: int, local_folder: str | Path, attemp
 
 def list_checkpoints(store: RunStore) -> list[Checkpoint]:
     """The complete checkpoints that count, in order of steps."""
-    return _complete(store, records := list_attempts(store), _named(store, records))[0]
+    return _by_kind(store)[0]
 
 
 def superseded_checkpoints(store: RunStore) -> list[Checkpoint]:
     """The complete checkpoints that do not count, in order of steps: no run resumes from them."""
-    return _complete(store, records := list_attempts(store), _named(store, records))[1]
+    return _by_kind(store)[1]
 
 
 def newest_whole_checkpoint(store: RunStore) -> Checkpoint | None:
@@ -117,28 +117,29 @@ def delete_checkpoints(store: RunStore, keep: int, attempt: int) -> None:
     If it cannot be read now which are whole, nothing is deleted. Raises: Superseded: a later attempt has begun.
     """
     try:
-        records = list_attempts(store)
-        named = _named(store, records)
-        complete, superseded = _complete(store, records, named)
-        whole = [found for found in complete if not checkpoint_faults(store, found)]
+        counting, superseded, incomplete = _by_kind(store)
+        whole = [found for found in counting if not checkpoint_faults(store, found)]
     except StoreError as error:
         logger.warning("old checkpoints are kept for now: %s", error)
         return
     if not (kept := whole[-keep:]):
         return
-    doomed = {found for found in named if found.step < kept[0].step} | set(superseded)
+    old = [found for found in counting + incomplete if found.step < kept[0].step]
     check_not_superseded(store, attempt)
-    for found in doomed:
+    for found in old + superseded:
         store.delete_folder(found.path, first=_COMPLETE)
 
 
-def _complete(
-    store: RunStore, records: list[Attempt], named: list[Checkpoint]
-) -> tuple[list[Checkpoint], list[Checkpoint]]:
-    """The complete ones among those named: those that count, and those that do not."""
-    complete = [found for found in named if store.exists(f"{found.path}/{_COMPLETE}")]
-    counting = [found for found in complete if counts(found.attempt, found.step, records)]
-    return counting, [found for found in complete if found not in counting]
+def _by_kind(store: RunStore) -> tuple[list[Checkpoint], list[Checkpoint], list[Checkpoint]]:
+    """Complete checkpoints that count, complete ones that do not, and incomplete ones; each in order of steps."""
+    records = list_attempts(store)
+    counting, superseded, incomplete = [], [], []
+    for found in _named(store, records):
+        if not store.exists(f"{found.path}/{_COMPLETE}"):
+            incomplete.append(found)
+        else:
+            (counting if counts(found.attempt, found.step, records) else superseded).append(found)
+    return counting, superseded, incomplete
 
 
 def _named(store: RunStore, records: list[Attempt]) -> list[Checkpoint]:

@@ -106,7 +106,9 @@ NO_KEYS = Cause(
     "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give the machine a role",
 )
 NO_BUCKET = Cause(StoreUnreachable, "its bucket does not exist; create it, or correct the store's URL")
-FORBIDDEN = Cause(StoreUnreachable, "this account may not; give it the folder, or name another store")
+FORBIDDEN = Cause(
+    StoreUnreachable, "this account may not read or write here; give it the folder, or name another store"
+)
 REFUSED = Cause(StoreError, "the store refused")
 
 # Error numbers of a local store. ESTALE: a network file system's server was restarted.
@@ -114,8 +116,6 @@ _BY_ERRNO = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,
     errno.ESTALE: AWAY,
-    errno.EACCES: FORBIDDEN,
-    errno.EPERM: FORBIDDEN,
     errno.EROFS: FORBIDDEN,
 }
 
@@ -217,6 +217,8 @@ def find_cause(error: BaseException) -> Cause | None:
     if known is None and status >= 500:
         known = AWAY
     known = known or _BY_ERRNO.get(getattr(error, "errno", None))
+    if known is None and isinstance(error, PermissionError) and error.errno:  # the system's own, not s3fs's
+        known = FORBIDDEN
     for ancestor in type(error).__mro__:
         known = known or _BY_CLASS.get(ancestor.__name__)
     return known

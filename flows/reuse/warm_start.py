@@ -11,6 +11,7 @@ out.
 """
 
 import contextlib
+import json
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -91,7 +92,7 @@ def make_plan(store: RunStore, sources: list) -> list[list]:
     """
     plan = [{"url": source.url, "digest": source.digest, "parts": source.parts()} for source in sources]
     with contextlib.suppress(AlreadyExists):
-        store.put_new_json(PLAN, plan)
+        store.put_new(PLAN, json.dumps(plan).encode())  # long: without indentation
     planned = store.read_json(PLAN, list[dict])
     for source, recorded in zip(sources, planned, strict=True):
         if source.digest != recorded["digest"]:

@@ -106,7 +106,8 @@ class Victim:
         tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False)
         loads = {"dtype": compute_dtype(device), "use_safetensors": True, "trust_remote_code": False}
         model = AutoModelForCausalLM.from_pretrained(self._model, **loads)
-        if device == "cpu" and model.config._attn_implementation == "sdpa":  # a GPU's fast kernels take no mask so
+        # On a GPU the fast kernels with shared heads take no mask.
+        if device == "cpu" and model.config._attn_implementation == "sdpa":
             AttentionInterface.register("grouped", grouped_attention)
             AttentionMaskInterface.register("grouped", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
             model.set_attn_implementation("grouped")

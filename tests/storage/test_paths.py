@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from storage import local_folder, policies
+from storage import errors, local_folder, policies
 from storage.errors import DamagedRecord, StoreError, UnsafePath
 from storage.new_shards import new_shards
 from storage.paths import inside, is_plain
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_read_is_not_empty(local_store, monkeypatch):
 
     monkeypatch.setattr(local_folder.os, "scandir", denied)
     for read in (lambda: local_store.list("a"), lambda: local_store.folders("a/b")):
-        with pytest.raises(StoreError, match=r"cannot list a.* this account may not; give it the folder"):
+        with pytest.raises(StoreError, match=r"cannot list a.* this account may not read or write here; give it"):
             read()
     assert local_store.list("nothing") == [] and local_store.folders("nothing") == []
 
@@ -157,3 +157,12 @@ def test_a_name_that_is_no_run_is_in_no_list(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
     assert list_runs(tmp_path.as_uri()) == ["run"]
+
+
+def test_a_firewall_that_refuses_a_connection_is_no_folder():
+    class ClientConnectionError(OSError):  # aiohttp's, which has the system's error number
+        pass
+
+    assert errors.find_cause(ClientConnectionError(13, "Permission denied")) == errors.CUT_OFF
+    assert errors.find_cause(PermissionError("Access Denied")) == errors.DENIED  # s3fs's
+    assert errors.find_cause(PermissionError(13, "Permission denied")) == errors.FORBIDDEN
