@@ -8,7 +8,8 @@ import os
 from prefect import flow, get_run_logger
 
 from flows.config import StoreUrl, load_run
-from infra.machine import cpu_threads, tensor_environment
+from infra.machine import cpu_threads
+from infra.memory import tensor_environment
 from storage.run_model import check_model
 from storage.store import RunStore
 

@@ -27,7 +27,7 @@ from flows.run.searchers import Searchers
 from flows.run.trainer_machines import end_machines, start_machines
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
-from infra.machine import tensor_environment
+from infra.memory import tensor_environment
 from storage import attempts, checkpoints, ledger, policies, requests
 from storage.errors import AlreadyTraining, StoreError
 from storage.store import RunStore

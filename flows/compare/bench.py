@@ -16,7 +16,9 @@ from pathlib import Path
 
 from flows.compare.study import Arm, Configuration
 from flows.config import RunConfig
-from infra.machine import code_version, cpu_threads, gpu_bytes, memory_bytes
+from infra.gpus import gpu_bytes
+from infra.machine import code_version, cpu_threads
+from infra.memory import memory_bytes
 from storage.store import RunStore
 
 RATE_FACTOR = 10**0.5  # from one step size of the grid to the next

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from flows.config import RunConfig
 from flows.searcher.start import ENGINE_SHARE
-from infra.machine import cpu_threads, gpu_bytes, gpu_places, has_bfloat16, memory_bytes, num_gpus
+from infra.gpus import gpu_bytes, gpu_places, num_gpus
+from infra.machine import cpu_threads, has_bfloat16
+from infra.memory import memory_bytes
 from tba.memory import GIB, Machine, Shape, certain, read_shape, searcher_parts, trainer_parts
 from tba.models import model_folder
 from tba.rewards import RewardedTask

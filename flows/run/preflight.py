@@ -7,7 +7,7 @@ from flows.config import RunConfig
 from flows.reuse.warm_start import check_sources
 from flows.run.memory import Lengths, lengths, longest, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
-from infra.machine import num_gpus
+from infra.gpus import num_gpus
 from storage.errors import NotFound, TornShard
 from storage.shard_files import read_shards
 from storage.shards import files_named, is_copies_name

@@ -9,7 +9,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from infra.machine import alone_here, code_version, cpu_threads, keep_freed_memory, num_places, take_gpus, take_place
+from infra.gpus import take_gpus
+from infra.machine import code_version, cpu_threads
+from infra.memory import keep_freed_memory
+from infra.places import alone_here, num_places, take_place
 from storage import attempts, machines
 from storage.run_model import check_model
 from storage.store import RunStore

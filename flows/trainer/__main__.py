@@ -20,7 +20,7 @@ from flows.config import RunConfig, load_run
 from flows.report.text import log_printable
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.heartbeat import Heartbeat
-from infra.machine import remove_leftovers
+from infra.temporary_folders import remove_leftovers
 from storage import attempts, checkpoints, policies
 from storage.errors import AlreadyTraining
 from storage.process_identity import Identity

@@ -19,7 +19,8 @@ from flows.config import RunConfig
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.trackers import Trackers
-from infra.machine import filled_folder, policy_cache
+from infra.machine import policy_cache
+from infra.temporary_folders import filled_folder
 from storage import attempts, checkpoints, kept_policies, ledger, policies
 from storage.store import RunStore
 from tba import lora

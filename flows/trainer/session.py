@@ -15,7 +15,9 @@ from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.meeting import KEY_VARIABLE, Meeting
 from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
-from infra.machine import cpu_threads, filled_folder, keep_freed_memory
+from infra.machine import cpu_threads
+from infra.memory import keep_freed_memory
+from infra.temporary_folders import filled_folder
 from storage import checkpoints, requests
 from storage.buffer import ReplayBuffer
 from storage.rules import Limits

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from flows.compare.results import confidence_interval
-from infra.machine import keep_freed_memory
+from infra.memory import keep_freed_memory
 from tba.config import SearchSettings
 from tba.models import embedded_model
 from tba.searcher import AHEAD, SampledRound

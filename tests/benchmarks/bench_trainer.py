@@ -210,7 +210,7 @@ def run_case(side: str, shape: Shape, folder: Path) -> dict:
     """In a process of its own: seconds of the fastest step but the first; peak memory, resident or of the GPU."""
     import torch
 
-    from infra.machine import keep_freed_memory
+    from infra.memory import keep_freed_memory
     from tba.precision import default_device
 
     torch.set_num_threads(2)
@@ -261,7 +261,7 @@ def useful_flops(folder: Path, shape: Shape) -> float:
 
 
 def main() -> None:
-    from infra.machine import tensor_environment
+    from infra.memory import tensor_environment
     from tba.models import resolve_model
 
     folder = Path(resolve_model("smollm2-135m-instruct", Path.cwd() / ".tba" / ".local" / "models"))

@@ -33,8 +33,8 @@ from pathlib import Path
 import psutil
 
 from infra.local_s3 import LocalS3, free_ports
-from infra.machine import MEMORY_FOLDER
 from infra.processes import find_processes, stop_processes
+from infra.temporary_folders import MEMORY_FOLDER
 from storage import attempts, ledger
 from storage.errors import NotFound, StoreError
 from storage.new_shards import new_shards

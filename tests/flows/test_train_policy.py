@@ -28,7 +28,8 @@ from flows.config import RunConfig
 from flows.run.watcher import Watcher
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.meeting import KEY_VARIABLE
-from infra.machine import cpu_threads, tensor_environment
+from infra.machine import cpu_threads
+from infra.memory import tensor_environment
 from storage import attempts
 from storage.errors import AlreadyTraining, RunConfigMismatch, StoreUnreachable
 from storage.process_identity import Identity

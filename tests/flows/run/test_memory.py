@@ -25,7 +25,8 @@ from flows.config import RunConfig
 from flows.run import memory
 from flows.run.memory import Lengths, largest_pass, plan_of
 from flows.run.preflight import check_memory
-from infra.machine import has_bfloat16, memory_bytes
+from infra.machine import has_bfloat16
+from infra.memory import memory_bytes
 from tba import logprobs, lora, precision
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, response_logprobs
@@ -256,9 +257,9 @@ def test_a_gpus_logits_have_their_softmax_beside_them():
 
 
 def test_the_smallest_limit_of_a_container_or_a_job_is_the_memory(monkeypatch):
-    monkeypatch.setattr("infra.machine._memory_limits", lambda: iter([(2_000_000, 5), (1_000_000, 7)]))
+    monkeypatch.setattr("infra.memory._memory_limits", lambda: iter([(2_000_000, 5), (1_000_000, 7)]))
     assert memory_bytes() == 1_000_000
-    monkeypatch.setattr("infra.machine._memory_limits", lambda: iter(()))
+    monkeypatch.setattr("infra.memory._memory_limits", lambda: iter(()))
     assert memory_bytes() > GIB
 
 

@@ -21,7 +21,7 @@ import torch
 from flows.config import RunConfig
 from flows.searcher import start
 from flows.searcher.start import place_on_machine, samples_ahead, searcher_threads
-from infra import machine
+from infra import gpus, machine, places
 from storage import attempts
 from storage.errors import RunConfigMismatch
 from storage.process_identity import Identity
@@ -37,8 +37,8 @@ from tests.character_model import save_character_model
 @pytest.fixture(autouse=True)
 def own_places(tmp_path, monkeypatch):
     """No other process of this machine is of these runs."""
-    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(machine, "_places", {})
+    monkeypatch.setattr(places.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(places, "_places", {})
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_searchers_beside_their_trainer_take_the_gpus_after_it(store, be, monkey
     for place in range(3):
         be(place, of=place + 1)  # the others have not started yet
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        found.append((machine.take_gpus(*place_on_machine(config)), os.environ["CUDA_VISIBLE_DEVICES"]))
+        found.append((gpus.take_gpus(*place_on_machine(config)), os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == list(zip(shares, took, strict=True))
 
 
@@ -163,11 +163,11 @@ def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, be,
     for place in range(2):
         be(place, of=2)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        share = machine.take_gpus(*place_on_machine(config), config.search.num_devices)
+        share = gpus.take_gpus(*place_on_machine(config), config.search.num_devices)
         found.append((share, os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == [(1, "4,5"), (1, "6,7")]
     with pytest.raises(ValueError, match=r"needs 9 GPUs .*, and this machine has 8"):
-        machine.take_gpus(0, 1, 0, num_here=9)
+        gpus.take_gpus(0, 1, 0, num_here=9)
 
 
 def test_eight_machines_with_one_gpu_each_give_all_of_it(store, monkeypatch):
@@ -176,9 +176,9 @@ def test_eight_machines_with_one_gpu_each_give_all_of_it(store, monkeypatch):
     config = RunConfig(run=store.run, store=store.url, searchers=8)
     attempts.start_attempt(store, 0, replace(Identity.current(), boot_id="of another machine"))
     for _ in range(8):
-        machine._places.clear()  # the next machine
+        places._places.clear()  # the next machine
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert machine.take_gpus(*place_on_machine(config)) == 1
+        assert gpus.take_gpus(*place_on_machine(config)) == 1
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
         assert searcher_threads(config) == 16
 

@@ -10,7 +10,6 @@ Claims
 - a checkpoint follows the ledger: what was trained before it is on record; and so does the final policy
 - an error of its writers stops the Trainer, also where it waits
 - a model whose weights are not those that the run began with is refused before it is loaded
-- what a killed Trainer of the run left among temporary files is removed; a living one's, and another run's, stay
 
 Run: pytest tests/flows/trainer/test_session.py
 """
@@ -19,8 +18,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -34,7 +31,6 @@ from flows.trainer import session
 from flows.trainer.__main__ import learn, main
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience, make_draws
-from infra import machine
 from storage import attempts, checkpoints, ledger, policies, requests
 from storage.errors import RunConfigMismatch
 from storage.run_model import check_model
@@ -107,8 +103,8 @@ def test_a_resumed_run_waits_for_its_searchers(store, alarms):
 def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, heart, caplog, monkeypatch):
     commit(store, "s0", 0, distinct("ab", 4))
     experience.sync(1)
-    monkeypatch.setattr("tba.alarms.SEARCHERS_SILENT_S", 0.2)
-    time.sleep(0.3)
+    monkeypatch.setattr("tba.alarms.SEARCHERS_SILENT_S", 1.0)  # a busy machine takes part of it for the last draw
+    time.sleep(1.0)
     with caplog.at_level(logging.WARNING, logger="tba.learn"):
         for _ in range(3):
             experience.sync(2)
@@ -116,7 +112,7 @@ def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, hea
     with pytest.raises(TooEarly, match=r"^no new shard for"):  # rather than samples_per_insert, which follows from it
         experience.draw(3)
     facts = experience.draw(1).facts
-    assert facts["searchers_silent_s"] >= 0.3
+    assert facts["searchers_silent_s"] >= 1.0
     outbox.status("training", 1, facts)
     heart.write()
     beat = json.loads(store.get(attempts.HEARTBEAT))
@@ -315,26 +311,3 @@ def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
         for _ in range(100):
             outbox.status("waiting", 7, {"message": "too early"})
             time.sleep(0.05)
-
-
-def test_what_a_killed_trainer_of_the_run_left_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for pid, run in ((ended.pid, "mine"), (ended.pid, "mine.2"), (ended.pid, "not-mine"), (os.getpid(), "mine")):
-        for kind in ("checkpoint", "policy", "resume"):
-            (tmp_path / f"tba-{kind}-{run}@{pid}-abc").mkdir()
-    (tmp_path / "tba-words-mine").mkdir()
-    monkeypatch.setattr(machine, "MEMORY_FOLDER", tmp_path / "memory")
-    in_memory = [machine.MEMORY_FOLDER / f"tba-checkpoint-{name}@{ended.pid}-abc" for name in ("mine", "old", "new")]
-    for folder in in_memory:
-        folder.mkdir(parents=True)
-    os.utime(in_memory[1], (0, 0))
-    machine.remove_leftovers("mine")
-    assert [folder.exists() for folder in in_memory] == [False, False, True]
-    shutil.rmtree(machine.MEMORY_FOLDER)
-    gone = {tmp_path / f"tba-{kind}-mine@{ended.pid}-abc" for kind in ("checkpoint", "policy", "resume")}
-    assert len(list(tmp_path.iterdir())) == 10 and not gone & set(tmp_path.iterdir())
-    with machine.temporary_folder("checkpoint", "mine") as folder:
-        machine.remove_leftovers("mine")
-        assert Path(folder).is_dir()

@@ -1,0 +1,54 @@
+"""This machine's GPUs, and the ones that each process of a run takes."""
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the smallest GPU that this process may use; None without one. Imports torch if one may be there."""
+    return min(_gpu_sizes(), default=None)
+
+
+def num_gpus() -> int:
+    """GPUs that this process may use. Imports torch if one may be there."""
+    return len(_gpu_sizes())
+
+
+def gpu_places(num_gpus: int, num_searchers: int, num_trainers: int, num_here: int = 1) -> list[int]:
+    """The GPUs of all Searchers, `num_here` of each: after the Trainer's if enough are left, otherwise any."""
+    first = num_trainers if num_gpus - num_trainers >= num_here else 0
+    return [first + each % (num_gpus - first) for each in range(num_searchers * num_here)]
+
+
+def take_gpus(place: int, num_searchers: int, num_trainers: int, num_here: int = 1) -> float:
+    """Assigns this Searcher GPUs of this machine: after the Trainer's if enough are left, otherwise any.
+
+    place: of this Searcher among the run's `num_searchers` on this machine, from 0. num_trainers: processes of the
+    Trainer here, each of which has a GPU, from GPU 0 on. num_here: GPUs that each Searcher needs. Sets
+    CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA. Returns this process's share of each GPU's memory,
+    less than 1 if another process of the run has the GPU, too; 1 without a GPU. Raises: ValueError: the machine has
+    fewer GPUs.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        return 1.0
+    if num_here > num_gpus:
+        raise ValueError(f"this process needs {num_here} GPUs (search.engine), and this machine has {num_gpus}")
+    places = gpu_places(num_gpus, num_searchers, num_trainers, num_here)
+    taken = places[place * num_here :][:num_here]
+    num_processes = Counter([*range(num_trainers), *places])
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in taken)
+    return 1 / max(num_processes[gpu] for gpu in taken)
+
+
+def _gpu_sizes() -> list[int]:
+    if not (shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))):
+        return []
+    import torch
+
+    return [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
