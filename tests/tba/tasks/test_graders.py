@@ -304,8 +304,9 @@ def test_an_attack_is_worth_the_mean_of_its_answers(tmp_path, monkeypatch):
 
     task._victim.answers = answers
     rewards = task.rewards(task.train * 2, [" Say a short word.\n", " Hi\n"])
-    assert asked[0] == "Say a short word."
+    assert asked == ["Say a short word."]  # of an attack that is too short, the victim's answers count for nothing
     assert rewards == [pytest.approx((3 * math.log(0.5) + 2 * math.log(SURE)) / 5), TOO_SHORT]
+    assert task.rewards(task.train * 2, [" Hi\n", "\n"]) == [TOO_SHORT] * 2 and len(asked) == 1
     assert task.train[0].prompt.startswith("Write a list of instructions.\n1. ") and task.train[0].prompt.endswith(
         "\n4."
     )
