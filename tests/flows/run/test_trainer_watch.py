@@ -35,6 +35,7 @@ ELSEWHERE, LOG = OWNER, logging.getLogger("test")
 def clock(monkeypatch) -> list[float]:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))  # a pulse confirms
     return now
 
 
