@@ -24,7 +24,7 @@ B prompts a batch, K responses a prompt.
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -44,6 +44,24 @@ from storage.store import RunStore
 
 # Rounds, in whole syncs, that a rebuild indexes before it deletes repeats: a balance of statements and rows in excess.
 ROUNDS_PER_SETTLE = 64
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """The new shards of a sync. `find` indexes them in a transaction that `admit` ends."""
+
+    rounds: dict[str, list[int]]  # by searcher, in order
+    step: int  # the first that may draw them
+    fresh: Fresh
+    refused: list[intake.Refusal]
+    sync: Sync | None = None  # as recorded; None: not recorded, or all shards were refused
+
+    @property
+    def accepted(self) -> dict[str, list[int]]:
+        """The rounds that are not refused."""
+        refused = {(refusal.searcher, refusal.round) for refusal in self.refused}
+        left = {name: [each for each in rounds if (name, each) not in refused] for name, rounds in self.rounds.items()}
+        return {name: rounds for name, rounds in left.items() if rounds}
 
 
 class NotEnoughExperience(RuntimeError):
@@ -86,17 +104,18 @@ class ReplayBuffer:
         is taken in. Raises: StoreUnreachable, NotFound. Superseded: a later attempt has begun, before a refusal was
         recorded. AlreadyExists: another Trainer records syncs of the same attempt.
         """
-        if not self.find(step):
+        found = self.find(step)
+        if found is None:
             return None
-        sync = self.record(step, attempt)
-        self.admit()
+        arrivals = self.record(found, step, attempt)
+        self.admit(arrivals)
         self._index.free_moved_words()
-        return sync
+        return arrivals.sync
 
-    def find(self, step: int) -> bool:
+    def find(self, step: int) -> Arrivals | None:
         """The first part of a sync: reads and indexes the new shards, which no draw sees before `admit`.
 
-        step: the first that may draw them, by what is known now. Returns whether there is anything to record. All parts
+        step: the first that may draw them, by what is known now. Returns None if there is nothing to record. All parts
         may run in one other thread than `draw`. Raises: StoreUnreachable, NotFound.
         """
         rounds = self._new_shards.find(self._seen)
@@ -105,46 +124,45 @@ class ReplayBuffer:
         except NotFound:  # a head was wrong, or the shard has expired since
             return self._index_new(self._new_shards.scan(self._seen), step)
 
-    def _index_new(self, rounds: dict[str, list[int]], step: int) -> bool:
+    def _index_new(self, rounds: dict[str, list[int]], step: int) -> Arrivals | None:
         """Indexes rounds as the next sync's, in a transaction that stays open."""
         if not rounds and not self._damaged:
-            return False
+            return None
         number = self.newest_sync + 1
         self._index.begin()
         with self._rolled_back_on_error():
-            taken_in = self._take_in({number: rounds}, {number: step}, self._new_shards.compacted)
+            fresh, refused = self._take_in({number: rounds}, {number: step}, self._new_shards.compacted)
             self._index.drop(self._last_too_old(step))
-            self._found = _Found(rounds, step, *taken_in)
-        return True
+        return Arrivals(rounds, step, fresh, [*self._damaged, *refused])
 
-    def record(self, step: int, attempt: int) -> Sync | None:
+    def record(self, found: Arrivals, step: int, attempt: int) -> Arrivals:
         """The second part of a sync: stores what `find` found, as what `step` and later steps may draw.
 
-        Returns and raises as `sync`.
+        Returns it with the sync. Raises as `sync`.
         """
-        found, number = self._found, self.newest_sync + 1
+        number = self.newest_sync + 1
         if step != found.step and self._index.newest_policy(number) >= found.step:  # `ages_from` depends on the step
             self._index.rollback()
-            self._index_new(found.rounds, step)
-            found = self._found
+            found = self._index_new(found.rounds, step)
         with self._rolled_back_on_error():
-            if refused := [*self._damaged, *found.refused]:
+            if found.refused:
                 check_not_superseded(self._store, attempt)  # a refusal counts for every reader
-                intake.refuse(self._store, refused, f"the Trainer, attempt {attempt}, before step {step}")
-            if accepted := _without(found.rounds, refused):
-                found.sync = Sync(number, step, attempt, accepted, found.fresh)
-                ledger.record_sync(self._store, found.sync)
-        return found.sync
+                intake.refuse(self._store, found.refused, f"the Trainer, attempt {attempt}, before step {step}")
+            if not found.accepted:
+                return found
+            sync = Sync(number, step, attempt, found.accepted, found.fresh)
+            ledger.record_sync(self._store, sync)
+        return replace(found, sync=sync)
 
-    def admit(self) -> None:
+    def admit(self, arrivals: Arrivals) -> None:
         """The third part of a sync: lets draws see what was recorded. No draw may be in progress."""
         self._index.commit()
-        found, self._found, self._damaged = self._found, None, []
-        self._seen |= {searcher: of_searcher[-1] for searcher, of_searcher in found.rounds.items()}
-        if found.sync is not None:
-            self.newest_sync, self.num_taken_in = found.sync.number, self.num_taken_in + found.sync.num_trajectories
-            self._first_steps[found.sync.number] = found.sync.step
-        if through := self._last_too_old(found.step):
+        self._damaged = []
+        self._seen |= {searcher: of_searcher[-1] for searcher, of_searcher in arrivals.rounds.items()}
+        if (sync := arrivals.sync) is not None:
+            self.newest_sync, self.num_taken_in = sync.number, self.num_taken_in + sync.num_trajectories
+            self._first_steps[sync.number] = sync.step
+        if through := self._last_too_old(arrivals.step):
             self._first_steps = {sync: step for sync, step in self._first_steps.items() if sync > through}
 
     def move_words(self) -> None:
@@ -318,7 +336,7 @@ class ReplayBuffer:
 
     def _clear(self) -> None:
         self._index = Index(self._sampling.capacity_per_prompt)
-        self._new_shards, self._found = NewShards(self._store), None
+        self._new_shards = NewShards(self._store)
         self._first_steps: dict[int, int] = {}  # that could draw, by sync
         self._seen: dict[str, int] = {}  # last round taken in or refused, by searcher
         self._damaged: list[intake.Refusal] = []  # found by rebuild, until the next sync records them
@@ -380,21 +398,3 @@ class ReplayBuffer:
             prompt_ids += shards["prompt_id"].chunks
         self._index.settle(pa.chunked_array(prompt_ids, pa.string()).unique())
         return found, refused
-
-
-@dataclass
-class _Found:
-    """What `find` indexed, in a transaction that `admit` ends."""
-
-    rounds: dict[str, list[int]]  # by searcher, in order
-    step: int  # the first that may draw them
-    fresh: Fresh
-    refused: list[intake.Refusal]
-    sync: Sync | None = None  # as recorded; None: everything was refused
-
-
-def _without(rounds: Mapping[str, Sequence[int]], refused: Sequence[intake.Refusal]) -> dict[str, list[int]]:
-    """Rounds by searcher, less the refused ones and searchers with no others."""
-    places = {(refusal.searcher, refusal.round) for refusal in refused}
-    left = {name: [number for number in of_name if (name, number) not in places] for name, of_name in rounds.items()}
-    return {searcher: of_searcher for searcher, of_searcher in left.items() if of_searcher}

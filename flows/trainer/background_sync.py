@@ -99,24 +99,24 @@ class BackgroundSync:
     def _sync(self, step: int) -> None:
         began = time.monotonic()
         check_not_superseded(self._store, self._attempt)
-        has_found = self._buffer.find(step)
+        found = self._buffer.find(step)
         self._took_s = time.monotonic() - began
-        if not has_found:
+        if found is None:
             self._on_sync(None)
             return
         with self._changed:
             is_soon = self._is_awaited or self._recording_s <= SHORT_S or not self._buffer.can_draw(self._next_step)
             self._admitted_at = self._next_step if is_soon else self._next_step + 1
         began = time.monotonic()
-        sync = self._buffer.record(self._admitted_at, self._attempt)
+        arrivals = self._buffer.record(found, self._admitted_at, self._attempt)
         self._recording_s = time.monotonic() - began
         self._took_s += self._recording_s
         with self._changed:
             self._changed.wait_for(lambda: self._is_closing or self._next_step >= self._admitted_at)
             if self._next_step < self._admitted_at:
                 return
-            self._buffer.admit()
-            self._on_sync(sync)
+            self._buffer.admit(arrivals)
+            self._on_sync(arrivals.sync)
             self._admitted_at = None
             self._changed.notify_all()
         self._buffer.move_words()

@@ -153,8 +153,10 @@ def test_every_draw_can_be_repeated_whatever_the_store_takes(store, slow, experi
 def test_no_sync_is_admitted_during_a_draw(store, slow, experience, monkeypatch):
     train_one_step(store, experience)
     found, find, draw = threading.Event(), experience.buffer.find, experience.buffer.draw
+    answers = slow.hold("exists")
 
     def slow_draw(step):
+        answers.set()
         assert found.wait(60)
         time.sleep(0.3)
         assert experience.buffer.num_prompts == 2 and len(store.list("syncs")) == 1
@@ -162,7 +164,6 @@ def test_no_sync_is_admitted_during_a_draw(store, slow, experience, monkeypatch)
 
     monkeypatch.setattr(experience.buffer, "find", lambda step: (find(step), found.set())[0])
     monkeypatch.setattr(experience.buffer, "draw", slow_draw)
-    slow.seconds = {"exists": 0.2}
     experience.sync(2)
     wait_until(lambda: experience._background._is_busy)
     experience.draw(2)
