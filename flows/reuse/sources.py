@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from storage.reward_versions import replace_columns
 from storage.rules import Limits
 from storage.run_model import recorded_fingerprint
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
-from storage.shard_files import read_each
+from storage.shard_files import read_many
 from storage.store import RunStore, read_file
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ class RunSource:
     def __init__(self, url: str, config: RunConfig) -> None:
         """Raises: ValueError: no such run, another model or task, or no such reward version."""
         self.url, self._version = url, config.reward_version
-        self._read: dict[tuple[str, int], pa.Table | StoreError] = {}  # of the newest file that was read, by round
         root, _, run = url.rpartition("/")
         self._store = RunStore(root, run)
         try:
@@ -92,42 +92,36 @@ class RunSource:
     def parts(self) -> list[list]:
         return [[searcher, number] for searcher, rounds in new_shards(self._store, {}).items() for number in rounds]
 
-    def read(self, part: list) -> pa.Table | None:
-        """The trajectories of a part; no rows if its shard or rewards are torn, or break a rule of the intake.
+    def read(self, parts: list[list]) -> Iterator[pa.Table | None]:
+        """The trajectories of each part; no rows if its shard or rewards are torn, or break a rule of the intake.
 
         None: the shard was deleted since the plan was made (the source's upkeep).
         """
-        searcher, number = part
+        rounds: dict[str, list[int]] = {}  # as `parts` made them, each searcher's together and in order
+        for searcher, number in parts:
+            rounds.setdefault(searcher, []).append(number)
+        for place, shard in read_many(self._store, rounds):
+            if isinstance(shard, NotFound):
+                log.warning("warm start: a shard was deleted meanwhile and is left out: %s", shard)
+                yield None
+            else:
+                yield self._usable(place, shard)
+
+    def _usable(self, place: tuple[str, int], shard: pa.Table | StoreError) -> pa.Table:
+        """A shard, or its error, with the rewards of the version. No rows: see `read`."""
         try:
-            shard = self._shard(searcher, number)
-            if shard is None:
-                return None
+            if isinstance(shard, StoreError):
+                raise shard
             if self._version is not None:
                 shard = reward_versions.with_rewards(self._store, self._version, shard)
         except (TornShard, DamagedRecord) as error:
             log.warning("warm start: a torn shard is left out: %s", error)
             return TRAJECTORY.empty_table()
-        if reasons := intake.check({(searcher, number): shard}, Limits()):
-            where = f"{shards.shard_path(searcher, number)} of {self.url}"
-            log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[searcher, number]))
+        if reasons := intake.check({place: shard}, Limits()):
+            where = f"{shards.shard_path(*place)} of {self.url}"
+            log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[place]))
             return TRAJECTORY.empty_table()
         return shard
-
-    def _shard(self, searcher: str, number: int) -> pa.Table | None:
-        """A compacted file is read once for all of its rounds: parts come in order."""
-        if (searcher, number) not in self._read:
-            block = shards.block_of(number)
-            is_compacted = self._store.exists(shards.block_path(searcher, block))
-            rounds = shards.rounds_of(block) if is_compacted else [number]
-            tables = read_each(self._store, searcher, rounds, [block] if is_compacted else ())
-            self._read = {(searcher, each): table for each, table in zip(rounds, tables, strict=True)}
-        found = self._read.pop((searcher, number))
-        if isinstance(found, NotFound):
-            log.warning("warm start: a shard was deleted meanwhile and is left out: %s", found)
-            return None
-        if isinstance(found, TornShard):
-            raise found
-        return found
 
     def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
         if self._has_other_reference:
@@ -175,8 +169,8 @@ class FileSource:
     def parts(self) -> list[list]:
         return [[start, ROWS_PER_SHARD] for start in range(0, self._rows.num_rows, ROWS_PER_SHARD)]
 
-    def read(self, part: list) -> pa.Table:
-        return self._rows.slice(*part)
+    def read(self, parts: list[list]) -> Iterator[pa.Table]:
+        return (self._rows.slice(*part) for part in parts)
 
     def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
         of_all = dict.fromkeys(TRAJECTORY.names) | {

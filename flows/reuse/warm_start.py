@@ -133,8 +133,7 @@ class Copy:
         source.compare_model(self._fingerprint)
         number = num_trajectories = num_heldout = 0
         made: list[pa.Table] = []
-        for part in parts:
-            rows = source.read(part)
+        for rows in source.read(parts):
             if rows is None:  # deleted; an interrupted copy may have it already
                 number += self._store.exists(shards.shard_path(searcher, number))
                 continue
