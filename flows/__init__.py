@@ -2,7 +2,7 @@
 
 import logging
 
-from flows.report.text import Printable
+from flows.report.text import PrintableMessages
 
 for _name in ("prefect.flow_runs", "prefect.task_runs"):  # their messages have names and texts of a store
-    logging.getLogger(_name).addFilter(Printable())
+    logging.getLogger(_name).addFilter(PrintableMessages())

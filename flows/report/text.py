@@ -71,19 +71,19 @@ def log_printable(level: int, layout: str, loggers: tuple[str, ...]) -> None:
     "": the root. Prefect's import replaces the root's handlers.
     """
 
-    class Printable(logging.Formatter):
+    class PrintableFormatter(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return printable(without_secrets(super().format(record)))
 
     handler = logging.StreamHandler()
-    handler.setFormatter(Printable(layout))
+    handler.setFormatter(PrintableFormatter(layout))
     for logger in map(logging.getLogger, loggers):
         logger.addHandler(handler)
         logger.setLevel(level)
         logger.propagate = False
 
 
-class Printable(logging.Filter):
+class PrintableMessages(logging.Filter):
     """Escapes control characters and secrets in a logger's messages and exceptions, whatever its handlers."""
 
     def filter(self, record: logging.LogRecord) -> bool:
