@@ -105,7 +105,7 @@ class Project:
         (folder / "sitecustomize.py").write_text(NO_VLLM)
         settings = folder / "tba" / "config.py"
         for name, value in SMALL.items():
-            small, times = re.subn(rf"(    {name}: int = Field\()\d+,", rf"\g<1>{value},", settings.read_text())
+            small, times = re.subn(rf"(    {name}: int = Field\(\s*)\d+,", rf"\g<1>{value},", settings.read_text())
             assert times == 1, name
             settings.write_text(small)
         save_character_model(
