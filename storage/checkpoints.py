@@ -49,6 +49,7 @@ class _State:
     """What is checked of a checkpoint's state.json."""
 
     step: int
+    num_files: int = 1  # with tensors; older versions wrote one, and no number
 
 
 def checkpoint_path(step: int, attempt: int) -> str:
@@ -95,10 +96,11 @@ def checkpoint_faults(store: RunStore, checkpoint: Checkpoint) -> list[tuple[str
 
     Raises: NotFound: it was deleted since it was listed.
     """
-    faults = []
+    faults, num_files = [], None
     try:
         if (state := store.read_json(f"{checkpoint.path}/{_COMPLETE}", _State)) is None:
             raise NotFound(f"{checkpoint.path} (run {store.run} in {store.url}) no longer exists")
+        num_files = state.num_files
         if state.step != checkpoint.step:
             faults.append((checkpoint.path, f"its state.json is of step {state.step}"))
     except DamagedRecord as error:
@@ -106,6 +108,8 @@ def checkpoint_faults(store: RunStore, checkpoint: Checkpoint) -> list[tuple[str
     weights = [path for path in store.list(checkpoint.path) if path.endswith(".safetensors")]
     if not weights:
         faults.append((checkpoint.path, "it has no safetensors file"))
+    elif num_files is not None and len(weights) != num_files:
+        faults.append((checkpoint.path, f"it has {len(weights)} safetensors files of {num_files}"))
     of_files = ((path, _broken_safetensors(store, path)) for path in weights)
     return faults + [(path, fault) for path, fault in of_files if fault]
 

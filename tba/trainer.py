@@ -12,17 +12,15 @@ Dimensions as in tba/batch.py.
 """
 
 import copy
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,6 +30,7 @@ from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, response_logprobs, sequence_logprobs
 from tba.objective import log_partition, residual, taper, trajectory_balance_loss
 from tba.precision import to_bfloat16
+from tba.saved_state import SavedState, write_state
 from tba.weights import as_in_a_checkpoint
 
 # A step whose gradient is not finite is skipped and counted. After so many in a row the run ends, because the policy
@@ -39,7 +38,6 @@ from tba.weights import as_in_a_checkpoint
 MAX_SKIPPED_IN_A_ROW = 10
 MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any meaningful ratio, and its square is finite
 NOTHING = [Group([0], [[0]])]  # the group that an empty pass scores
-CHECKPOINT = "trainer.safetensors"
 
 Result = TypeVar("Result")
 
@@ -304,23 +302,21 @@ class Trainer:
         return 4 * numbers * (3 if self._reference is None else 4)
 
     def save(self, folder: Path) -> None:
-        """Writes the state to resume from, as safetensors and JSON: weights, optimizer state, step."""
-        state = {f"policy.{name}": parameter for name, parameter in self._trained.items()}
-        for name, parameter in self._trained.items():
-            for key, tensor in self._optimizer.state[parameter].items():
-                state[f"{key}.{name}"] = tensor
-        if self._reference is not None:
-            of_reference = dict(self._reference.named_parameters())
-            state |= {f"reference.{name}": of_reference[name] for name in self._trained}
-        self._write(state, folder)
+        """Writes the state to resume from: weights, optimizer state, step (tba/saved_state.py)."""
+        write_state(folder, self.step, self._state())
 
-    def _write(self, state: dict[str, Tensor], folder: Path) -> None:
-        save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, folder / CHECKPOINT)
-        (folder / "state.json").write_text(json.dumps({"step": self.step}))
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        of_reference = dict(self._reference.named_parameters()) if self._reference else {}
+        for name, parameter in self._trained.items():
+            yield f"policy.{name}", parameter
+            for key, tensor in self._optimizer.state[parameter].items():
+                yield f"{key}.{name}", tensor
+            if of_reference:
+                yield f"reference.{name}", of_reference[name]
 
     def load(self, folder: Path) -> None:
         """Restores the state that `save` wrote."""
-        tensors = load_file(folder / CHECKPOINT)
+        tensors = SavedState(folder)
         self._reference = None
         self._restore(tensors, "reference")  # through the policy, of which the reference is a copy
         if any(name.startswith("reference.") for name in tensors):
@@ -332,9 +328,9 @@ class Trainer:
                 for key in ("step", "exp_avg", "exp_avg_sq")
                 if f"{key}.{name}" in tensors  # none before the first step that was not skipped
             }
-        self.step = json.loads((folder / "state.json").read_text())["step"]
+        self.step = tensors.step
 
-    def _restore(self, tensors: dict[str, Tensor], kind: str) -> None:
+    def _restore(self, tensors: SavedState, kind: str) -> None:
         with torch.no_grad():
             for name, parameter in self._trained.items():
                 if f"{kind}.{name}" in tensors:

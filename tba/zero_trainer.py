@@ -11,21 +11,21 @@ Numerics are those of one device (tba/precision.py), with torch's AdamW; only th
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from tba import lora
 from tba.batch import Draw, Metrics, passes
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
-from tba.trainer import CHECKPOINT, Result, Trainer
+from tba.saved_state import SavedState, write_state
+from tba.trainer import Result, Trainer
 
 # While the first process waits for a batch, the others wait for it. The death of a process is noticed at once.
 PATIENCE = timedelta(days=7)
@@ -128,34 +128,33 @@ class ShardedTrainer(Trainer):
 
     @_everywhere
     def save(self, folder: Path) -> None:
-        state = {}
+        if self._is_first:
+            write_state(folder, self.step, ((name, tensor.to("cpu", copy=True)) for name, tensor in self._state()))
+            return
+        for _ in self._state():
+            pass  # takes part in gathering
 
-        def keep(name: str, tensor: Tensor) -> None:
-            if self._is_first:
-                state[name] = tensor.detach().to("cpu", copy=True)
-
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
         of_reference = dict(self._reference.named_parameters()) if self._reference else {}
         for name, parameter in self._trained.items():
-            keep(f"policy.{name}", self._whole(parameter))
+            yield f"policy.{name}", self._whole(parameter)
             if of_reference:
-                keep(f"reference.{name}", of_reference[name])
+                yield f"reference.{name}", of_reference[name]
             if self._steps_taken():
-                keep(f"step.{name}", self._steps_taken())
+                yield f"step.{name}", self._steps_taken()
                 for key in STATES:
-                    keep(f"{key}.{name}", self._whole(parameter, key))
-        if self._is_first:
-            self._write(state, folder)
+                    yield f"{key}.{name}", self._whole(parameter, key)
 
     @_everywhere
     def load(self, folder: Path) -> None:
-        file = safe_open(folder / CHECKPOINT, framework="pt") if self._is_first else None
-        names = set(self._from_first(list(file.keys()) if self._is_first else None))
+        saved = SavedState(folder) if self._is_first else None
+        names = set(self._from_first(list(saved) if self._is_first else None))
         device = self._policy.device
         self._reference = None
 
         def read(name: str, like: Tensor) -> Tensor:
             shape = getattr(like, "ds_shape", like.shape)
-            tensor = file.get_tensor(name).to(device) if self._is_first else torch.empty(shape, device=device)
+            tensor = saved[name].to(device) if self._is_first else torch.empty(shape, device=device)
             dist.broadcast(tensor, src=0)
             return tensor
 
@@ -178,9 +177,7 @@ class ShardedTrainer(Trainer):
             for key in STATES:
                 if f"{key}.{name}" in names:
                     self._set_whole(parameter, read(f"{key}.{name}", parameter), key)
-        self.step = self._from_first(
-            json.loads((folder / "state.json").read_text())["step"] if self._is_first else None
-        )
+        self.step = self._from_first(saved.step if self._is_first else None)
 
     def _reset_reference(self) -> None:
         """Each process holds the reference whole: it needs no optimizer state and no gradient."""

@@ -45,6 +45,10 @@ TORN = {
     "weights of 0 bytes": (lambda s: s.put(WEIGHTS, b""), WEIGHTS),
     "another program's file": (lambda s: s.put(WEIGHTS, b"\xff" * 400), WEIGHTS),
     "no weights": (lambda s: s.delete(WEIGHTS), NEWEST),
+    "weights of one file of two": (
+        lambda s: s.put(f"{NEWEST}/state.json", b'{"step": 100, "num_files": 2}'),
+        NEWEST,
+    ),
     "state.json of 0 bytes": (lambda s: s.put(f"{NEWEST}/state.json", b""), NEWEST),
     "state.json cut short": (lambda s: s.put(f"{NEWEST}/state.json", b'{"ste'), NEWEST),
     "another program's state.json": (lambda s: s.put(f"{NEWEST}/state.json", b"[1]"), NEWEST),

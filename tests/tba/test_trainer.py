@@ -22,13 +22,13 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import replace
 
 import pytest
-import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, sequence_logprobs
 from tba.precision import to_bfloat16
+from tba.saved_state import SavedState
 from tba.trainer import MAX_SKIPPED_IN_A_ROW, Trainer
 from tba.weights import fingerprint, read_weights, write_weights
 from tests.tba.small_trainer import DRAWS, make_draw, make_trainer
@@ -125,8 +125,7 @@ def test_a_checkpoint_has_the_size_that_is_told(model_folder, tmp_path, settings
     trainer = make_trainer(model_folder, **settings)
     trainer.train_step(DRAWS)
     trainer.save(tmp_path)
-    tensors = safetensors.torch.load_file(tmp_path / "trainer.safetensors")
-    found = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("step."))
+    found = sum(tensor.nbytes for name, tensor in SavedState(tmp_path).items() if not name.startswith("step."))
     assert trainer.checkpoint_bytes == found
 
 
@@ -233,7 +232,7 @@ def test_adapters_are_published_merged_and_resume_to_the_bit(model_folder, tmp_p
     assert_same_weights(resumed, trainer, rtol=0, atol=0)
 
     trainer._policy.config.save_pretrained(tmp_path)
-    (tmp_path / "trainer.safetensors").unlink()
+    (tmp_path / "trainer-00000.safetensors").unlink()
     write_weights(trainer.weights(), tmp_path)
     groups = [draw.group for draw in DRAWS]
     merged, trained, before = (
