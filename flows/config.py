@@ -171,7 +171,7 @@ class RunConfig(Settings):
 
     def read_recorded(self, run_json: bytes) -> dict:
         """As the function `read_recorded`, with this configuration's use of memory: a resume may change it."""
-        return _overlaid(read_recorded(run_json), {"train": {name: getattr(self.train, name) for name in MEMORY}})
+        return overlaid(read_recorded(run_json), {"train": {name: getattr(self.train, name) for name in MEMORY}})
 
 
 # Settings of `train` that change no result. A resume may change them, for other devices or for lack of memory.
@@ -217,7 +217,7 @@ def with_recorded(values: dict) -> dict:
         recorded = read_recorded(RunStore(store, run).recorded_config())
     except (StoreError, ValueError):
         return values
-    return _overlaid(recorded, values)
+    return overlaid(recorded, values)
 
 
 def continued(config: RunConfig) -> RunConfig:
@@ -225,10 +225,10 @@ def continued(config: RunConfig) -> RunConfig:
     return RunConfig.model_validate(with_recorded(config.model_dump(exclude_unset=True)))
 
 
-def _overlaid(below: dict, above: dict) -> dict:
+def overlaid(below: dict, above: dict) -> dict:
     """`below` with the values of `above`, group by group."""
     both = {
-        name: _overlaid(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
+        name: overlaid(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
         for name, value in above.items()
     }
     return below | both

@@ -10,7 +10,7 @@ from prefect import flow, get_run_logger
 from flows.config import StoreUrl, load_run
 from infra.machine import cpu_threads
 from infra.memory import tensor_environment
-from storage.run_model import check_model
+from storage.run_inputs import check_model
 from storage.store import RunStore
 
 

@@ -104,7 +104,7 @@ def checkpoint_faults(store: RunStore, checkpoint: Checkpoint) -> list[tuple[str
         if state.step != checkpoint.step:
             faults.append((checkpoint.path, f"its state.json is of step {state.step}"))
     except DamagedRecord as error:
-        faults.append((checkpoint.path, f"its state.json has no step ({error})"))
+        faults.append((checkpoint.path, f"its state.json cannot be read ({error})"))
     weights = [path for path in store.list(checkpoint.path) if path.endswith(".safetensors")]
     if not weights:
         faults.append((checkpoint.path, "it has no safetensors file"))

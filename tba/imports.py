@@ -76,9 +76,13 @@ def load_function(name: str, field: str):
 
 def is_users_own(name: str) -> bool:
     """Whether a loaded `module:function` is a file of the working folder that the user has written."""
-    package = name.partition(":")[0].partition(".")[0]
-    file = getattr(sys.modules.get(package), "__file__", None)
-    return package not in OF_THE_REPOSITORY and file is not None and Path.cwd() in list(Path(file).parents)[:2]
+    module = name.partition(":")[0]
+    package, *inner = module.split(".")
+    file = getattr(sys.modules.get(module), "__file__", None)  # its package may have no __init__.py
+    if package in OF_THE_REPOSITORY or file is None:
+        return False
+    depth = len(inner) + (Path(file).name == "__init__.py")
+    return list(Path(file).parents)[depth : depth + 1] == [Path.cwd()]
 
 
 def _is_pythons(package: str) -> bool:

@@ -11,12 +11,15 @@ For a chat, prompts are lists of messages, and completions are lists of one mess
 """
 
 import ast
+import functools
 import hashlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Protocol
 
 from tba.imports import is_users_own, load_function
@@ -52,8 +55,8 @@ class FunctionReward:
     def source(self) -> str:
         """Text that changes with the function's source and arguments, but not with the functions that it calls."""
         try:
-            return self._arguments + inspect.getsource(self._function)
-        except (OSError, TypeError):  # an object with __call__, or made at a prompt
+            return self._arguments + _source(self._function)
+        except (OSError, TypeError):  # made at a prompt
             return self._arguments + repr(type(self._function))
 
     def values(
@@ -109,6 +112,14 @@ class RewardedTask:
         if len(set(names)) < len(names):
             raise ValueError(f"task.rewards: {', '.join(names)} has a name twice, but rewards are stored by name")
         self.version = self._version()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the problems: prompts, answers, and which of them are held out; their order does not matter."""
+        facts = [
+            sorted(f"{problem.prompt_id} {problem.answer}" for problem in part) for part in (self.train, self.heldout)
+        ]
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def check(self, tokenizer) -> None:
         """Tries each reward on one problem. Raises: ValueError: a reward fails. Rewards with models have own checks."""
@@ -186,6 +197,16 @@ def load_reward(name: str) -> FunctionReward:
     return FunctionReward(made, path, parenthesis + arguments)
 
 
+def _source(function: Callable) -> str:
+    """Of a function; of a functools.partial, its arguments, too; of an object with __call__, its class's.
+
+    Raises: OSError, TypeError: it is in no file.
+    """
+    if isinstance(function, functools.partial):
+        return f"{function.args} {function.keywords} {_source(function.func)}"
+    return inspect.getsource(function if inspect.isroutine(function) else type(function))
+
+
 def _check_looks_like_reward(function: Callable, name: str, is_called: bool) -> None:
     """Checks a package's function before any call, because packages have functions that start processes or run code.
 
@@ -215,8 +236,11 @@ def _checked(
     name = part.path if is_function else part.name
     try:
         values = list(part.values(problems, responses, tokens) if is_function else part.rewards(problems, responses))
+        values = [value.item() if hasattr(value, "item") else value for value in values]  # NumPy's and torch's scalars
     except Exception as error:  # a user's code may raise anything
-        raise ValueError(f"reward {name} failed ({type(error).__name__}: {error})") from error
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(at.filename).name}, line {at.lineno}"
+        raise ValueError(f"reward {name} failed ({type(error).__name__}: {error}; {where})") from error
     if len(values) != len(responses):
         raise ValueError(
             f"reward {name}: got {len(values)} rewards for {len(responses)} responses; return one for each"

@@ -1,4 +1,4 @@
-"""A Trainer's state as the files of a checkpoint. One of them at a time is in memory, whatever the model's size.
+"""A Trainer's state as the files of a checkpoint. Tensors of one file at a time are copied from where they are trained.
 
     trainer-00000.safetensors   policy.NAME, and by AdamW step.NAME, exp_avg.NAME, exp_avg_sq.NAME; after a reset
                                 reference.NAME. Then trainer-00001.safetensors, ...
@@ -48,6 +48,9 @@ class SavedState(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._file_of[name].get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)

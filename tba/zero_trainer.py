@@ -3,8 +3,8 @@
 The first process draws batches and writes results; the others follow it. It distributes whole prompts, balanced by
 tokens; the loss is the mean over all prompts. All processes run equally many passes, because ZeRO-3 gathers weights and
 ZeRO-2 sums gradients in each pass, and all processes must take part. Clipping and the test for finite gradients use
-the norm of the whole gradient, so all processes decide alike. A checkpoint is the same
-single file as one device's, and resumes on any number.
+the norm of the whole gradient, so all processes decide alike. A checkpoint has the same
+files as one device's, and resumes on any number.
 
 Numerics are those of one device (tba/precision.py), with torch's AdamW; only the order of sums differs.
 """
@@ -128,11 +128,13 @@ class ShardedTrainer(Trainer):
 
     @_everywhere
     def save(self, folder: Path) -> None:
-        if self._is_first:
-            write_state(folder, self.step, ((name, tensor.to("cpu", copy=True)) for name, tensor in self._state()))
-            return
-        for _ in self._state():
-            pass  # takes part in gathering
+        state = self._state()
+        try:
+            if self._is_first:
+                write_state(folder, self.step, ((name, tensor.to("cpu", copy=True)) for name, tensor in state))
+        finally:  # all processes gather every tensor, also where the first one's disk is full
+            for _ in state:
+                pass
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         of_reference = dict(self._reference.named_parameters()) if self._reference else {}

@@ -19,7 +19,7 @@ def config_of(given: dict[str, object], settings: list[str], *, is_new: bool = F
     """
     from pydantic import ValidationError
 
-    from flows.config import RunConfig, explanation, with_recorded
+    from flows.config import RunConfig, explanation, overlaid, with_recorded
 
     values: dict = {}
     for setting in settings:
@@ -44,7 +44,8 @@ def config_of(given: dict[str, object], settings: list[str], *, is_new: bool = F
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 fail(f"--set {key}: {part} is a setting, not a group of settings", status=2)
-        node[name] = value
+        is_group = isinstance(value, dict) and isinstance(node.get(name), dict)
+        node[name] = overlaid(node[name], value) if is_group else value
     if "run" not in given and "task.name" in given:
         values["run"] = given["task.name"]
     try:

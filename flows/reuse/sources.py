@@ -17,7 +17,7 @@ from storage.errors import DamagedRecord, NotFound, StoreError, TornShard
 from storage.new_shards import new_shards
 from storage.reward_versions import replace_columns
 from storage.rules import Limits
-from storage.run_model import recorded_fingerprint
+from storage.run_inputs import recorded_fingerprint
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.shard_files import read_many
 from storage.store import RunStore, read_file

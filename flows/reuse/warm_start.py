@@ -24,7 +24,7 @@ from storage import shards
 from storage.errors import AlreadyExists
 from storage.reward_versions import replace_columns
 from storage.rules import Limits, broken_in_each
-from storage.run_model import check_model
+from storage.run_inputs import check_model
 from storage.store import RunStore
 from tba.models import model_folder
 from tba.tasks import load_task

@@ -9,6 +9,7 @@ from flows.run.memory import Lengths, lengths, longest, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
 from infra.gpus import num_gpus
 from storage.errors import NotFound, TornShard
+from storage.run_inputs import check_data
 from storage.shard_files import read_shards
 from storage.shards import files_named, is_copies_name
 from storage.store import RunStore
@@ -46,6 +47,7 @@ def check_inputs(config: RunConfig) -> list[str]:
         raise ValueError(NO_EXPERTS)
     tokenizer = tokenizer_of(folder)
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
+    check_data(store, task.fingerprint, records=False)
     task.check(tokenizer)
     if task.num_left_out:
         num_all, limit = task.num_left_out + len(task.train) + len(task.heldout), config.task.max_prompt_tokens
@@ -80,7 +82,8 @@ def changed_reward(store: RunStore, version: str) -> str | None:
         return None
     return (
         f"the reward has changed: stored trajectories have rewards of version {stored!r}, new ones will have "
-        f"{version!r}, and a batch mixes them. To give all of them the new reward: "
+        f"{version!r}, and a batch mixes them, as the choice of the best policy does. To give "
+        "all of them the new reward: "
         f"{store.command(f'rescore {store.run} --reward task --version NAME')}, then "
         f"{store.command(f'train NEW --warm-start {store.run} --set reward_version=NAME')}, with the same --model and "
         "--task"

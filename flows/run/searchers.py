@@ -134,7 +134,7 @@ class Searchers:
         failures[kind] += not state.is_completed() or self._final_step() is not None
         if failures[kind] > limit:
             raise RuntimeError(
-                f"searcher {name} {kind} {failures[kind]} times in its round {at}; its flow run's log has the reason"
+                f"searcher {name} {kind} {failures[kind]} times in its round {at}: {state.message or 'killed'}"
             )
         evaluator = next(iter(self._runs))
         living = self._claim([name], evaluator).get(name)

@@ -14,7 +14,7 @@ from infra.machine import code_version, cpu_threads
 from infra.memory import keep_freed_memory
 from infra.places import alone_here, num_places, take_place
 from storage import attempts, machines
-from storage.run_model import check_model
+from storage.run_inputs import check_data, check_model
 from storage.store import RunStore
 from tba.models import model_folder
 
@@ -33,8 +33,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     """
     num_devices = config.search.num_devices
     threads = max(1, searcher_threads(config) // num_devices)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}  # before torch is imported
     gpu_share = take_gpus(*place_on_machine(config), num_devices)
     from transformers import AutoTokenizer
 
@@ -52,6 +51,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     check_model(RunStore(config.store, config.run), config.model, base_fingerprint(str(folder)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
+    check_data(RunStore(config.store, config.run), task_.fingerprint)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]

@@ -21,7 +21,7 @@ from infra.temporary_folders import filled_folder
 from storage import checkpoints, requests
 from storage.buffer import ReplayBuffer
 from storage.rules import Limits
-from storage.run_model import check_model
+from storage.run_inputs import check_model
 from storage.store import RunStore
 from tba.lora import base_fingerprint
 from tba.models import model_folder

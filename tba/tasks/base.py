@@ -39,10 +39,17 @@ def render_chat(tokenizer, messages: Sequence[Mapping[str, str]]) -> str:
     """The chat as text, up to where the assistant answers, by the tokenizer's own template.
 
     A template that writes the date writes `TODAY`: the buffer compares responses to one prompt, which stays the same.
+    Raises: ValueError: the template refuses the messages, as some do a system message, or two of one role in a row.
     """
-    return tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime
+        )
+    except Exception as error:  # the template's own code: it may raise anything
+        raise ValueError(
+            f"task.data: the model's chat template refuses a prompt ({type(error).__name__}: {error}), whose messages "
+            f"are {list(messages)!r:.400}; change the prompt, or leave search.system_prompts out"
+        ) from error
 
 
 class Task(Protocol):
@@ -68,9 +75,10 @@ def stop_tokens(task: Task, tokenizer) -> list[int]:
     folder, too, and each that ends with a stop string.
 
     Llama 3's and Qwen2's tokenizers have one token for a full stop with the newline after it.
-    Raises: ValueError: a stop string is not a single token of this tokenizer.
+    Raises: ValueError: a stop string is not a single token of this tokenizer; nothing ends a response.
     """
-    ids = [tokenizer.eos_token_id, *end_tokens(Path(tokenizer.name_or_path))]
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = own + end_tokens(Path(tokenizer.name_or_path))
     for text in task.stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:
@@ -79,4 +87,9 @@ def stop_tokens(task: Task, tokenizer) -> list[int]:
             )
         (end,) = tokenizer.convert_ids_to_tokens(tokens)  # as the vocabulary spells it
         ids += sorted(token for spelled, token in tokenizer.get_vocab().items() if spelled.endswith(end))
+    if not ids:
+        raise ValueError(
+            f"model {tokenizer.name_or_path}: nothing ends a response: its tokenizer has no eos_token, and its "
+            "generation_config.json no eos_token_id; give one of them"
+        )
     return list(dict.fromkeys(ids))

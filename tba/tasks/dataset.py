@@ -58,4 +58,5 @@ def _messages(prompt: object, where: str) -> tuple[Mapping[str, str], ...]:
             f"task.data: {where}: prompt is {str(prompt)[:80]!r}; it must be text, or a list of messages with role "
             f"({', '.join(ROLES)}) and content, of which the last is not the assistant's"
         )
-    return tuple(map(dict, messages))
+    # Parquet has every key in every message; where one is absent, its value is None
+    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)

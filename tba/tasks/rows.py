@@ -83,6 +83,11 @@ def text_of(row: Mapping, column: str, where: str) -> str:
 
 def _checked(rows: Rows, columns: Sequence[str]) -> Rows:
     for where, row in rows:
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"task.data: {where} is {row!r:.80} ({type(row).__name__}); each is a mapping from column to value. "
+                'Of a pandas table give .to_dict("records"), of a dataset with splits one of them, such as ["train"]'
+            )
         for column in columns:
             if column not in row:
                 raise ValueError(f"task.data: {where} has no column {column!r}, only {', '.join(row) or 'none at all'}")

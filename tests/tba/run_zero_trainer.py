@@ -6,11 +6,14 @@ The last line of its output is JSON: the steps' metrics, and the fingerprint of 
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 from flows.trainer.meeting import Meeting
 from flows.trainer.ranks import trainer_of
 from storage.store import RunStore
+from tba import saved_state
 from tba.batch import Draw
 from tba.config import TrainSettings
 from tba.saved_state import SavedState
@@ -45,6 +48,8 @@ def run(model: str, settings: dict, save: str, load: list[str], meeting: list[st
         ]
         curves = [list(_steps(trainer, HALF))]
         Path(save).mkdir()
+        with patch.multiple(saved_state, FILE_BYTES=1 << 12, save_file=_full_disk), suppress(OSError):
+            trainer.save(Path(save))  # of the others, none waits for the first one
         trainer.save(Path(save))
         kept = SavedState(Path(save)).items()
         assert trainer.checkpoint_bytes == sum(t.nbytes for name, t in kept if not name.startswith("step."))
@@ -53,6 +58,10 @@ def run(model: str, settings: dict, save: str, load: list[str], meeting: list[st
             trainer.load(Path(checkpoint))
             curves.append(list(_steps(trainer, len(PROMPTS))))
         return {"published": published, "curves": curves}
+
+
+def _full_disk(*_: object) -> None:
+    raise OSError("no room is left")
 
 
 def _steps(trainer: Trainer, until: int) -> Iterator[dict]:

@@ -123,6 +123,16 @@ def test_functions_of_the_working_folder_are_loaded(folder, name):
     assert TaskSettings(rewards=[f"my_rewards:{name}"]).rewards == (f"my_rewards:{name}",)
 
 
+def test_a_folder_of_modules_needs_no_init_file(folder):
+    (folder / "inside").mkdir()
+    (folder / "inside" / "graders.py").write_text(MINE)
+    try:
+        assert load_reward("inside.graders:made(3)").path == "inside.graders:made"
+    finally:
+        for name in ("inside", "inside.graders"):
+            sys.modules.pop(name, None)
+
+
 @pytest.mark.parametrize("place", ["", "run", "somebodys/run"])
 def test_files_of_a_store_in_the_working_folder_are_not_imported(folder, place):
     """Other people may write to it."""

@@ -13,11 +13,15 @@ python -m pytest tests/tba/test_rewards.py
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
 from tba.config import TaskSettings
 from tba.rewards import FunctionReward, RewardedTask, load_reward
@@ -120,6 +124,50 @@ def test_the_version_tells_what_counts():
         version((load_reward(f"{__name__}:{name}"), 1.0)) for name in ("longer(n=3)", "longer(n=300)", "longer(n=3)")
     ]
     assert made[0] == made[2] != made[1]
+
+
+def scaled(completions, by, **columns):
+    return [by for _ in completions]
+
+
+class Scaled:
+    def __call__(self, completions, **columns):
+        return [0.5 for _ in completions]
+
+
+def test_the_version_tells_what_a_partial_and_an_object_compute():
+    def version(function):
+        return RewardedTask(Counting(), [(FunctionReward(function, "it"), 1.0)]).version
+
+    assert version(partial(scaled, by=1.0)) == version(partial(scaled, by=1.0)) != version(partial(scaled, by=2.0))
+    assert "return [0.5 for _ in completions]" in FunctionReward(Scaled(), "it").source
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float32(1), torch.tensor(1.0)])
+def test_scalars_of_numpy_and_torch_are_numbers(value):
+    scores = score([(FunctionReward(lambda completions, **_: [value] * len(completions), "it"), 1.0)], ["a"])
+    assert scores.rewards == [1.0]
+
+
+def test_a_reward_that_fails_is_told_with_its_line():
+    def broken(completions, **columns):
+        raise KeyError("unit")
+
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"reward it failed \(KeyError: 'unit'; test_rewards.py, line {line}\)"):
+        score([(FunctionReward(broken, "it"), 1.0)], ["a"])
+
+
+def test_the_fingerprint_of_problems_tells_which_are_held_out():
+    def fingerprint(train, heldout):
+        task = Counting()
+        task.train, task.heldout = train, heldout
+        return RewardedTask(task).fingerprint
+
+    others = [replace(TEXT, answer="3"), replace(TEXT, prompt_id="p3")]
+    assert fingerprint([CHAT, TEXT], others) == fingerprint([TEXT, CHAT], others[::-1])
+    different = [([CHAT], [TEXT]), ([TEXT], [CHAT]), *(([CHAT], [other]) for other in others)]
+    assert len({fingerprint(*problems) for problems in different}) == 4
 
 
 def test_two_rewards_of_one_name_are_refused():

@@ -290,6 +290,15 @@ def test_the_models_own_ends_of_a_turn_end_a_response(tmp_path):
         assert stop_tokens(Counting(), PreTrainedTokenizerFast.from_pretrained(tmp_path)) == found
 
 
+def test_a_model_whose_responses_nothing_ends_is_refused(tmp_path):
+    words = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="nothing ends a response"):
+        stop_tokens(Counting(), PreTrainedTokenizerFast.from_pretrained(tmp_path))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert stop_tokens(Counting(), PreTrainedTokenizerFast.from_pretrained(tmp_path)) == [0]
+
+
 def test_a_stop_string_of_several_tokens_is_refused(tokenizer):
     task = Counting()
     task.stop = ("one two",)

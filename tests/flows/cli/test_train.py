@@ -139,6 +139,19 @@ def test_options_and_settings_come_together(project, checked):
     assert config.sampling.reward_temperature is None
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_group_as_an_object_keeps_what_was_set_in_it(project, checked, first):
+    store = RunStore((project / ".tba").as_uri(), "gsm8k")
+    store.put("summary.json", b'{"run": "gsm8k"}')
+    groups = ["--set", 'train={"beta": 0.1}', "--set", 'search={"engine": {"dtype": "float16"}}']
+    parts = ["--set", "train.weight_decay=0.5", "--set", "search.engine.block_size=32", "--set", "train.beta=0.2"]
+    tba("train", "--task", "gsm8k", "--steps", "7", *(groups + parts if first else parts + groups))
+    (config,) = checked
+    assert (config.task.name, config.train.steps, config.train.weight_decay) == ("gsm8k", 7, 0.5)
+    assert config.search.engine == {"dtype": "float16", "block_size": 32}
+    assert config.train.beta == (0.2 if first else 0.1)  # the later one
+
+
 def test_a_finished_run_prints_its_summary_and_starts_nothing(project, checked):
     summary = {"run": "done", "accuracy_before": 0.36, "accuracy_after": 0.8125, "staleness_max": 4}
     RunStore((project / ".tba").as_uri(), "done").put("summary.json", json.dumps(summary).encode())

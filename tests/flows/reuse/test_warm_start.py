@@ -27,7 +27,7 @@ from flows.trainer.__main__ import learn
 from storage import reward_versions, shards
 from storage.errors import NotFound, RunConfigMismatch
 from storage.queries import query
-from storage.run_model import check_model
+from storage.run_inputs import check_model
 from storage.schema import TRAJECTORY, to_table
 from storage.shard_files import read_file
 from storage.store import RunStore

@@ -24,8 +24,10 @@ from flows.run.preflight import check_inputs
 from flows.train import prepare
 from storage import requests
 from storage.errors import DamagedRecord, RunConfigMismatch, StoreError
+from storage.run_inputs import check_data
 from storage.shards import commit_shard
 from storage.store import RunStore
+from tba.tasks import load_task
 from tba.tasks.arithmetic import Arithmetic
 from tests.storage.helpers import make_shard, start_python
 
@@ -185,6 +187,26 @@ def test_a_reward_that_has_changed_is_named(tmp_path, tokenizer_only):
         f"tba rescore checked --reward task --version NAME{where}, then tba train NEW --warm-start checked" in warning
     )
     assert f"reward_version=NAME{where}, with the same --model and --task" in warning
+
+
+def test_a_resume_with_other_data_is_refused(tmp_path, tokenizer_only):
+    file = tmp_path / "sums.jsonl"
+
+    def write(numbers):
+        rows = [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in numbers]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(range(40))
+    resumed = config(tmp_path, task={"name": "gsm8k", "data": str(file)})
+    store = RunStore(resumed.store, resumed.run)
+    check_inputs(resumed)
+    store.create_run(resumed.recorded())
+    check_data(store, load_task(resumed.task, seed=0).fingerprint)  # as its first Searcher does
+    write(reversed(range(40)))
+    check_inputs(resumed)  # the order does not matter
+    write(range(41))
+    with pytest.raises(RunConfigMismatch, match=r"task\.data: the problems .* began with"):
+        check_inputs(resumed)
 
 
 def test_a_run_that_nobody_samples_for_is_warned_about(tmp_path, tokenizer_only, monkeypatch):

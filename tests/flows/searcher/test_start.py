@@ -25,7 +25,7 @@ from infra import gpus, machine, places
 from storage import attempts
 from storage.errors import RunConfigMismatch
 from storage.process_identity import Identity
-from storage.run_model import check_model
+from storage.run_inputs import check_model
 from storage.store import RunStore
 from tba import engines, precision
 from tba.engine import WholeBatches

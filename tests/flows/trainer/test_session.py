@@ -33,7 +33,7 @@ from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience, make_draws
 from storage import attempts, checkpoints, ledger, policies, requests
 from storage.errors import RunConfigMismatch
-from storage.run_model import check_model
+from storage.run_inputs import check_model
 from storage.schema import TRAINING_STEP
 from storage.store import RunStore
 from tba.batch import Batch

@@ -14,6 +14,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jinja2 import TemplateError
 
 from tba.config import TaskSettings
 from tba.tasks import load_task
@@ -107,6 +108,35 @@ def test_without_a_chat_template_a_chat_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="the model's tokenizer has no chat template"):
         load_task(TaskSettings(name="dataset", data=rows, rewards=[length]), seed=0, tokenizer=tokenizer)
+
+
+def test_a_prompt_that_the_template_refuses_is_shown():
+    class Refusing(Template):
+        def apply_chat_template(self, messages, **_):
+            raise TemplateError("System role not supported")
+
+    with pytest.raises(ValueError, match=r"chat template refuses a prompt \(TemplateError: System role .*Capital of"):
+        load_task(TaskSettings(name="dataset", data=rows, rewards=[length]), seed=0, tokenizer=Refusing())
+
+
+def test_a_key_that_parquet_adds_to_a_message_is_absent(tmp_path):
+    """Every message of a column has all keys there."""
+    named = {"role": "user", "content": "Hi.", "name": "Ann"}
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": [named]}, *ROWS]), file)
+    task = Dataset(data=str(file))
+    assert {frozenset(problem.messages[0]) for problem in task.train + task.heldout} == {
+        frozenset({"role", "content", "name"}), frozenset({"role", "content"}),
+    }  # fmt: skip
+
+
+def column_names() -> list:
+    return ["prompt", "answer"]
+
+
+def test_rows_that_are_no_mappings_are_named():
+    with pytest.raises(ValueError, match=r"row 0 is 'prompt' \(str\); each is a mapping .*to_dict\(\"records\"\)"):
+        Dataset(data=f"{__name__}:column_names")
 
 
 @pytest.mark.parametrize(

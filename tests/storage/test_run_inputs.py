@@ -1,15 +1,16 @@
-"""All processes of a run load the model that it began with (storage/run_model.py).
+"""All processes of a run have the model and the problems that it began with (storage/run_inputs.py).
 
 - The first process records the model's fingerprint; others with the same weights go on.
 - Other weights are refused, and the record stays. So is a record that cannot be read.
+- So are other problems. A check before a start records none.
 
-python -m pytest tests/storage/test_run_model.py
+python -m pytest tests/storage/test_run_inputs.py
 """
 
 import pytest
 
 from storage.errors import DamagedRecord, RunConfigMismatch
-from storage.run_model import MODEL, check_model
+from storage.run_inputs import DATA, MODEL, check_data, check_model
 
 
 def test_all_processes_have_the_first_ones_weights(store):
@@ -25,3 +26,14 @@ def test_a_damaged_record_is_named(local_store):
     local_store.put(MODEL, b"{}")
     with pytest.raises(DamagedRecord, match=r"model\.json .* Delete it if org/model has not changed"):
         check_model(local_store, "org/model", "a1")
+
+
+def test_all_searchers_have_the_first_ones_problems(store):
+    check_data(store, "a1", records=False)
+    assert not store.exists(DATA)
+    check_data(store, "a1")
+    check_data(store, "a1")
+    for records in (True, False):
+        with pytest.raises(RunConfigMismatch, match=r"fingerprint b2, but .* began with a1 .* --warm-start"):
+            check_data(store, "b2", records=records)
+    check_data(store, "a1", records=False)
