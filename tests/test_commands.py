@@ -53,6 +53,7 @@ NOT_RUN = {
     "tba watch mine --store s3://bucket/prefix": "the same",
     START_OF_MACHINES: "tests/hosts/test_trainer_machines.py",
     """prefect deployment run tba/train --param 'config={"run": "mine"}'""": "in a cluster",
+    ".venv/bin/tba searchers mine +6": "a SLURM job; README.md's `tba searchers arithmetic +1` is run",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
     "tba train two --set train.processes=2 --set train.zero_stage=2": "two processes of the embedded model: minutes",
     "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",
