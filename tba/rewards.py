@@ -74,9 +74,14 @@ class FunctionReward:
                 ],
                 "completion_ids": [list(of_response) for of_response in tokens],
                 "prompt_id": [problem.prompt_id for problem in problems],
-                "answer": [problem.columns.get("answer", problem.answer) for problem in problems],
+                "answer": [_answer(problem) for problem in problems],
             }
         )
+
+
+def _answer(problem: Problem) -> object:
+    """The dataset's, which may be no text, else the task's."""
+    return problem.columns.get("answer", problem.answer)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class RewardedTask:
     def fingerprint(self) -> str:
         """Of the problems: prompts, answers, and which of them are held out; their order does not matter."""
         facts = [
-            sorted(f"{problem.prompt_id} {problem.answer}" for problem in part) for part in (self.train, self.heldout)
+            sorted(f"{problem.prompt_id} {_answer(problem)}" for problem in part) for part in (self.train, self.heldout)
         ]
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 

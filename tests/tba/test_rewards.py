@@ -164,10 +164,10 @@ def test_the_fingerprint_of_problems_tells_which_are_held_out():
         task.train, task.heldout = train, heldout
         return RewardedTask(task).fingerprint
 
-    others = [replace(TEXT, answer="3"), replace(TEXT, prompt_id="p3")]
+    others = [replace(TEXT, answer="3"), replace(TEXT, prompt_id="p3"), replace(TEXT, columns={"answer": 4})]
     assert fingerprint([CHAT, TEXT], others) == fingerprint([TEXT, CHAT], others[::-1])
     different = [([CHAT], [TEXT]), ([TEXT], [CHAT]), *(([CHAT], [other]) for other in others)]
-    assert len({fingerprint(*problems) for problems in different}) == 4
+    assert len({fingerprint(*problems) for problems in different}) == 5
 
 
 def test_two_rewards_of_one_name_are_refused():
