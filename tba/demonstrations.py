@@ -55,7 +55,7 @@ class Demonstrations:
             ends = bool(tokens) and tokens[-1] in self._stop_tokens
             row = row | {
                 "prompt_tokens": known.encode(self._tokenizer) if known else self._tokenizer.encode(prompt),
-                "response_tokens": tokens if ends else [*tokens, self._tokenizer.eos_token_id],
+                "response_tokens": tokens if ends else [*tokens, self._stop_tokens[0]],
             }
         elif (text := self._tokenizer.decode(row["response_tokens"], skip_special_tokens=True)) != response:
             raise ValueError(

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 OURS = {"flows", "infra", "storage", "tba"}
-OF_THE_REPOSITORY = {"docs", "tests"}  # in the working folder of a checkout, but not the user's
+OF_THE_REPOSITORY = {"build", "docs", "tests"}  # in the working folder of a checkout, but not the user's
 FILES = (".jsonl", ".parquet")
 
 
@@ -81,8 +81,10 @@ def is_users_own(name: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)  # its package may have no __init__.py
     if package in OF_THE_REPOSITORY or file is None:
         return False
+    folders = list(Path(file).parents)
     depth = len(inner) + (Path(file).name == "__init__.py")
-    return list(Path(file).parents)[depth : depth + 1] == [Path.cwd()]
+    installed = any(any(folder.glob("*.dist-info")) or any(folder.glob("*.egg-info")) for folder in folders[:depth])
+    return not installed and folders[depth : depth + 1] == [Path.cwd()]
 
 
 def _is_pythons(package: str) -> bool:

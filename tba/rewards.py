@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tba.imports import is_users_own, load_function
-from tba.tasks.base import Problem, Task
+from tba.tasks.base import Problem, Task, canonical
 
 TASK = "task"  # in place of module:function: the task's own reward
 COLUMNS = ("completions", "completion_ids", "prompts")  # a reward function takes at least one of them
@@ -74,14 +74,9 @@ class FunctionReward:
                 ],
                 "completion_ids": [list(of_response) for of_response in tokens],
                 "prompt_id": [problem.prompt_id for problem in problems],
-                "answer": [_answer(problem) for problem in problems],
+                "answer": [problem.given_answer for problem in problems],
             }
         )
-
-
-def _answer(problem: Problem) -> object:
-    """The dataset's, which may be no text, else the task's."""
-    return problem.columns.get("answer", problem.answer)
 
 
 @dataclass(frozen=True)
@@ -101,30 +96,24 @@ class RewardedTask:
         rewards: Sequence[tuple[Rewarding | FunctionReward, float]] = (),
         missing_eos_reward: float | None = None,
         num_left_out: int = 0,
+        fingerprint: str = "",
     ) -> None:
         """`missing_eos_reward`: reward of a response that was cut at the length limit; None: as of a finished one.
         `num_left_out`: problems that the task does not have any more, because their prompts are too long.
+        `fingerprint`: of all problems (tba.tasks.base).
 
         Raises: ValueError: two rewards have one name.
         """
         self.task = task
         self.name, self.train, self.heldout = task.name, task.train, task.heldout
         self.stop, self.max_response_tokens = task.stop, task.max_response_tokens
-        self.num_left_out = num_left_out
+        self.num_left_out, self.fingerprint = num_left_out, fingerprint
         self._parts = list(rewards) or [(task, 1.0)]
         self._missing_eos_reward = missing_eos_reward
         names = [part.name for part, _ in self._parts]
         if len(set(names)) < len(names):
             raise ValueError(f"task.rewards: {', '.join(names)} has a name twice, but rewards are stored by name")
         self.version = self._version()
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the problems: prompts, answers, and which of them are held out; their order does not matter."""
-        facts = [
-            sorted(f"{problem.prompt_id} {_answer(problem)}" for problem in part) for part in (self.train, self.heldout)
-        ]
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def check(self, tokenizer) -> None:
         """Tries each reward on one problem. Raises: ValueError: a reward fails. Rewards with models have own checks."""
@@ -208,7 +197,7 @@ def _source(function: Callable) -> str:
     Raises: OSError, TypeError: it is in no file.
     """
     if isinstance(function, functools.partial):
-        return f"{function.args} {function.keywords} {_source(function.func)}"
+        return f"{canonical([*function.args, function.keywords])} {_source(function.func)}"
     return inspect.getsource(function if inspect.isroutine(function) else type(function))
 
 

@@ -22,12 +22,13 @@ def config_of(given: dict[str, object], settings: list[str], *, is_new: bool = F
     from flows.config import RunConfig, explanation, overlaid, with_recorded
 
     values: dict = {}
+    pairs = list(given.items())  # in the order in which they count
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             fail(f"--set {setting}: has no '='; write --set key.path=value, such as --set train.beta=0.1", status=2)
         try:
-            given[key] = json.loads(value) if value == "null" or value[:1] in ("[", "{") else value
+            read = json.loads(value) if value == "null" or value[:1] in ("[", "{") else value
         except (ValueError, RecursionError) as error:
             fail(
                 f"--set {setting:.200}: is not JSON; write a list as --set search.exploration_top_p=[0.8,1], an object "
@@ -36,8 +37,9 @@ def config_of(given: dict[str, object], settings: list[str], *, is_new: bool = F
             )
         if key.startswith("search.engine."):  # vLLM's own arguments, whose types pydantic does not know
             with contextlib.suppress(ValueError, RecursionError):  # a word
-                given[key] = json.loads(value)
-    for key, value in given.items():
+                read = json.loads(value)
+        pairs.append((key, read))
+    for key, value in pairs:
         *path, name = key.split(".")
         node = values
         for part in path:
@@ -46,8 +48,8 @@ def config_of(given: dict[str, object], settings: list[str], *, is_new: bool = F
                 fail(f"--set {key}: {part} is a setting, not a group of settings", status=2)
         is_group = isinstance(value, dict) and isinstance(node.get(name), dict)
         node[name] = overlaid(node[name], value) if is_group else value
-    if "run" not in given and "task.name" in given:
-        values["run"] = given["task.name"]
+    if "run" not in values and isinstance(values.get("task"), dict) and "name" in values["task"]:
+        values["run"] = values["task"]["name"]
     try:
         return RunConfig.model_validate(values if is_new else with_recorded(values))
     except ValidationError as error:

@@ -13,6 +13,7 @@ from storage.run_inputs import check_data
 from storage.shard_files import read_shards
 from storage.shards import files_named, is_copies_name
 from storage.store import RunStore
+from storage.summary import is_finished
 from tba.config import TaskSettings
 from tba.memory import UnknownShape, read_shape
 from tba.model_files import NO_EXPERTS, context_length, is_mixture_of_experts, text_config, unsupported
@@ -47,7 +48,8 @@ def check_inputs(config: RunConfig) -> list[str]:
         raise ValueError(NO_EXPERTS)
     tokenizer = tokenizer_of(folder)
     task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
-    check_data(store, task.fingerprint, records=False)
+    if not is_finished(store):
+        check_data(store, task.fingerprint, records=False)
     task.check(tokenizer)
     if task.num_left_out:
         num_all, limit = task.num_left_out + len(task.train) + len(task.heldout), config.task.max_prompt_tokens

@@ -51,7 +51,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     check_model(RunStore(config.store, config.run), config.model, base_fingerprint(str(folder)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
-    check_data(RunStore(config.store, config.run), task_.fingerprint)
+    check_data(RunStore(config.store, config.run), task_.fingerprint, records=name != "evaluate")
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]

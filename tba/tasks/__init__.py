@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tba.config import TaskSettings
-from tba.tasks.base import Problem, Task, render_chat
+from tba.tasks.base import Problem, Task, problems_fingerprint, render_chat
 
 if TYPE_CHECKING:
     from tba.rewards import RewardedTask
@@ -40,6 +40,7 @@ def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "Rewarded
     from tba.rewards import TASK, RewardedTask, load_reward  # they know what a Problem is: not at the top
 
     task, num_left_out = _task(settings, seed), 0
+    fingerprint = problems_fingerprint(task)  # before any is left out, as tokenizers of two versions may differ
     if tokenizer is not None:
         task.train, task.heldout = ([_rendered(p, tokenizer) for p in part] for part in (task.train, task.heldout))
         if settings.max_prompt_tokens is not None:
@@ -49,7 +50,7 @@ def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "Rewarded
         (task if name == TASK else load_reward(name), weight)
         for name, weight in zip(settings.rewards, weights, strict=True)
     ]
-    return RewardedTask(task, rewards, settings.missing_eos_reward, num_left_out)
+    return RewardedTask(task, rewards, settings.missing_eos_reward, num_left_out, fingerprint)
 
 
 def _task(settings: TaskSettings, seed: int) -> Task:

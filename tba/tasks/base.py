@@ -1,5 +1,7 @@
 """A task: problems to train on, held-out problems, and the reward of a response."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -20,6 +22,11 @@ class Problem:
     answer: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None  # of a chat; None: the prompt is plain text
     columns: Mapping[str, object] = field(default_factory=dict, hash=False)  # the dataset's others, for rewards
+
+    @property
+    def given_answer(self) -> object:
+        """The dataset's, which may be no text, else the task's."""
+        return self.columns.get("answer", self.answer)
 
     def encode(self, tokenizer, system_prompt: str = "") -> list[int]:
         """The prompt's tokens, after `system_prompt` if there is one. In a chat it replaces the chat's own.
@@ -68,6 +75,23 @@ class Task(Protocol):
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         """The reward of each response to the problem at its index: finite numbers."""
+
+
+def problems_fingerprint(task: Task) -> str:
+    """Of prompts, answers, and which of them are held out; their order does not matter. The same in every process."""
+    facts = [
+        sorted(f"{problem.prompt_id} {canonical(problem.given_answer)}" for problem in part)
+        for part in (task.train, task.heldout)
+    ]
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def canonical(value: object) -> str:
+    """A value as text that is the same in every process; of what JSON has no form for, only the type's name."""
+    try:
+        return json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+    except (TypeError, ValueError):  # keys that JSON has not; a value that contains itself
+        return type(value).__name__
 
 
 def stop_tokens(task: Task, tokenizer) -> list[int]:

@@ -83,7 +83,7 @@ def text_of(row: Mapping, column: str, where: str) -> str:
 
 def _checked(rows: Rows, columns: Sequence[str]) -> Rows:
     for where, row in rows:
-        if not isinstance(row, Mapping):
+        if not hasattr(row, "keys"):  # a row of a pandas table has them, and is no Mapping
             raise ValueError(
                 f"task.data: {where} is {row!r:.80} ({type(row).__name__}); each is a mapping from column to value. "
                 'Of a pandas table give .to_dict("records"), of a dataset with splits one of them, such as ["train"]'

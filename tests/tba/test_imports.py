@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from flows.config import RunConfig
 from tba.config import TaskSettings
-from tba.imports import load_function
+from tba.imports import is_users_own, load_function
 from tba.rewards import load_reward
 from tba.tasks.dataset import Dataset
 
@@ -128,6 +128,8 @@ def test_a_folder_of_modules_needs_no_init_file(folder):
     (folder / "inside" / "graders.py").write_text(MINE)
     try:
         assert load_reward("inside.graders:made(3)").path == "inside.graders:made"
+        (folder / "inside" / "graders-1.0.dist-info").mkdir()  # pip has put it there
+        assert not is_users_own("inside.graders:made")
     finally:
         for name in ("inside", "inside.graders"):
             sys.modules.pop(name, None)

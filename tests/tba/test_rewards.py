@@ -25,7 +25,7 @@ import torch
 
 from tba.config import TaskSettings
 from tba.rewards import FunctionReward, RewardedTask, load_reward
-from tba.tasks.base import Problem
+from tba.tasks.base import Problem, canonical, problems_fingerprint
 
 CHAT = Problem(
     "p1", "user: 1/2?", "0.5", ({"role": "user", "content": "1/2?"},), {"solution": r"$\frac{1}{2}$", "answer": "0.5"}
@@ -162,12 +162,19 @@ def test_the_fingerprint_of_problems_tells_which_are_held_out():
     def fingerprint(train, heldout):
         task = Counting()
         task.train, task.heldout = train, heldout
-        return RewardedTask(task).fingerprint
+        return problems_fingerprint(task)
 
     others = [replace(TEXT, answer="3"), replace(TEXT, prompt_id="p3"), replace(TEXT, columns={"answer": 4})]
     assert fingerprint([CHAT, TEXT], others) == fingerprint([TEXT, CHAT], others[::-1])
     different = [([CHAT], [TEXT]), ([TEXT], [CHAT]), *(([CHAT], [other]) for other in others)]
     assert len({fingerprint(*problems) for problems in different}) == 5
+
+
+def test_text_of_a_value_is_the_same_in_every_process():
+    """The order of a set and an object's address are not."""
+    assert canonical({"b": [1.5, None, "é"], "a": True}) == canonical({"a": True, "b": (1.5, None, "é")})
+    assert canonical([{"Paris", "paris"}, Scaled()]) == '["set", "Scaled"]'
+    assert canonical({("a", 1): 2}) == "dict"
 
 
 def test_two_rewards_of_one_name_are_refused():

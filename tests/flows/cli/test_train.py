@@ -150,6 +150,9 @@ def test_a_group_as_an_object_keeps_what_was_set_in_it(project, checked, first):
     assert (config.task.name, config.train.steps, config.train.weight_decay) == ("gsm8k", 7, 0.5)
     assert config.search.engine == {"dtype": "float16", "block_size": 32}
     assert config.train.beta == (0.2 if first else 0.1)  # the later one
+    twice = ["--set", 'train={"beta": 0.1}', "--set", "train.beta=0.3", "--set", 'train={"weight_decay": 0.5}']
+    tba("train", "gsm8k", *twice)
+    assert (checked[1].train.beta, checked[1].train.weight_decay) == (0.3, 0.5)
 
 
 def test_a_finished_run_prints_its_summary_and_starts_nothing(project, checked):

@@ -99,6 +99,7 @@ def test_long_prompts_are_left_out_and_counted():
     task = load_task(settings, seed=0, tokenizer=Template())  # which adds a token to each
     assert {len(problem.prompt) for problem in task.train + task.heldout} == set(range(1, 31))
     assert task.num_left_out == 10
+    assert task.fingerprint == load_task(settings.model_copy(update={"max_prompt_tokens": None}), seed=0).fingerprint
     with pytest.raises(ValueError, match=r"prompts are longer; the shortest has \d tokens"):
         load_task(settings.model_copy(update={"max_prompt_tokens": 1}), seed=0, tokenizer=Template())
 
