@@ -19,7 +19,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig, StoreUrl, load_run
 from flows.searcher.policy_feed import load_once_more
-from flows.searcher.start import start_searcher_task
+from flows.searcher.start import EVALUATE, start_searcher_task
 from infra.machine import policy_cache
 from storage import kept_policies, policies
 from storage.store import RunStore
@@ -44,7 +44,7 @@ def evaluate_policy(
     run_store = RunStore(store, run)
     config = load_run(run_store)
     check(run_store, config, samples)
-    searcher = start_searcher_task(config, "evaluate", 0)
+    searcher = start_searcher_task(config, EVALUATE, 0)
     return measure_policy_task(run_store, config, searcher, num_problems or config.task.num_heldout, samples, newest)
 
 

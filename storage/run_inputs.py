@@ -44,12 +44,9 @@ def check_model(store: RunStore, model: str, fingerprint: str) -> None:
 
 def check_data(store: RunStore, fingerprint: str, *, records: bool = True) -> None:
     """As `check_model`, of a run's problems. records: whether a run without a record gets this one."""
-    remedy = "Delete it if the data have not changed since the run began."
-    if records:
-        first = _first(store, DATA, fingerprint, remedy)
-    else:
-        recorded = store.read_json(DATA, _Recorded, remedy=remedy)
-        first = fingerprint if recorded is None else recorded.fingerprint
+    if not records and not store.exists(DATA):
+        return
+    first = _first(store, DATA, fingerprint, "Delete it if the data have not changed since the run began.")
     if first != fingerprint:
         raise RunConfigMismatch(
             f"task.data: the problems on this machine have fingerprint {fingerprint}, but run {store.run} in "

@@ -37,14 +37,14 @@ def evaluate(
 
     from flows.config import load_run
     from flows.evaluate import check, measure_policy
-    from flows.searcher.start import start_searcher
+    from flows.searcher.start import EVALUATE, start_searcher
     from storage.errors import StoreError
 
     try:
         config = load_run(run_store)
         check(run_store, config, samples)
         with disable_run_logger():
-            searcher = start_searcher(config, "evaluate", 0)
+            searcher = start_searcher(config, EVALUATE, 0)
             problems = problems or config.task.num_heldout
             figures = measure_policy(run_store, config, searcher, problems, samples, newest)
     except (StoreError, ValueError, ImportError) as error:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 # vLLM's share of a Searcher's GPU memory; the rest is for the reference policy, a victim, and a reward model. On a CPU
 # VLLM_CPU_KVCACHE_SPACE decides.
 ENGINE_SHARE = 0.6
+EVALUATE = "evaluate"  # in place of a Searcher's name: the process of `tba evaluate`, which records nothing
 
 
 def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahead: bool = False) -> "Searcher":
@@ -51,7 +52,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     check_model(RunStore(config.store, config.run), config.model, base_fingerprint(str(folder)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
-    check_data(RunStore(config.store, config.run), task_.fingerprint, records=name != "evaluate")
+    check_data(RunStore(config.store, config.run), task_.fingerprint, records=name != EVALUATE)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
