@@ -152,9 +152,9 @@ def prepare(config: RunConfig, is_takeover: bool = False) -> RunStore:
     store = RunStore(config.store, config.run)
     if is_takeover:
         return store
-    from flows.run.preflight import check_inputs, check_memory
+    from flows.run.preflight import check_apart, check_memory
 
-    for warning in check_inputs(config):
+    for warning in check_apart(config):
         get_run_logger().warning(warning)
     check_memory(config)  # the Trainer runs on this machine
     store.create_run(config.recorded(), config.read_recorded)

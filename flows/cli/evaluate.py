@@ -1,6 +1,8 @@
 """tba evaluate: measures a run's best policy."""
 
+import contextlib
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -43,7 +45,7 @@ def evaluate(
     try:
         config = load_run(run_store)
         check(run_store, config, samples)
-        with disable_run_logger():
+        with disable_run_logger(), contextlib.redirect_stdout(sys.stderr):  # rewards may print
             searcher = start_searcher(config, EVALUATE, 0)
             problems = problems or config.task.num_heldout
             figures = measure_policy(run_store, config, searcher, problems, samples, newest)

@@ -2,12 +2,16 @@
 
 import contextlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli.common import fail
 
 if TYPE_CHECKING:
     from flows.config import RunConfig
+
+# Settings that may name a local file or folder.
+MAY_BE_LOCAL = ("model", "task.data", "task.reward_model", "task.gold_reward_model", "task.victim", "task.classifier")
 
 
 def config_of(given: dict[str, object], settings: list[str], *, is_new: bool = False) -> "RunConfig":
@@ -48,9 +52,21 @@ def config_of(given: dict[str, object], settings: list[str], *, is_new: bool = F
                 fail(f"--set {key}: {part} is a setting, not a group of settings", status=2)
         is_group = isinstance(value, dict) and isinstance(node.get(name), dict)
         node[name] = overlaid(node[name], value) if is_group else value
+    _make_absolute(values)
     if "run" not in values and isinstance(values.get("task"), dict) and "name" in values["task"]:
         values["run"] = values["task"]["name"]
     try:
         return RunConfig.model_validate(values if is_new else with_recorded(values))
     except ValidationError as error:
         fail(explanation(error, RunConfig), status=2)
+
+
+def _make_absolute(values: dict) -> None:
+    """Local paths become absolute, because a worker's processes run in another folder. Other names stay as they are."""
+    for setting in MAY_BE_LOCAL:
+        *path, name = setting.split(".")
+        node = values
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(name), str) and Path(node[name]).exists():
+            node[name] = str(Path(node[name]).absolute())

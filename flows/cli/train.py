@@ -58,8 +58,8 @@ def train(
         "run": run,
         "store": store and store_url(store),
         "task.name": task,
-        "task.data": data and _absolute_if_there(data),
-        "model": model and _absolute_if_there(model),
+        "task.data": data,
+        "model": model,
         "train.steps": steps,
         "searchers": searchers,
         "seed": seed,
@@ -82,7 +82,7 @@ def train(
 
 def _check_inputs(config: "RunConfig") -> "RunStore":
     """Checks the inputs before anything is started; exits with the reason if one is wrong."""
-    from flows.run.preflight import check_inputs
+    from flows.run.preflight import check_apart
     from storage.errors import StoreError
     from storage.store import RunStore
     from tba.models import EMBEDDED_MODEL, MODELS_FOLDER
@@ -90,7 +90,7 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
     if config.model == EMBEDDED_MODEL and not (MODELS_FOLDER / EMBEDDED_MODEL).exists():
         say("Unpacking the embedded model, once in this folder (20 to 80 s).")
     try:
-        for warning in check_inputs(config):
+        for warning in check_apart(config):
             say(f"WARNING: {warning}", err=True)
         return RunStore(config.store, config.run)
     except (ValueError, OSError, ImportError, StoreError) as error:
@@ -258,11 +258,6 @@ def _stage(state, store: "RunStore", old: dict | None) -> tuple[str, dict | None
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def _absolute_if_there(name: str) -> str:
-    """The absolute path of a local file or folder; a Hugging Face id unchanged."""
-    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _source_url(source: str, store: str | None) -> str:

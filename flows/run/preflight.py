@@ -1,7 +1,10 @@
 """Checks before a run starts: the task and its data, the model, the store, the run's configuration."""
 
 import contextlib
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
+from multiprocessing import get_context
 
 from flows.config import RunConfig
 from flows.reuse.warm_start import check_sources
@@ -21,6 +24,20 @@ from tba.models import model_folder
 from tba.rewards import RewardedTask
 from tba.tasks import READ_BY, TASKS, load_task
 from tba.tasks.base import stop_tokens
+
+
+def check_apart(config: RunConfig) -> list[str]:
+    """`check_inputs` in a process that ends with it, so that a model which a user's reward loads leaves the memory.
+
+    Raises: as check_inputs. ValueError: that process was killed, or a user's function ended it."""
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(check_inputs, config).result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "the process that tries data and rewards ended early: it was killed, perhaps for lack of memory, or one of "
+            "your functions ended it; its output is above"
+        ) from error
 
 
 def check_inputs(config: RunConfig) -> list[str]:

@@ -59,6 +59,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, shlex.split(f"{command} {small}")[1:])
     assert result.exit_code == 0, result.output
     (config,) = configs
+    assert name not in sys.modules  # a model that it loads would take memory in the command and in the flow, too
     check_inputs(config)
     store = RunStore(config.store, config.run)
     store.create_run(config.recorded())
@@ -82,3 +83,16 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     best = best_policy(store)
     assert (evaluation["num_problems"], evaluation["policy_step"]) == (2, 2) and evaluation["seconds"] > 0
     assert (best.path, best.accuracy, best.num_problems) == (policy.path, evaluation["accuracy"], 2)
+
+
+def test_a_reward_that_ends_its_process(model, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def data(): return [{'prompt': str(number), 'answer': 'b'} for number in range(300)]\n"
+        "def reward(completions, **_): os._exit(7)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_train", lambda *_: pytest.fail("training began"))
+    given = f"train mine --task dataset --data mine:data --set task.rewards=mine:reward --model {model}"
+    result = CliRunner().invoke(app, given.split())
+    assert result.exit_code == 2 and "the process that tries data and rewards ended early" in result.stderr

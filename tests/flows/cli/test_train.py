@@ -58,7 +58,7 @@ def checked(monkeypatch):
     """The configurations that were handed to the input check, which finds nothing here: the real one needs a model."""
     configs = []
     monkeypatch.setitem(
-        sys.modules, "flows.run.preflight", SimpleNamespace(check_inputs=lambda config: configs.append(config) or [])
+        sys.modules, "flows.run.preflight", SimpleNamespace(check_apart=lambda config: configs.append(config) or [])
     )
     return configs
 
@@ -137,6 +137,16 @@ def test_options_and_settings_come_together(project, checked):
     assert config.model == "org/name"  # no such folder here, so it is left as it is
     assert (config.train.steps, config.seed, config.train.beta) == (7, 3, 0.2)
     assert config.sampling.reward_temperature is None
+    tba(
+        "train",
+        "--store",
+        "runs",
+        "--set",
+        "task.data=problems.jsonl",
+        "--set",
+        'task={"name": "gsm8k", "victim": "runs"}',
+    )
+    assert (checked[1].task.data, checked[1].task.victim) == (config.task.data, str(project / "runs"))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -168,14 +178,14 @@ def test_what_the_check_refuses_is_the_message(project, monkeypatch):
     def refuse(config):
         raise ValueError("task: got 'chess'; known tasks: arithmetic, gsm8k")
 
-    monkeypatch.setitem(sys.modules, "flows.run.preflight", SimpleNamespace(check_inputs=refuse))
+    monkeypatch.setitem(sys.modules, "flows.run.preflight", SimpleNamespace(check_apart=refuse))
     result = tba("train", "--task", "chess")
     assert (result.exit_code, result.stderr) == (2, "task: got 'chess'; known tasks: arithmetic, gsm8k\n")
 
 
 def test_what_the_check_warns_of_is_printed(project, monkeypatch):
     RunStore((project / ".tba").as_uri(), "done").put("summary.json", json.dumps({"run": "done"}).encode())
-    warns = SimpleNamespace(check_inputs=lambda config: ["store: s3://bucket does not honour create-if-absent"])
+    warns = SimpleNamespace(check_apart=lambda config: ["store: s3://bucket does not honour create-if-absent"])
     monkeypatch.setitem(sys.modules, "flows.run.preflight", warns)
     result = tba("train", "done")
     assert (result.exit_code, result.stderr) == (0, "WARNING: store: s3://bucket does not honour create-if-absent\n")
