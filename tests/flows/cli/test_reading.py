@@ -4,6 +4,7 @@ Claims
 - `tba runs` lists every run of a store with its state, and nothing else that lies there; a live Trainer is alive
 - `tba watch` says the alarms that are on, and what to turn
 - `tba show` tells of each drawn response reward, draw probability, age, weights; says which steps there are
+- what a reward prints while `tba evaluate` measures is not on stdout, where the figures are
 - `tba sql` takes its query from standard input; its prompt takes several lines, survives a mistake, ends by \\q
 - `tba export` says which file cannot be written
 - names of runs complete in a shell, from the store that the line names
@@ -90,6 +91,18 @@ def test_runs_tells_the_state_of_each(root):
 def test_runs_of_an_empty_store_says_so(tmp_path):
     result = tba("runs", "--store", str(tmp_path))
     assert (result.exit_code, result.stdout[:21]) == (0, "There are no runs in ")
+
+
+def test_evaluates_figures_are_alone_on_stdout(root, monkeypatch):
+    def measured(*_):
+        print("a reward says hello")
+        return {"accuracy": 0.5}
+
+    monkeypatch.setattr("flows.evaluate.check", lambda *_: None)
+    monkeypatch.setattr("flows.searcher.start.start_searcher", lambda *_: None)
+    monkeypatch.setattr("flows.evaluate.measure_policy", measured)
+    told = tba("evaluate", "arithmetic", "--json")
+    assert json.loads(told.stdout) == {"accuracy": 0.5} and "a reward says hello" in told.stderr
 
 
 def test_show_tells_what_trained_a_step(root):
