@@ -1,21 +1,19 @@
 """The runs of a study, one at a time on each core.
 
-Each outcome is stored when its run ends, so an interrupted study continues. On tba.testbed each arm trains with its
-best step size, which is found first with a seed that no other run has. The grid of step sizes grows until the best one
-is not at its edge.
+Each outcome is stored when its run ends, so an interrupted study continues. On the testbed each arm has its best step
+size, which is found first with a seed that no other run has. The grid of step sizes grows until the best one is not at
+its edge.
 """
 
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing import get_context
-from pathlib import Path
 
-from flows.compare.study import Arm, Configuration
-from flows.config import RunConfig
+from flows.compare.arm import Arm, Outcome
+from flows.compare.on_model import OnModel
+from flows.compare.on_testbed import OnTestbed
 from infra.gpus import gpu_bytes
 from infra.machine import code_version, cpu_threads
 from infra.memory import memory_bytes
@@ -28,43 +26,17 @@ TUNING_SEED = 1000
 BYTES_OF_RUN = 8 * 1024**3  # of a model: the embedded one takes 6 GB
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one run."""
-
-    arm: str
-    seed: int
-    learning_rate: float
-    # Greedy, on held-out sums: share with the whole reward. None: all runs begin with the same model, not measured.
-    accuracy_before: float | None
-    accuracy_after: float
-    # Of 8 responses that the last policy samples to a held-out prompt.
-    num_distinct: float
-    num_distinct_right: float  # with the whole reward
-    seconds: float
-    code_version: str
-    curve: list[float]  # mean reward of each step's batch; with a model, of each round
-    # With a model: of the responses' embeddings, and policy steps.
-    cosine_distance: float | None = None
-    staleness: float | None = None
-
-
 class Bench:
     """Runs arms on all cores; outcomes of finished runs are read from the store."""
 
-    def __init__(
-        self, store: str, study: str, first_policies: Path, say: Callable[[str], None], *, fresh: bool = False
-    ) -> None:
-        """`study`: its name, in the names of its runs. fresh: each run has a process of its own, as an engine needs.
-
-        first_policies: folder of the testbed's first policies, one for each seed.
-        """
-        self._store, self._study, self._first_policies, self._say = store, study, first_policies, say
+    def __init__(self, store: str, study: str, runs: OnTestbed | OnModel, say: Callable[[str], None]) -> None:
+        """`study`: its name, in the names of its runs. `runs`: how its arms train."""
+        self._store, self._study, self._runs, self._say = store, study, runs, say
         workers = cpu_threads(1)
-        if fresh:  # an engine takes a part of a GPU's memory
+        if runs.uses_gpu:  # an engine takes a part of a GPU's memory
             workers = 1 if gpu_bytes() else max(1, min(workers, memory_bytes() // BYTES_OF_RUN))
-        self._pool = ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), max_tasks_per_child=1 if fresh else None
+        self._pool = ProcessPoolExecutor(  # an engine needs a process of its own
+            workers, mp_context=get_context("spawn"), max_tasks_per_child=1 if runs.uses_gpu else None
         )
 
     def __enter__(self) -> "Bench":
@@ -76,7 +48,7 @@ class Bench:
     def run(self, jobs: list[tuple[Arm, int]]) -> list[Outcome]:
         """The outcome of each arm with a seed, in the order of the jobs."""
         futures = {
-            self._pool.submit(run_arm, arm, seed, self._run_store(arm, seed), self._first_policies): place
+            self._pool.submit(run_arm, self._runs, arm, seed, self._run_store(arm, seed)): place
             for place, (arm, seed) in enumerate(jobs)
         }
         outcomes: dict[int, Outcome] = {}
@@ -119,17 +91,16 @@ def rates_to_try(found: dict[float, float]) -> list[float]:
     return []
 
 
-def run_arm(arm: Arm, seed: int, store: RunStore, first_policies: Path) -> Outcome:
+def run_arm(runs: OnTestbed | OnModel, arm: Arm, seed: int, store: RunStore) -> Outcome:
     """Runs one arm in this process, on one thread, unless the store has its outcome.
 
     Raises: RunConfigMismatch: the store has a run of this name with other settings; the message names them.
     """
-    of_model = "model" in arm.settings
-    store.create_run({"arm": asdict(arm), "seed": seed, **({} if of_model else {"pretraining": _pretraining()})})
+    store.create_run({"arm": asdict(arm), "seed": seed, **runs.recorded()})
     if (stored := store.read_json("outcome.json", Outcome)) is not None:
         return stored
     started = time.monotonic()
-    found = _run_of_model(arm, seed) if of_model else _run_on_testbed(arm, seed, first_policies)
+    found = runs.run(arm, seed)
     outcome = Outcome(
         arm=arm.name,
         seed=seed,
@@ -140,45 +111,3 @@ def run_arm(arm: Arm, seed: int, store: RunStore, first_policies: Path) -> Outco
     )
     store.put_json("outcome.json", outcome)
     return outcome
-
-
-def _pretraining() -> str:
-    from tba import testbed
-
-    return testbed.pretraining_version()
-
-
-def _run_on_testbed(arm: Arm, seed: int, first_policies: Path) -> dict:
-    import torch
-
-    from flows.compare.replay import experience
-    from tba import testbed
-
-    torch.set_num_threads(1)
-    first, configuration = testbed.first_policy(first_policies, seed), Configuration(**arm.settings)
-    variant = testbed.Variant(configuration.reward, configuration.log_z_rate)
-    trained = testbed.train(first, configuration.train, arm.lag, seed, experience(configuration, seed), variant)
-    return {
-        "accuracy_before": testbed.accuracy(first, reward=configuration.reward),
-        "accuracy_after": trained.accuracy,
-        "num_distinct": trained.num_distinct,
-        "num_distinct_right": trained.num_distinct_right,
-        "curve": trained.curve,
-    }
-
-
-def _run_of_model(arm: Arm, seed: int) -> dict:
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-    from flows.compare.lagged import run_with_lag
-
-    with tempfile.TemporaryDirectory() as folder:
-        here = {"run": arm.name.replace("_", "-"), "store": Path(folder).as_uri(), "seed": seed, "trackers": ()}
-        found = run_with_lag(RunConfig.model_validate(arm.settings | here), arm.lag)
-    after = asdict(found.after)
-    return {
-        "accuracy_before": None,
-        "accuracy_after": after.pop("accuracy"),
-        "staleness": found.staleness,
-        "curve": found.curve,
-        **after,
-    }

@@ -1,4 +1,4 @@
-"""What an arm of a study trains on: the newest rounds, or draws from a replay buffer in memory.
+"""A replay buffer in memory, for runs on the testbed.
 
 Each step the Searchers bring their rounds, which are then recent, and a batch is drawn as a run's buffer draws it
 (storage/mop.py), without store and index. As in storage/buffer.py, of identical responses to a prompt the newest stays,
@@ -11,23 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flows.compare.study import Configuration
 from storage import mop
 from storage.mop import SamplingSettings
 from tba import testbed, testbed_task
-
-
-def experience(configuration: Configuration, seed: int) -> testbed.Experience:
-    """The samples of each step of one run: its newest rounds, or with `sampling` draws of a Replay."""
-
-    def rounds(policy: testbed.Policy, step: int, generator: torch.Generator) -> testbed.Samples:
-        search = configuration.search
-        num_prompts = configuration.searchers * search.prompts_per_round
-        return testbed.sample_sums(policy, num_prompts, search.samples_per_prompt, generator, configuration.reward)
-
-    if configuration.sampling is None:
-        return rounds
-    return Replay(rounds, configuration.sampling, seed, configuration.replay_by_distance)
 
 
 @dataclass

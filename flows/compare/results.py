@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flows.compare.bench import Outcome
+from flows.compare.arm import Outcome
 from infra.machine import processor_name
 from storage.queries import query
 from storage.store import RunStore

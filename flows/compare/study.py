@@ -1,85 +1,25 @@
 """A study: configurations compared at each lag, by seeds. A file in studies/ describes it.
 
-Its arms train the small policy of tba/testbed.py or, with `model`, a model by the real parts (flows/compare/lagged.py).
+Its arms train on the testbed (flows/compare/on_testbed.py) or, with `model`, a model (flows/compare/on_model.py).
 """
 
 import re
 import tomllib
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from flows.compare.arm import Arm
+from flows.compare.on_model import OnModel
+from flows.compare.on_testbed import Configuration, OnTestbed
 from flows.config import RunConfig, explanation
-from storage.mop import SamplingSettings
-from tba.config import SearchSettings, Settings, TrainSettings
-from tba.evaluation import success_reward
+from tba.config import Settings
 
 _FOLDER = files("flows.compare") / "studies"
 _LABEL = re.compile("[a-z][a-z0-9_]*")
-OF_RUN = {"task", "searchers", "search", "sampling", "train"}  # sections of a run's settings that an arm has
-# Settings of a run that would change the age of samples, or have the Trainer wait for samples that do not come.
-KEPT = (
-    ("train", "steps"), ("train", "sync_interval"), ("sampling", "max_age"), ("sampling", "samples_per_insert"),
-    ("sampling", "min_size"),
-)  # fmt: skip
-# The settings of a run that the testbed has. A study with another one is refused, because it would have no effect.
-_OF_TESTBED = {
-    "train": {
-        "objective", "residual_weight", "beta", "beta_final", "beta_steps", "reference_reset_interval", "warmup_steps",
-        "steps", "learning_rate_schedule", "decay_steps", "adam_beta1", "adam_beta2", "weight_decay", "gradient_clip",
-    },
-    "search": {"prompts_per_round", "samples_per_prompt"},
-    "sampling": {
-        "prompts_per_batch", "responses_per_prompt", "recent_probability", "differing_rewards_first",
-        "reward_temperature", "uniform_fraction", "capacity_per_prompt",
-    },
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One configuration of a study."""
-
-    label: str  # its name in the tables
-    lag: int  # policy steps between sampling and learning, at least
-    settings: dict  # of `Configuration`
-
-    @property
-    def name(self) -> str:
-        return f"{self.label}-lag{self.lag}"
-
-
-class Configuration(Settings):
-    """An arm's settings: those of a run that the testbed has, and four of the testbed's own."""
-
-    train: TrainSettings
-    search: SearchSettings = SearchSettings()
-    sampling: SamplingSettings | None = Field(
-        None, description="Settings of the replay buffer; None: each step trains on its rounds."
-    )
-    replay_by_distance: bool = Field(
-        False,
-        description="Whether a stored response's weight is multiplied by its mean distance to the prompt's others.",
-    )
-    log_z_rate: float | None = Field(
-        None,
-        gt=0,
-        description="Step size of a learned log Z, as a multiple of the policy's; None: log Z is estimated.",
-    )
-    searchers: int = Field(1, ge=1, description="Number of rounds that come in at each step.")
-    reward: Literal["exact", "dense", "sparse"] = Field(
-        "exact",
-        description="exact: 1 for the sum; dense: the share of its tokens; sparse: 1 for a number 1 to 9 above it.",
-    )
-
-    @model_validator(mode="after")
-    def _log_z_is_of_trajectory_balance(self) -> "Configuration":
-        if self.log_z_rate is not None and not self.train.is_trajectory_balance:
-            raise ValueError(f"log_z_rate: {self.train.objective} has no log Z; leave it out, or take tb")
-        return self
+TABLES = {"task", "search", "sampling", "train"}  # sections; the other settings of an arm are values
 
 
 class Study(Settings):
@@ -107,8 +47,7 @@ class Study(Settings):
             try:
                 self.configuration(label)
             except ValidationError as error:
-                of = Configuration if self.model is None else RunConfig
-                raise ValueError(f"arm {label}: {explanation(error, of)}") from error
+                raise ValueError(f"arm {label}: {explanation(error, self.runs.settings_class)}") from error
             except ValueError as error:
                 raise ValueError(f"arm {label}: {error}") from error
         if len(self.arms) * len(self.lags) < 2:
@@ -119,59 +58,25 @@ class Study(Settings):
             raise ValueError(f"compared_with is {self.compared_with!r}, but the arms are {', '.join(self.arms)}")
         return self
 
-    def configuration(self, label: str) -> Configuration | RunConfig:
-        merged = dict(self.common)
-        for section, changes in self.arms[label].items():
-            merged[section] = merged.get(section, {}) | changes if isinstance(changes, dict) else changes
-        if self.model is not None:
-            return self._run(merged)
-        for section, known in _OF_TESTBED.items():
-            if not isinstance(merged.get(section, {}), dict):
-                raise ValueError(f"{section}: got {merged[section]!r}; it is a table of settings, as in {{ … }}")
-            if unknown := merged.get(section, {}).keys() - known:
-                raise ValueError(
-                    f"{section}.{min(unknown)} is no setting of the testbed; it has {', '.join(sorted(known))}"
-                )
-        merged["train"] = {"steps": self.steps} | merged.get("train", {})
-        return Configuration(**merged)
-
     @property
-    def measured(self) -> tuple[str, str, str]:
-        """Names of three measures: accuracy, number of distinct responses, number of distinct right ones."""
-        task = None if self.model is None else self.configuration(self.compared_with).task.name
-        if task == "redteam":
-            return "Share of 64 attacks that succeed", "Distinct attacks among them", "Distinct ones that succeed"
-        responses = "Distinct responses among 8 to a held-out problem"
-        right = "with the whole reward" if task is None else f"with a reward of at least {success_reward(task)}"
-        return "Greedy accuracy on held-out problems", responses, f"Distinct responses {right} among these 8"
+    def runs(self) -> OnTestbed | OnModel:
+        """How its arms train."""
+        return OnTestbed() if self.model is None else OnModel(self.model)
 
-    def _run(self, settings: dict[str, Any]) -> RunConfig:
-        if unknown := settings.keys() - OF_RUN:
-            raise ValueError(f"{min(unknown)} is no setting of an arm; it has {', '.join(sorted(OF_RUN))}")
-        for section in OF_RUN - {"searchers"}:
-            if not isinstance(settings.get(section, {}), dict):
-                raise ValueError(f"{section}: got {settings[section]!r}; it is a table of settings, as in {{ … }}")
-        for section, name in KEPT:
-            if name in settings.get(section, {}):
-                raise ValueError(f"{section}.{name} cannot be an arm's: the study sets steps and age of samples")
-        if settings.get("searchers", 1) < 1:
-            raise ValueError("searchers is 0, so no samples would come")
-        # A sync behind each step, so that the age of samples is exact.
-        train = {"steps": self.steps, "sync_interval": 1, "checkpoint_interval": self.steps}
-        sections = {name: settings.get(name, {}) for name in ("train", "sampling")}
-        return RunConfig.model_validate(
-            {"model": self.model, "trackers": ()}
-            | settings
-            | {"train": train | sections["train"], "sampling": {"min_size": 1} | sections["sampling"]}
-        )
+    def configuration(self, label: str) -> Configuration | RunConfig:
+        merged: dict[str, Any] = {}
+        for section, changes in [*self.common.items(), *self.arms[label].items()]:
+            if section in TABLES and not isinstance(changes, dict):
+                raise ValueError(f"{section}: got {changes!r}; it is a table of settings, as in {{ … }}")
+            merged[section] = merged.get(section, {}) | changes if section in TABLES else changes
+        return self.runs.configuration(merged, self.steps)
 
     @property
     def steps_by_arm(self) -> dict[str, int]:
         return {label: self.configuration(label).train.steps for label in self.arms}
 
     def arms_at_each_lag(self) -> list[Arm]:
-        kept = None if self.model is None else OF_RUN | {"model"}
-        settings = {label: self.configuration(label).model_dump(mode="json", include=kept) for label in self.arms}
+        settings = {label: self.runs.settings(self.configuration(label)) for label in self.arms}
         return [Arm(label, lag, settings[label]) for lag in self.lags for label in self.arms]
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from flows.compare.bench import Bench, Outcome
+from flows.compare.arm import Outcome
+from flows.compare.bench import Bench
 from flows.compare.results import (
     Interval,
     by_arm,
@@ -18,7 +19,6 @@ from flows.compare.results import (
 )
 from flows.compare.study import Study
 
-RATES = "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:"
 JOINT = "The {} intervals hold at once with 95 % (Student's t, Bonferroni)."
 
 
@@ -27,25 +27,19 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
 
     If interrupted, the next call continues: finished runs are in the store.
     """
-    first_policies = Path.cwd() / ".tba" / ".local" / "testbed"
-    with Bench(store, name, first_policies, say, fresh=study.model is not None) as bench:
+    runs = study.runs
+    with Bench(store, name, runs, say) as bench:
         arms = study.arms_at_each_lag()
-        arms = bench.tune(arms) if study.model is None else arms
+        arms = bench.tune(arms) if runs.tunes_step_size else arms
         outcomes = bench.run([(arm, seed) for seed in range(study.seeds) for arm in arms])
-    about = _policy_and_task(study) | {
+    about = runs.facts(study.configuration(study.compared_with)) | {
         "steps": _steps(study),
         "seeds": study.seeds,
-        **_before(study, outcomes),
+        **runs.before(outcomes),
         "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
         "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
     }
-    return write_study(out, name, study, outcomes, about | hardware(study.model is not None))
-
-
-def _before(study: Study, outcomes: list[Outcome]) -> dict[str, str]:
-    if study.model is not None:
-        return {"mean reward of the first round": f"{statistics.fmean(outcome.curve[0] for outcome in outcomes):.3f}"}
-    return {"accuracy before training": f"{statistics.fmean(outcome.accuracy_before for outcome in outcomes):.3f}"}
+    return write_study(out, name, study, outcomes, about | hardware(runs.uses_gpu))
 
 
 def _steps(study: Study) -> int | str:
@@ -53,20 +47,6 @@ def _steps(study: Study) -> int | str:
     if len(set(by_arm.values())) == 1:
         return by_arm[study.compared_with]
     return ", ".join(f"{label} {steps}" for label, steps in by_arm.items())
-
-
-def _policy_and_task(study: Study) -> dict:
-    if study.model is None:
-        from tba import testbed, testbed_task
-
-        return {
-            "policy": f"{sum(p.numel() for p in testbed.Policy().parameters()):,} parameters (tba/testbed.py)",
-            "task": "two-digit addition",
-            "held-out problems": testbed_task.NUM_SUMS - testbed_task.NUM_TRAIN,
-        }
-    task = study.configuration(study.compared_with).task
-    heldout = {} if task.name == "redteam" else {"held-out problems": task.num_heldout}
-    return {"policy": study.model, "task": task.name} | heldout
 
 
 def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
@@ -116,6 +96,10 @@ def _ahead(study: Study, outcomes: list[Outcome], measure: str) -> dict[str, Int
     return dict(zip([other for _, other in pairs], paired_differences(outcomes, pairs, measure), strict=True))
 
 
+def _measures(study: Study) -> tuple[str, str, str]:
+    return study.runs.measures(study.configuration(study.compared_with))
+
+
 def _tables(
     study: Study,
     outcomes: list[Outcome],
@@ -126,7 +110,7 @@ def _tables(
     labels, others = list(study.arms), [label for label in study.arms if label != study.compared_with]
     seeds = by_arm(outcomes)
     rates = {outcome.arm: f"{outcome.learning_rate:.2g}" for outcome in outcomes}
-    greedy, distinct, right = study.measured
+    runs, (greedy, distinct, right) = study.runs, _measures(study)
 
     def by_lag(heading: str, labels: list[str], values: dict[str, object], more: list[list] = ()) -> list[str]:
         rows = [[lag, *(values[f"{label}-lag{lag}"] for label in labels)] for lag in study.lags]
@@ -152,9 +136,8 @@ def _tables(
         *means(distinct, "num_distinct"),
         *means(right, "num_distinct_right"),
         *differences(f"{right}: that", _ahead(study, outcomes, "num_distinct_right")),
-        *(means("Mean cosine distance of these responses", "cosine_distance") if study.model else []),
-        *(means("Age of samples, in policy steps", "staleness") if study.model else []),
-        *by_lag(RATES if study.model is None else "Step size:", labels, rates)[:-1],
+        *(line for measure, heading in runs.more_measures.items() for line in means(heading, measure)),
+        *by_lag(runs.step_size, labels, rates)[:-1],
     ]
 
 
@@ -178,7 +161,7 @@ def plot_study(study: Study, accuracies: dict[str, Interval], file: Path) -> Non
         axes.legend()
     else:
         axes.set_xticks(range(len(study.arms)), list(study.arms))
-    axes.set_ylabel(study.measured[0].lower())
+    axes.set_ylabel(_measures(study)[0].lower())
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     pyplot.close(figure)

@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 
 from flows.cli.app import app
 from flows.compare import study_page, turns
-from flows.compare.bench import Bench, Outcome, rates_to_try, run_arm, with_rate
-from flows.compare.replay import experience
+from flows.compare.arm import Arm, Outcome
+from flows.compare.bench import Bench, rates_to_try, run_arm, with_rate
+from flows.compare.on_testbed import Configuration, OnTestbed, experience
 from flows.compare.results import confidence_interval, file_name, hardware, paired_differences
-from flows.compare.study import Arm, Configuration, Study, read_study
+from flows.compare.study import Study, read_study
 from storage.attempts import first_attempt_at, start_attempt
 from storage.errors import RunConfigMismatch
 from storage.store import RunStore
@@ -41,7 +42,7 @@ def test_an_arm_is_run_once(tmp_path, monkeypatch):
     first_policies = [testbed.Policy(), testbed.Policy()]
     for seed, policy in enumerate(first_policies):  # pretraining takes long
         testbed.save_file(policy.state_dict(), testbed.first_policy_file(tmp_path, seed))
-    with Bench(tmp_path.as_uri(), "mine", tmp_path, print) as bench:
+    with Bench(tmp_path.as_uri(), "mine", OnTestbed(tmp_path), print) as bench:
         one, other = bench.run([(arm, 0), (arm, 1)])
         assert (one.arm, one.seed, other.seed, one.learning_rate) == ("tb-lag2", 0, 1, 1e-3)
         assert len(one.curve) == 3 and one.curve != other.curve
@@ -54,7 +55,7 @@ def test_an_arm_is_run_once(tmp_path, monkeypatch):
             bench.run([(changed, 0)])
     monkeypatch.setattr(testbed, "PRETRAINING_STEPS", 10)
     with pytest.raises(RunConfigMismatch, match="pretraining"):
-        run_arm(arm, 0, RunStore(tmp_path.as_uri(), "mine-tb-lag2-rate1.00e-03-seed0"), tmp_path)
+        run_arm(OnTestbed(tmp_path), arm, 0, RunStore(tmp_path.as_uri(), "mine-tb-lag2-rate1.00e-03-seed0"))
 
 
 def test_runs_of_another_number_of_steps_ask_for_another_store(tmp_path, monkeypatch):

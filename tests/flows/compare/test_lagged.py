@@ -94,7 +94,8 @@ def test_policies_by_adapters_are_sampled_from(model, tmp_path):
 @pytest.mark.apart
 def test_red_teaming_is_measured_by_attacks(model, tmp_path):
     task = {"task": {"name": "redteam", "victim": model, "max_response_tokens": 4}}
-    _, arm = study(model, **task).arms_at_each_lag()
-    outcome = run_arm(arm, 1, RunStore((tmp_path / "store").as_uri(), "arm"), tmp_path / "none")
+    attacks = study(model, **task)
+    _, arm = attacks.arms_at_each_lag()
+    outcome = run_arm(attacks.runs, arm, 1, RunStore((tmp_path / "store").as_uri(), "arm"))
     assert outcome.accuracy_after == 0 and outcome.num_distinct_right == 0  # no word of the list from random letters
     assert 8 < outcome.num_distinct <= 64 and len(outcome.curve) == 10

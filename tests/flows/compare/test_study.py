@@ -18,8 +18,8 @@ import torch
 
 from flows.cli.compare import compare
 from flows.compare import study_page
-from flows.compare.replay import experience
-from flows.compare.study import Configuration, Study, read_study, study_names
+from flows.compare.on_testbed import Configuration, experience
+from flows.compare.study import Study, read_study, study_names
 from tba import testbed, testbed_task
 
 RUN = {"train": {"steps": 4}, "search": {"prompts_per_round": 4, "samples_per_prompt": 3}}
@@ -48,6 +48,7 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
         ({"arms": {"a": {}, "b": {"sampling": {"max_age": 8}}}}, "arm b: sampling.max_age is no setting"),
         ({"arms": {"a": {}, "b": {"trian": {}}}}, "arm b: .*trian"),
         ({"arms": {"a": {}, "b": {"train": 3}}}, "arm b: train: got 3; it is a table of settings"),
+        ({"common": {"train": 3}, "arms": {"a": {}, "b": {"train": {}}}}, "arm a: train: got 3; it is a table"),
         ({"arms": {"a": {}, "b": {"train": {"beta": 0.0}}}}, "arm b: .*train.beta is 0, and tb divides by it"),
         ({"arms": {"a": {}, "B": {}}}, "arm 'B': a label has small letters"),
         ({"arms": {"b": {}, "c": {}}}, "compared_with is 'a', but the arms are b, c"),
