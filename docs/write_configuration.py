@@ -29,7 +29,7 @@ differences. Three settings are not kept, because they depend on the machine: `t
 
 | Environment variable | Meaning |
 |---|---|
-| `TBA_STORE` | root URL of the store, if neither `--store` (a folder or a URL) nor `store` (a URL) is given |
+| `TBA_STORE` | the store, a folder or a URL, if neither `--store` nor `store` is given |
 | `TBA_STORE_PATIENCE_MINUTES` | time to wait for a store that is away or full, in minutes; default: 2 |
 | `PREFECT_API_URL`, `PREFECT_API_AUTH_STRING` | URL and authentication string of your own Prefect server |
 | `TBA_NO_WORKER` | set: `tba up` and `tba train` start no worker ([operating.md](operating.md)) |

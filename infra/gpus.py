@@ -5,6 +5,8 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+GPU_START = "gpu-start"  # name of the lock of processes that share a GPU, while they load
+
 
 def gpu_bytes() -> int | None:
     """Memory of the smallest GPU that this process may use; None without one. Imports torch if one may be there."""
@@ -44,6 +46,22 @@ def take_gpus(place: int, num_searchers: int, num_trainers: int, num_here: int =
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in taken)
     return 1 / max(num_processes[gpu] for gpu in taken)
+
+
+def free_share(share: float) -> float:
+    """A share of each GPU's memory, or the free part of it, if that is less: a process that began alone on a GPU keeps
+    its memory when another one joins.
+    """
+    import torch
+
+    found = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
+    return min([share, *(free / total for free, total in found)])
+
+
+def shares_a_gpu(num_searchers: int, num_trainers: int, num_here: int = 1) -> bool:
+    """Whether a Searcher has the GPU of a process of the Trainer. Arguments as of `take_gpus`."""
+    num = num_gpus()
+    return bool(num) and any(gpu < num_trainers for gpu in gpu_places(num, num_searchers, num_trainers, num_here))
 
 
 def _gpu_sizes() -> list[int]:

@@ -20,6 +20,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pydantic import FiniteFloat
 
 from storage.errors import DamagedPolicy, DamagedRecord, NotFound, UnsafePath
 from storage.policies import PolicyRef, fetch_policy, read_pointer
-from storage.policy_delta import make_whole
+from storage.policy_delta import linked, make_whole
 from storage.policy_folder import MANIFEST, Manifest, age, is_policy
 from storage.store import RunStore
 
@@ -124,8 +125,12 @@ def _store_weights(store: RunStore, ref: PolicyRef, cache_dir: str | Path | None
     if manifest is None or manifest.pruned:  # its hold was taken over by another Searcher of the name
         raise NotFound(f"policy {ref.path} of run {store.run} in {store.url} was pruned or removed")
     if not manifest.whole:
-        with tempfile.TemporaryDirectory(prefix="tba-best-") as temporary:
-            make_whole(store, ref.path, fetch_policy(store, ref, cache_dir or temporary), before_last=check)
+        if cache_dir is not None:
+            Path(cache_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp-best-", dir=cache_dir) as temporary:
+            fetch = partial(fetch_policy, store, ref, cache_dir or temporary)
+            weights = linked(fetch, manifest.digests, Path(temporary) / "weights")  # the upload may take minutes
+            make_whole(store, ref.path, weights, before_last=check)
 
 
 def _held_path(searcher: str) -> str:

@@ -1,4 +1,4 @@
-"""MOP: mixing recent and older trajectories (TBA, arXiv 2503.18929, section 4). Draws prompts and responses from the
+"""MOP, by the most-on-policy probability m (TBA, arXiv 2503.18929, section 4). Draws prompts and responses from the
 candidates that storage/sql/list_prompts.sql and list_candidates.sql list. Pure functions; random numbers are a hash.
 
 B prompts a batch, K responses a prompt.
@@ -15,7 +15,7 @@ SPLITMIX64_STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SamplingSettings(BaseModel):
-    """How batches are drawn: MOP, mixing recent and older trajectories (TBA, arXiv 2503.18929, section 4)."""
+    """How batches are drawn: MOP, from recent and older trajectories (TBA, arXiv 2503.18929, section 4)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

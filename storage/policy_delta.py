@@ -57,7 +57,7 @@ from storage.store import RunStore, transfer_all
 ANCHOR_EVERY = 16
 _CHUNK_BYTES = 2**24  # compressed together; four are in memory, whatever the policy's size
 _PIECE_BYTES = 2**20  # stays in the processor's cache while it is digested and compared
-_ANCHOR_TRIES = 3
+_LINK_TRIES = 3
 _LARGEST_SHARE = 0.5  # of the files' bytes; a larger delta is not worth its chain
 # Larger files travel as deltas, too: a tokenizer, which does not change, may have more bytes than the weights' delta.
 # config.json, which the Trainer reads from the store, is far smaller.
@@ -358,7 +358,11 @@ def _rebuild(
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as parts:
         folders = [Path(parts, Path(path).name) for path in paths]
         transfer_all(lambda pair: store.download_folder(*pair, only=manifest.deltas), zip(paths, folders, strict=True))
-        copy = copy or _anchor(store, base, manifest.digests, Path(parts, "anchor"), _copy_of(base, folder))
+        if (
+            not copy
+        ):  # the lock of a newer policy is held, and this one's is taken: no two processes wait for each other
+            fetch = partial(into_cache, _copy_of(base, folder), partial(_download_anchor, store, base))
+            copy = linked(fetch, manifest.digests, Path(parts, "anchor"))
         for name, published in manifest.digests.items():
             deltas, target = [inside(part, name + DELTA) for part in folders], inside(folder, name)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -372,20 +376,20 @@ def _rebuild(
     return None
 
 
-def _anchor(store: RunStore, anchor: Link, names: Iterable[str], folder: Path, copy: Path) -> Path:
-    """A folder with links to the weights of the cache's copy, which another process may remove meanwhile.
+def linked(fetch: Callable[[], Path], names: Iterable[str], folder: Path) -> Path:
+    """A new folder with links to these files of the cache's copy, which another process may remove meanwhile.
 
-    The lock of a newer policy is held, and this one's is taken: no two processes wait for each other.
+    fetch: returns the copy. Raises: NotFound: it was removed again and again.
     """
     folder.mkdir()
-    for _ in range(_ANCHOR_TRIES):
-        into_cache(copy, partial(_download_anchor, store, anchor))
+    for _ in range(_LINK_TRIES):
+        copy = fetch()
         with suppress(FileNotFoundError):
             for name in names:
                 inside(folder, name).parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(inside(copy, name), inside(folder, name))
             return folder
-    raise NotFound(f"other processes have removed {copy} from the cache {_ANCHOR_TRIES} times, to make room")
+    raise NotFound(f"other processes have removed {copy} from the cache {_LINK_TRIES} times, to make room")
 
 
 def _is_intact(copy: Path) -> bool:

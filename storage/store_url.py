@@ -14,7 +14,13 @@ _RULE = "a store is file:///absolute/folder or s3://bucket/prefix"
 
 def default_store() -> str:
     """Root URL of the default store: TBA_STORE, else `.tba/` in the working folder, which git ignores."""
-    return os.environ.get("TBA_STORE") or (Path.cwd() / ".tba").as_uri()
+    return as_url(os.environ.get("TBA_STORE") or ".tba")
+
+
+def as_url(store: str) -> str:
+    """The root URL of a store that a user names by URL or folder."""
+    is_url = "://" in store or store.lower().startswith(("s3:", "file:"))  # a slash that is missing makes no folder
+    return store if is_url else Path(store).absolute().as_uri()
 
 
 def parse_store_url(url: str, setting: str = "store") -> tuple[str, str]:

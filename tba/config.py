@@ -19,7 +19,7 @@ from tba.imports import check_function_name, is_function_name
 ENGINES_OWN = {
     "model": "model",
     "seed": "seed",
-    "max_num_seqs": "search.prompts_per_round x search.samples_per_prompt",
+    "max_num_seqs": "search.prompts_per_round x search.samples_per_prompt, and is 1,024 at most",
     "max_model_len": "the longest prompt (task.max_prompt_tokens) and task.max_response_tokens",
     "logprobs_mode": None,
     "runner": None,
@@ -188,7 +188,7 @@ class SearchSettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="Of two responses nearer than this share of their summed length, the worse is dropped; None: off.",
+        description="If the edit distance of two responses is under this share of their lengths' sum, the worse goes.",
     )
     exploration_probability: float = Field(
         0.0,
@@ -285,7 +285,7 @@ class TrainSettings(Settings):
     reward_tempering: float = Field(
         1.0,
         ge=1,
-        description="First T of the target exp((log p_ref / g + r / beta) / T); falls linearly to 1; 1: no tempering.",
+        description="First h of the target exp((log p_ref / g + r / beta) / h); falls linearly to 1; 1: no tempering.",
     )
     reward_tempering_steps: int | None = Field(
         None, ge=1, description="Policy steps in which reward_tempering falls to 1; None: all steps."

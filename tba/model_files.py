@@ -63,9 +63,11 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Tokens of prompt and response together that the model takes. None: the configuration does not tell, or scales
-    positions.
+    """Tokens of prompt and response together that the Trainer takes. None: the configuration does not tell, or scales
+    positions. A sliding window is a limit, because the Trainer's attention has none (tba/shared_prefix.py).
     """
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        return config["sliding_window"] + 1  # the last token attends to no other
     positions = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if positions.get("rope_type", "default") != "default" or "type" in positions:
         return None

@@ -26,6 +26,9 @@ if TYPE_CHECKING:  # its import takes seconds
 # Policies by adapters that responses in flight may have begun with. vLLM has memory for so many, and keeps the newest
 # besides. Prompts of a further one would wait in vLLM while their policy grows older.
 ADAPTERS_IN_FLIGHT = 8
+# Responses that vLLM samples at a time; the others of a round wait here. It refuses more than the tokens of a step, by
+# default 4,096 on a CPU, and tries the sampler with so many rows of logits when it starts.
+MAX_SEQUENCES = 1024
 ENVIRONMENT = {  # of vLLM, unless the user has set a variable
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # take_gpus used CUDA, which survives no fork
@@ -77,12 +80,13 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         usual |= arguments
+        self._max_sequences = min(limits["max_sequences"], MAX_SEQUENCES, arguments.get("max_num_batched_tokens", 4096))
         usual |= _room_for_adapters(folder, lora_rank, usual.pop("enable_lora", _is_fast(is_cpu, usual["dtype"])))
         self._llm = LLM(
             **usual,
             model=str(folder),
             seed=limits["seed"],
-            max_num_seqs=limits["max_sequences"],
+            max_num_seqs=self._max_sequences,
             logprobs_mode="processed_logprobs",
             trust_remote_code=False,
             worker_extension_cls="tba.vllm_weights.PolicyLoader",
@@ -95,7 +99,6 @@ class VllmEngine:
         self._adapter_names = count(1)
         self._policies: list[ServedPolicy] = []  # each that was loaded; its place is its version's name in vLLM
         self._numbers = count()
-        self._max_sequences = limits["max_sequences"]
         # Responses that vLLM does not have yet: name (batch/prompt/sample), prompt, sampling.
         self._waiting: deque[tuple[str, list[int], Sampling]] = deque()
         self._asked: dict[str, Asked] = {}  # by name

@@ -35,12 +35,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 
 def store_url(store: str | None) -> str:
     """The root URL of a store given as URL or folder; None: the default store."""
-    from storage.store_url import default_store
+    from storage.store_url import as_url, default_store
 
-    if store is None:
-        return default_store()
-    is_url = "://" in store or store.lower().startswith(("s3:", "file:"))  # a slash that is missing makes no folder
-    return store if is_url else Path(store).absolute().as_uri()
+    return default_store() if store is None else as_url(store)
 
 
 def existing_run(run: str, store: str | None):

@@ -38,15 +38,16 @@ def plan(
 ) -> None:
     """Tell the memory that a new run would need, or the duration of a RUN with other numbers of Searchers.
 
-    Memory: of each process at its peak, from the model's shape and the settings. No weights are loaded; a model of the
-    Hugging Face Hub is downloaded.
+    Memory: of each process at its peak, from the model's shape, the task's lengths and the settings. Without --task the
+    plan is for arithmetic, whose responses have 8 tokens. No weights are loaded; a model of the Hugging Face Hub is
+    downloaded.
 
     Duration: a simulation, from the times that the ledger of RUN has. It gives every Searcher hardware of its own. The
     first row is the run so far, the others are whole runs. seconds: from the first round to the last step. waits: the
     share in which the Trainer waits for a batch. staleness: the age of the newest trajectories, in policy steps.
     turns / seconds: the estimated duration where Searchers and Trainer take turns, divided by seconds.
 
-    Example: tba plan --model path/to/model --set train.micro_batch_tokens=8192
+    Example: tba plan --model path/to/model --task gsm8k --set task.data=train.jsonl
     """
     from flows.cli.console import console
 
@@ -60,11 +61,27 @@ def plan(
         typer.echo(json.dumps(rows, indent=2)) if as_json else console().print(_table(rows))
         return
     memory = _memory(given, settings or [])
-    if as_json:
-        processes = [asdict(process) | {"bytes": process.num_bytes} for process in memory.processes]
-        found = {"processes": processes, "bytes_here": memory.machine.num_bytes, "files": memory.files}
-        typer.echo(json.dumps(found | {"fault": memory.fault, "warnings": memory.warnings}, indent=2))
-        return
+    typer.echo(json.dumps(_as_dict(memory), indent=2)) if as_json else _print_memory(memory)
+
+
+def _as_dict(memory: "MemoryPlan") -> dict:
+    processes = [asdict(process) | {"bytes": process.num_bytes} for process in memory.processes]
+    return {
+        "task": memory.task,
+        "tokens": asdict(memory.lengths),
+        "processes": processes,
+        "bytes_here": memory.machine.num_bytes,
+        "files": memory.files,
+        "fault": memory.fault,
+        "warnings": memory.warnings,
+    }
+
+
+def _print_memory(memory: "MemoryPlan") -> None:
+    from flows.cli.console import console
+
+    prompt, response = memory.lengths.prompt, memory.lengths.response
+    say(f"Planned for task {memory.task}: prompts of up to {prompt} tokens, responses of up to {response}.")
     console().print(_memory_table(memory))
     for line in [*([memory.fault] if memory.fault else []), *memory.warnings]:
         say(f"WARNING: {line}", err=True)

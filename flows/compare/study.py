@@ -5,6 +5,7 @@ Its arms train on the testbed (flows/compare/on_testbed.py) or, with `model`, a 
 
 import re
 import tomllib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ class Study(Settings):
     steps: int = Field(160, ge=2)
     compared_with: str = Field(description="Label of the arm that the others are compared with.")
     common: dict[str, Any] = Field({}, description="Settings of every arm, by section.")
-    arms: dict[str, dict[str, Any]] = Field(min_length=1, description="By label, settings over those in common.")
+    arms: dict[str, dict[str, Any]] = Field(
+        min_length=1, description="By label, settings over those in common; `lags`: the lags of this arm; none: all."
+    )
 
     @model_validator(mode="after")
     def _arms_are_configurations(self) -> "Study":
@@ -50,12 +53,16 @@ class Study(Settings):
                 raise ValueError(f"arm {label}: {explanation(error, self.runs.settings_class)}") from error
             except ValueError as error:
                 raise ValueError(f"arm {label}: {error}") from error
+            if others := sorted(set(self.lags_of(label)) - set(self.lags)):
+                raise ValueError(f"arm {label}: lags has {others}, which the study has not; it has {list(self.lags)}")
         if len(self.arms) * len(self.lags) < 2:
             raise ValueError("arms: got one at one lag; a study compares several arms, or several lags")
         if min(self.lags) < 0:
             raise ValueError(f"lags: got {min(self.lags)}; samples are of this policy step, 0, or of an earlier one")
         if self.compared_with not in self.arms:
             raise ValueError(f"compared_with is {self.compared_with!r}, but the arms are {', '.join(self.arms)}")
+        if "lags" in self.arms[self.compared_with]:
+            raise ValueError(f"arm {self.compared_with}: others are compared with it, so it takes no lags of its own")
         return self
 
     @property
@@ -63,9 +70,13 @@ class Study(Settings):
         """How its arms train."""
         return OnTestbed() if self.model is None else OnModel(self.model)
 
+    def lags_of(self, label: str) -> Sequence[int]:
+        return self.arms[label].get("lags", self.lags)
+
     def configuration(self, label: str) -> Configuration | RunConfig:
         merged: dict[str, Any] = {}
-        for section, changes in [*self.common.items(), *self.arms[label].items()]:
+        of_arm = {section: changes for section, changes in self.arms[label].items() if section != "lags"}
+        for section, changes in [*self.common.items(), *of_arm.items()]:
             if section in TABLES and not isinstance(changes, dict):
                 raise ValueError(f"{section}: got {changes!r}; it is a table of settings, as in {{ … }}")
             merged[section] = merged.get(section, {}) | changes if section in TABLES else changes
@@ -77,7 +88,8 @@ class Study(Settings):
 
     def arms_at_each_lag(self) -> list[Arm]:
         settings = {label: self.runs.settings(self.configuration(label)) for label in self.arms}
-        return [Arm(label, lag, settings[label]) for lag in self.lags for label in self.arms]
+        pairs = [(label, lag) for lag in self.lags for label in self.arms if lag in self.lags_of(label)]
+        return [Arm(label, lag, settings[label]) for label, lag in pairs]
 
 
 def study_names() -> list[str]:

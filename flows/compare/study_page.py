@@ -85,14 +85,20 @@ def _differences(study: Study, outcomes: list[Outcome]) -> tuple[dict[str, Inter
     """Differences paired by seed: `compared_with` minus each other arm; each arm's loss from first to last lag."""
     ahead = _ahead(study, outcomes, "accuracy_after")
     first, last = study.lags[0], study.lags[-1]
-    falls = [(f"{label}-lag{first}", f"{label}-lag{last}") for label in study.arms if first != last]
-    return ahead, dict(zip(study.arms, paired_differences(outcomes, falls), strict=False))
+    falling = [label for label in study.arms if first != last and {first, last} <= set(study.lags_of(label))]
+    falls = [(f"{label}-lag{first}", f"{label}-lag{last}") for label in falling]
+    return ahead, dict(zip(falling, paired_differences(outcomes, falls), strict=True))
 
 
 def _ahead(study: Study, outcomes: list[Outcome], measure: str) -> dict[str, Interval]:
     """A measure of `compared_with` minus that of each other arm, by the other's name."""
     others = [label for label in study.arms if label != study.compared_with]
-    pairs = [(f"{study.compared_with}-lag{lag}", f"{other}-lag{lag}") for lag in study.lags for other in others]
+    pairs = [
+        (f"{study.compared_with}-lag{lag}", f"{other}-lag{lag}")
+        for lag in study.lags
+        for other in others
+        if lag in study.lags_of(other)
+    ]
     return dict(zip([other for _, other in pairs], paired_differences(outcomes, pairs, measure), strict=True))
 
 
@@ -113,7 +119,7 @@ def _tables(
     runs, (greedy, distinct, right) = study.runs, _measures(study)
 
     def by_lag(heading: str, labels: list[str], values: dict[str, object], more: list[list] = ()) -> list[str]:
-        rows = [[lag, *(values[f"{label}-lag{lag}"] for label in labels)] for lag in study.lags]
+        rows = [[lag, *(values.get(f"{label}-lag{lag}", "–") for label in labels)] for lag in study.lags]
         return [heading, "", *table_lines(["Lag", *labels], [*rows, *more]), ""] if labels else []
 
     def means(heading: str, measure: str) -> list[str]:
@@ -126,7 +132,7 @@ def _tables(
 
     fall = f"loss from lag {study.lags[0]} to {study.lags[-1]}, paired by seed"
     joint = "; these intervals hold at once" if len(lost) > 1 else ""
-    lost_row = [[fall + joint, *lost.values()]] if lost else []
+    lost_row = [[fall + joint, *(lost.get(label, "–") for label in labels)]] if lost else []
     spread = {arm: f"{statistics.stdev(of_arm.values()):.3f}" for arm, of_arm in seeds.items() if len(of_arm) > 1}
     each = "mean over seeds with its 95 % confidence interval (Student's t)"
     return [
@@ -150,9 +156,10 @@ def plot_study(study: Study, accuracies: dict[str, Interval], file: Path) -> Non
 
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for offset, label in enumerate(study.arms):
-        points = [accuracies[f"{label}-lag{lag}"] for lag in study.lags]
+        lags = study.lags_of(label)
+        points = [accuracies[f"{label}-lag{lag}"] for lag in lags]
         half_widths = [point.half_width or 0.0 for point in points]
-        places = [lag * 1.04**offset for lag in study.lags] if len(study.lags) > 1 else [offset]
+        places = [lag * 1.04**offset for lag in lags] if len(study.lags) > 1 else [offset]
         axes.errorbar(places, [p.mean for p in points], yerr=half_widths, marker="o", capsize=3, label=label)
     if len(study.lags) > 1:
         axes.set_xscale("log" if min(study.lags) > 0 else "symlog", base=2)

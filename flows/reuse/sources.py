@@ -62,9 +62,9 @@ class RunSource:
             raise ValueError(f"warm_start: there is no run {run!r} in {root}") from error
         if theirs.model != config.model:
             raise ValueError(
-                f"warm_start: run {run!r} has model {theirs.model}, this one {config.model}: the two models' tokens "
-                f"differ. Give --model {theirs.model}, or name a .parquet file with the columns prompt and response, "
-                "and reward if the task has no such prompts."
+                f"warm_start: run {run!r} has model {theirs.model}, this one {config.model}: stored tokens "
+                f"and reference log-probabilities are of that model. Give --model {theirs.model}, or name a .parquet "
+                "file with the columns prompt and response, and reward if the task has no such prompts."
             )
         if theirs.task.name != config.task.name:
             raise ValueError(

@@ -42,6 +42,8 @@ class MemoryPlan:
     processes: list[ProcessPlan]
     machine: Machine
     files: dict[str, int]  # bytes in the store: of a whole policy, of a checkpoint
+    task: str
+    lengths: "Lengths"  # of that task
     on_trainers_gpu: int = 0  # Searchers that share a GPU with a process of the Trainer
 
     @property
@@ -152,7 +154,7 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
         files["a policy's adapters"] = (2 if machine.has_bfloat16 else 4) * trained
     shared = _searchers_by_gpu(config, machine) if machine.is_gpu else Counter()
     on_trainers = max((shared[gpu] for gpu in range(config.train.processes)), default=0)
-    return MemoryPlan([trainer, searcher], machine, files, on_trainers)
+    return MemoryPlan([trainer, searcher], machine, files, config.task.name, of_task, on_trainers)
 
 
 def largest_pass(config: RunConfig, of_task: Lengths, response_tokens: int | None = None) -> int:

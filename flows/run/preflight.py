@@ -74,7 +74,8 @@ def check_inputs(config: RunConfig) -> list[str]:
     if len(task.train) < config.sampling.prompts_per_batch:
         raise ValueError(
             f"task {config.task.name} has {len(task.train)} training problems, but sampling.prompts_per_batch (B) is "
-            f"{config.sampling.prompts_per_batch}, and a batch draws B distinct prompts: lower it, or give more data"
+            f"{config.sampling.prompts_per_batch}, and a batch draws B distinct prompts: lower it"
+            + (", or give more data" if config.task.name in READ_BY["data"] else "")
         )
     if warning := changed_reward(store, task.version):
         warnings.append(warning)

@@ -9,7 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from infra.gpus import take_gpus
+from infra.gpus import GPU_START, free_share, take_gpus
 from infra.machine import code_version, cpu_threads
 from infra.memory import keep_freed_memory
 from infra.places import alone_here, num_places, take_place
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 # vLLM's share of a Searcher's GPU memory; the rest is for the reference policy, a victim, and a reward model. On a CPU
 # VLLM_CPU_KVCACHE_SPACE decides.
 ENGINE_SHARE = 0.6
-EVALUATE = "evaluate"  # in place of a Searcher's name: the process of `tba evaluate`, which records nothing
+EVALUATE = "evaluate"  # in place of a Searcher's name: the process of `tba evaluate`, which does not record its data
 
 
 def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahead: bool = False) -> "Searcher":
@@ -56,27 +56,27 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
-    # On a GPU vLLM measures how the free memory changes while it starts, so engines that share one start in turn.
-    with alone_here("engine-start") if gpu_share < 1 else nullcontext():
+    scores_apart = begins_ahead and default_device() == "cpu" and samples_ahead(config)
+    # vLLM measures how a GPU's free memory changes while it starts, so processes that share one start in turn.
+    with alone_here(GPU_START) if gpu_share < 1 else nullcontext():
         engine = make_engine(
             folder,
             max_tokens=max(map(len, prompts)) + max_response_tokens,
             max_sequences=min(config.search.prompts_per_round, len(task_.train)) * config.search.samples_per_prompt,
             seed=_seed(f"{config.seed}/{name}/{next_round}"),
             threads=threads,
-            arguments={"gpu_memory_utilization": ENGINE_SHARE * gpu_share} | config.search.engine,
+            arguments={"gpu_memory_utilization": ENGINE_SHARE * free_share(gpu_share)} | config.search.engine,
             lora_rank=config.train.lora_rank,
         )
-    scores_apart = begins_ahead and default_device() == "cpu" and samples_ahead(config)
-    reference = ReferenceProcess(folder, prepare=keep_freed_memory) if scores_apart else ReferencePolicy(folder)
-    return Searcher(
-        SearcherIdentity(name, config.seed, code_version()),
-        task_,
-        Models(tokenizer, engine, reference),
-        config.search,
-        max_response_tokens=max_response_tokens,
-        temperature=config.train.temperature,
-    )
+        reference = ReferenceProcess(folder, keep_freed_memory) if scores_apart else ReferencePolicy(folder)
+        return Searcher(
+            SearcherIdentity(name, config.seed, code_version()),
+            task_,
+            Models(tokenizer, engine, reference),
+            config.search,
+            max_response_tokens=max_response_tokens,
+            temperature=config.train.temperature,
+        )
 
 
 def _seed(text: str) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.meeting import KEY_VARIABLE, Meeting
 from flows.trainer.outbox import StoreOutbox
 from flows.trainer.ranks import trainer_of
+from infra.gpus import GPU_START, shares_a_gpu
 from infra.machine import cpu_threads
 from infra.memory import keep_freed_memory
+from infra.places import alone_here
 from infra.temporary_folders import filled_folder
 from storage import checkpoints, requests
 from storage.buffer import ReplayBuffer
@@ -26,6 +29,7 @@ from storage.store import RunStore
 from tba.lora import base_fingerprint
 from tba.models import model_folder
 from tba.precision import default_device
+from tba.trainer import Trainer
 from tba.training_loop import train
 
 log = logging.getLogger("tba.learn")
@@ -46,19 +50,10 @@ def train_run(
     if default_device() == "cpu":
         keep_freed_memory()
     alarms = RunAlarms()
-    num_machines = config.train.machines
-    meeting = Meeting(store, attempt, num_machines, os.environ[KEY_VARIABLE]) if num_machines > 1 else None
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
-        trainer_of(folder, config.train, config.seed, meeting) as trainer,
+        _resumed_trainer(store, config, attempt, checkpoint, alarms) as trainer,
     ):
-        log.info("attempt %d: the model is loaded", attempt)
-        if checkpoint != checkpoints.FROM_SCRATCH:
-            download = partial(store.download_folder, checkpoint.path)
-            with filled_folder("resume", store.run, download) as local:
-                trainer.load(Path(local))
-                alarms.load(Path(local), store)
-            log.info("attempt %d: checkpoint of step %d is restored", attempt, checkpoint.step)
         buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
         buffer.rebuild(checkpoint.step)
         log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
@@ -67,3 +62,28 @@ def train_run(
         with contextlib.closing(StoredExperience(store, buffer, attempt, alarms, **waits)) as experience:
             train(trainer, experience, outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"
+
+
+@contextlib.contextmanager
+def _resumed_trainer(
+    store: RunStore, config: RunConfig, attempt: int, checkpoint: checkpoints.Checkpoint, alarms: RunAlarms
+) -> Iterator[Trainer]:
+    """The run's Trainer with the state of the checkpoint. If a Searcher has its GPU, one of them loads at a time."""
+    folder, num_machines = model_folder(config.model), config.train.machines
+    meeting = Meeting(store, attempt, num_machines, os.environ[KEY_VARIABLE]) if num_machines > 1 else None
+    is_shared = shares_a_gpu(config.searchers, config.train.processes, config.search.num_devices)
+    with contextlib.ExitStack() as training:
+        with alone_here(GPU_START) if is_shared else contextlib.nullcontext():
+            trainer = training.enter_context(trainer_of(folder, config.train, config.seed, meeting))
+            log.info("attempt %d: the model is loaded", attempt)
+            if checkpoint != checkpoints.FROM_SCRATCH:
+                _restore(trainer, alarms, store, checkpoint)
+                log.info("attempt %d: checkpoint of step %d is restored", attempt, checkpoint.step)
+        yield trainer
+
+
+def _restore(trainer: Trainer, alarms: RunAlarms, store: RunStore, checkpoint: checkpoints.Checkpoint) -> None:
+    download = partial(store.download_folder, checkpoint.path)
+    with filled_folder("resume", store.run, download) as local:
+        trainer.load(Path(local))
+        alarms.load(Path(local), store)

@@ -4,6 +4,7 @@
 - a machine fetches what it lacks: one delta, several, or anchor and deltas; nobody waits for an anchor's weights
 - the final, the best and every 16th policy (here every eighth) are whole in the store; after a loss and in a new
   attempt the next one is
+- the best one becomes whole although the cache drops its copy meanwhile
 - pruning keeps what a kept policy is rebuilt from, and nothing else
 - of many processes one downloads, and processes that rebuild several policies of a chain do not wait for each other
 """
@@ -16,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage import attempts, policy_delta
+from storage import attempts, kept_policies, policy_delta
 from storage.errors import Superseded
 from storage.kept_policies import best_policy, hold_policy, keep_if_best, prune_policies, release_policy
 from storage.policies import fetch_policy, is_stored, latest_policy, published_policies
+from storage.policy_folder import drop
 from tests.storage.helpers import OWNER
 from tests.storage.travelling import BOTH, DELTA, NUMBERS, WHOLE, Killed, Trainer, files, is_right, of_weights, weights
 
@@ -189,6 +191,30 @@ def test_the_best_policy_is_whole_before_best_json_names_it(trainer, memory_run,
     memory_run.download_folder(refs[3].path, tmp_path / "plain", only=WHOLE)  # as by from_pretrained
     assert is_right(tmp_path / "plain", 3)
     assert is_right(fetch_policy(memory_run, best_policy(memory_run), tmp_path / "another"), 3)
+
+
+def test_the_best_policy_is_stored_though_the_cache_makes_room_meanwhile(trainer, memory_run, tmp_path, monkeypatch):
+    """Newer copies push its copy out twice: between fetch and use, and while the weights are uploaded."""
+    refs, cache, fetched = [trainer.publish(step) for step in range(2)], tmp_path / "cache", []
+    upload = memory_run.upload_folder
+
+    def fetch_and_lose(store, ref, cache_dir):
+        fetched.append(fetch_policy(store, ref, cache_dir))
+        if len(fetched) == 1:
+            drop(fetched[0])
+        return fetched[-1]
+
+    def lose_and_upload(folder, path, only):
+        drop(fetched[-1])
+        upload(folder, path, only=only)
+
+    monkeypatch.setattr(kept_policies, "fetch_policy", fetch_and_lose)
+    monkeypatch.setattr(memory_run, "upload_folder", lose_and_upload)
+    assert hold_policy(memory_run, refs[1], "s0") and keep_if_best(memory_run, refs[1], 0.5, 8, cache)
+    assert files(memory_run, refs[1]) == BOTH and len(fetched) == 2
+    memory_run.download_folder(refs[1].path, tmp_path / "plain", only=WHOLE)
+    assert is_right(tmp_path / "plain", 1)
+    assert not list(cache.glob(".tmp-best-*"))
 
 
 def test_a_policy_that_cannot_be_stored_whole_does_not_become_the_best(trainer, memory_run, tmp_path):

@@ -46,6 +46,12 @@ def test_a_store_has_one_spelling(url, same, monkeypatch):
     assert RunConfig(run="run").store == same
 
 
+def test_the_variable_takes_a_folder_too(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TBA_STORE", "runs")
+    assert RunConfig(run="run").store == (tmp_path / "runs").as_uri()
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -168,6 +168,19 @@ def test_what_is_written_says_what_came_out(tmp_path):
     assert numbers["ahead"]["dr_grpo-lag128"]["mean"] == pytest.approx(-0.2)
 
 
+def test_an_arm_of_fewer_lags_has_no_value_at_the_others(tmp_path):
+    about = {"title": "t", "published": "p", "expected": "e", "lags": [0, 4], "compared_with": "tb"}
+    study = Study(**about, arms={"tb": {}, "other": {"train": {"beta": 0.2}, "lags": [4]}})
+    page, numbers = study_page.write_study(tmp_path, "mine", study, outcomes(study), {"date": "2026-01-02"})
+    assert set(numbers["arms"]) == {"tb-lag0", "tb-lag4", "other-lag4"}
+    assert set(numbers["ahead"]) == {"other-lag4"} and set(numbers["lost"]) == {"tb"}
+    text = page.read_text()
+    assert (
+        "| 0 | 0.850 ± 0.635 | – |" in text and "| loss from lag 0 to 4, paired by seed | 0.200 ± 1.271 | – |" in text
+    )
+    assert "| 4 | -0.200 ± 1.271 |" in text and "| 0 | – |" in text  # tb minus the other
+
+
 def test_the_page_of_a_model_names_what_was_measured(tmp_path):
     study = read_study("staleness_embedded", steps=3)
     found = [

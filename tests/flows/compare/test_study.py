@@ -36,7 +36,7 @@ def policy():
 def test_a_study_is_a_short_file_and_in_the_help(name):
     study = read_study(name)
     assert study.seeds >= (10 if study.model is None else 3)
-    assert len(study.arms_at_each_lag()) == len(study.lags) * len(study.arms)
+    assert len(study.arms_at_each_lag()) == sum(len(study.lags_of(label)) for label in study.arms)
     assert len((files("flows.compare") / "studies" / f"{name}.toml").read_text().splitlines()) <= 40
     assert f" {name}," in " ".join(compare.__doc__.split()).replace(".", ",")
 
@@ -53,6 +53,8 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
         ({"arms": {"a": {}, "B": {}}}, "arm 'B': a label has small letters"),
         ({"arms": {"b": {}, "c": {}}}, "compared_with is 'a', but the arms are b, c"),
         ({"common": {"reward": "dens"}, "arms": {"a": {}, "b": {}}}, "arm a: .*reward"),
+        ({"arms": {"a": {}, "b": {"lags": [1, 2]}}}, r"arm b: lags has \[2\], which the study has not; it has \[1\]"),
+        ({"arms": {"a": {"lags": [1]}, "b": {}}}, "arm a: others are compared with it, so it takes no lags"),
         ({"arms": {"a": {}}}, "arms: got one at one lag; a study compares several arms, or several lags"),
         ({"model": "m", "arms": {"a": {}, "b": {"reward": "dense"}}}, "arm b: reward is no setting of an arm; it has "),
         ({"model": "m", "arms": {"a": {}, "b": {"train": {"beta": -1}}}}, "arm b: train.beta: got -1"),

@@ -285,8 +285,9 @@ def test_the_command_tells_it_for_a_run_that_is_not_begun():
     found = json.loads(result.stdout)
     assert [process["process"] for process in found["processes"]] == ["Trainer", "Searcher"]
     assert found["files"]["a policy, whole"] > found["files"]["a checkpoint"]  # of adapters
-    assert found["fault"] is None
+    assert found["fault"] is None and (found["task"], found["tokens"]["response"]) == ("arithmetic", 8)
     table = CliRunner().invoke(app, ["plan", "--set", "train.lora_rank=4"])
+    assert "Planned for task arithmetic: prompts of up to" in table.stdout
     assert "moments of AdamW" in table.stdout
 
 

@@ -131,6 +131,11 @@ def test_prompts_and_responses_beyond_the_models_context_are_refused_in_a_new_ru
                 search={"system_prompts": [system], "exploration_probability": 0.3},
             )
         )
+    file.write_text(json.dumps({key: 4096, "sliding_window": 63, "layer_types": ["full_attention"]}))
+    check_inputs(long)
+    file.write_text(json.dumps({key: 4096, "sliding_window": 63, "layer_types": ["sliding_attention"]}))
+    with pytest.raises(ValueError, match="the model's context is 64"):  # the Trainer's attention has no window
+        check_inputs(long)
     file.write_text(json.dumps({key: 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
     check_inputs(long)
     file.write_text(json.dumps({key: 64}))

@@ -114,16 +114,19 @@ def test_engines_that_share_a_gpu_start_in_turn(store, tmp_path, monkeypatch, nu
         inside.clear()
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (80, 80))
     monkeypatch.setattr(precision, "default_device", lambda: "cpu")
     monkeypatch.setattr(start, "alone_here", alone_here)
     monkeypatch.setattr(engines, "make_engine", lambda *_, **__: seen.append(bool(inside)) or WholeBatches())
+    loaded = lambda folder: seen.append(bool(inside)) or ReferencePolicy(folder)  # noqa: E731
+    monkeypatch.setattr("tba.reference_policy.ReferencePolicy", loaded)
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
     model = save_character_model(tmp_path / "model", string.printable)
     attempts.start_attempt(store, 0, Identity.current())
     config = RunConfig(run=store.run, store=store.url, model=str(model), searchers=1)
     start.start_searcher(config, "s0", 0)
-    assert seen == [in_turn]
+    assert seen == [in_turn, in_turn]  # engine and reference policy
 
 
 def test_a_synchronous_run_samples_no_round_ahead(monkeypatch):
@@ -168,6 +171,21 @@ def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, be,
     assert found == [(1, "4,5"), (1, "6,7")]
     with pytest.raises(ValueError, match=r"needs 9 GPUs .*, and this machine has 8"):
         gpus.take_gpus(0, 1, 0, num_here=9)
+
+
+def test_a_searcher_that_joins_takes_what_is_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ((12, 80), (60, 80))[gpu])
+    assert gpus.free_share(0.5) == 12 / 80 and gpus.free_share(0.1) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_searchers", "num_trainers", "shares"),
+    [(0, 1, 1, False), (1, 1, 1, True), (2, 3, 1, False), (2, 1, 2, True), (4, 0, 4, False)],
+)
+def test_a_trainer_loads_in_turn_with_searchers_on_its_gpus(monkeypatch, num_gpus, num_searchers, num_trainers, shares):
+    monkeypatch.setattr(gpus, "num_gpus", lambda: num_gpus)
+    assert gpus.shares_a_gpu(num_searchers, num_trainers) is shares
 
 
 def test_eight_machines_with_one_gpu_each_give_all_of_it(store, monkeypatch):
