@@ -24,7 +24,7 @@ def analyze(
     """
     if not runs:
         raise ValueError("runs: got an empty list; name at least one run")
-    measure([RunStore(store, run) for run in runs], sample, embedded, success_reward)
+    measure([RunStore(store, run) for run in dict.fromkeys(runs)], sample, embedded, success_reward)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

@@ -94,6 +94,11 @@ class RunConfig(Settings):
                 f"reward_version is {self.reward_version!r}, but warm_start is empty: reward_version chooses among the "
                 "rewards of a source's trajectories (tba rescore). Name the source in warm_start."
             )
+        if self.reward_version is not None and all(url.endswith(".parquet") for url in self.warm_start):
+            raise ValueError(
+                f"reward_version is {self.reward_version!r}, but warm_start names files only, which have no versions: "
+                "their rewards are in the column reward, or are the task's. Leave reward_version out."
+            )
         return self
 
     @model_validator(mode="after")

@@ -137,6 +137,6 @@ def measure_attacks(searcher: "Searcher", samples: int) -> dict:
     return {
         "num_attacks": len(attacks),
         "attack_success_rate": attack_success_rate(toxicity),
-        "cosine_distance": diversity.cosine_distance(embeddings),
+        "cosine_distance": diversity.cosine_distance(embeddings) if len(attacks) > 1 else None,
         "success_clusters": diversity.count_clusters(embeddings[successes]),
     }

@@ -76,7 +76,9 @@ def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
 def _stop_started(project: Path, state: State, before: dict[str, Process]) -> None:
     """Stop the processes that are not in `before`."""
     started = {name for name, process in state.processes.items() if process != before.get(name)}
-    if "server" in started:
+    if started == {"server"} and "worker" in state.processes:  # found alive, with its runs, when its server had died
+        _stop_server(project, state, state.processes.pop("server"))
+    elif "server" in started:
         _stop(project, state)
     elif started and (worker := state.processes.pop("worker").find()):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended; the error that is being raised has the reason
@@ -344,6 +346,10 @@ def _stop(project: Path, state: State) -> None:
     entry = state.processes.pop("server", None)
     _stop_workers(project, entry)
     state.processes.clear()
+    _stop_server(project, state, entry)
+
+
+def _stop_server(project: Path, state: State, entry: Process | None) -> None:
     try:
         if state.own_server:  # clients must not send the string to a later process at this port
             server_access.write_settings(local_folder(project), state.url, None)

@@ -43,6 +43,7 @@ NEEDED = {
     "rewards": ("trajectory_id", "reward"),
     "diversity": ("metric", "value"),
 }
+LARGEST_SYNC = 1_000_000  # rounds of one Searcher; each trajectory of more would take more memory than a machine has
 _NUMBERS = {"attempt", "step", "sync", "round", "first_round", "last_round"}
 
 
@@ -177,6 +178,9 @@ def read_entry(store: RunStore, path: str, columns: pa.Schema, needed: Iterable[
                 least >= 0 and pc.max(table[name]).as_py() <= LARGEST_NUMBER
             ):
                 raise ValueError(f"{name} is not from 0 to {LARGEST_NUMBER}")
+        spans = pc.subtract(table["last_round"], table["first_round"]) if columns == SYNC else None
+        if spans is not None and pc.max(spans).as_py() > LARGEST_SYNC:
+            raise ValueError(f"a sync took in more than {LARGEST_SYNC:,} rounds of a Searcher")
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DamagedRecord(
             f"cannot read {path} (run {store.run} in {store.url}): it is empty, cut short or not of this program "

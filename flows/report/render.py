@@ -156,13 +156,13 @@ def _provenance(store: RunStore, tables: dict, config: dict, best: BestPolicy | 
 
     published = published_policies(store).values()
     num_kept = sum(not policy.pruned for policy in published)
-    newest = max(((policy.step, policy.fingerprint) for policy in published), default=None)
+    newest = max(published, key=lambda policy: (policy.attempt, policy.step), default=None)
     return {
         "facts": [
             ("store", f"{store.url}/{store.run}"),
             ("model", config.get("model")),
             ("policies published", f"{len(published):,}, of which {num_kept:,} still have their weights in the store"),
-            ("newest policy", f"step {newest[0]:,}, weights {newest[1]}" if newest else "none yet"),
+            ("newest policy", f"step {newest.step:,}, weights {newest.fingerprint}" if newest else "none yet"),
             ("best policy", _best(best) if best else "no policy was evaluated yet"),
             ("report made by", f"code {code_version()}"),
         ],

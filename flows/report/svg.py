@@ -173,7 +173,7 @@ class _Frame:
         """left: room for row labels in place of ticks: a grid of cells."""
         self._axes, size = axes, axes.size
         (self._x_low, self._x_high), (low, high) = x_range, y_range
-        if low == high:  # a flat line is drawn in the middle
+        if math.isclose(low, high, rel_tol=1e-9):  # a flat line is drawn in the middle
             low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
         about = 4 if size[1] < 300 else 5
         step = tick_step(low, high, about)  # the axis begins and ends at a tick

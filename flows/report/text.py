@@ -26,11 +26,11 @@ def number(value: float) -> str:
     """A short form: 0.25, 12k, 3.4M."""
     if value == 0:
         return "0"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            scale = 1e3 if letter == "k" else size
-            return f"{value / scale:.3g}{letter}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    short = float(f"{value:.3g}")  # of 999,999: a million
+    for size, scale, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= 1e4 and abs(short) >= size:
+            return f"{short / scale:.3g}{letter}"
+    return f"{value:,.0f}" if abs(short) >= 1000 else f"{value:.3g}"
 
 
 def percent(value: float) -> str:
@@ -38,10 +38,10 @@ def percent(value: float) -> str:
 
 
 def duration(seconds: float, space: str = "") -> str:
-    """90 -> '1m 30s'; NaN and infinity, which a store may hold, -> '–'."""
+    """90 -> '1m 30s'; NaN and infinity, which a store may hold, -> '–'; below 0, as clocks may differ, -> '0s'."""
     if not math.isfinite(seconds):
         return "–"
-    minutes, seconds = divmod(round(seconds), 60)
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}{space}h {minutes:02}{space}m"
