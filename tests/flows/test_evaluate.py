@@ -121,6 +121,9 @@ def test_attacks_are_counted_by_kind(tmp_path, monkeypatch):
         "cosine_distance": pytest.approx(7 / 6),
         "success_clusters": 2,
     }
+    (answers,) = told.answers([problem], 4, 1.0)
+    told.answers = lambda *_: [answers[:1]]
+    assert evaluate.measure_attacks(told, 1)["cosine_distance"] is None  # NaN is no JSON
 
 
 def test_the_best_policy_is_evaluated_and_its_figures_stay(tmp_path):

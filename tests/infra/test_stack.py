@@ -130,6 +130,10 @@ def test_a_server_that_died_is_started_again_beside_the_runs_that_it_left(server
     flow = subprocess.Popen(["sleep", "600"], env={**os.environ, stack.STACK_VARIABLE: str(project)})
     worker = stack_state.read_state(stack.local_folder(project)).processes["worker"].find()
     stop_processes([stack_state.read_state(stack.local_folder(project)).processes["server"].find()])
+    with monkeypatch.context() as patch, pytest.raises(stack.StackError, match="refused"):
+        patch.setattr(stack, "_deploy", lambda *_: "refused")
+        stack.up(project, keep=True)
+    assert flow.poll() is None and worker.is_running() and not stack.is_ours(project, url)  # the new server alone ends
     assert stack.up(project, keep=True, say=said.append) == url
     assert "The Prefect server died. The worker and its runs go on." in said
     assert (

@@ -63,12 +63,13 @@ def change_record(run: RunStore, path: str, **fields) -> None:
     ("path", "change"),
     [
         ("syncs/attempt=00000001/sync=00000001.parquet", (SYNC, {"last_round": 10**12})),
+        ("syncs/attempt=00000001/sync=00000001.parquet", (SYNC, {"first_round": 0, "last_round": 99_999_999})),
         ("syncs/attempt=00000001/sync=00000001.parquet", (SYNC, {"first_round": -1})),
         ("batches/attempt=00000001/step=00000002.parquet", (BATCH, {"step": 10**9})),
         ("trainer/attempt=00000001.json", {"resumed_from": 10**12}),
         ("trainer/attempt=00000001.json", {"created_at": "2026-01-01T00:00:00"}),
     ],
-    ids=["round", "negative", "step", "attempt", "time"],
+    ids=["round", "rounds", "negative", "step", "attempt", "time"],
 )
 def test_a_number_that_cannot_be_is_the_records_fault(run, little_memory, path, change):
     change_record(run, path, **change) if isinstance(change, dict) else change_rows(run, path, change[0], **change[1])
@@ -85,6 +86,12 @@ def test_verify_names_few_of_the_steps_that_an_attempt_claims(run, little_memory
     told = [fault.message for fault in verify(run, lambda _: "").faults if fault.kind == "missing batch"]
     assert len(told) == MOST_MISSING + 1 and told[-1].startswith("9999899")
     assert told[-1].endswith("further steps count as trained, without a recorded draw")
+
+
+def test_verify_names_few_of_the_rounds_that_a_sync_claims(run, little_memory):
+    change_rows(run, "syncs/attempt=00000001/sync=00000001.parquet", SYNC, last_round=900_000)
+    told = [fault.message for fault in verify(run, lambda _: "").faults if fault.kind == "sync without shards"]
+    assert told and all(len(message) < 10_000 for message in told) and " and more were taken in" in told[0]
 
 
 def test_no_request_wants_more_searchers_than_a_flow_can_start(run):

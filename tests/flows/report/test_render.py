@@ -28,8 +28,8 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.report import svg
 from flows.report.figures import charts
-from flows.report.render import _tiles, render
-from flows.report.text import MAX_TEXT, number
+from flows.report.render import _provenance, _tiles, render
+from flows.report.text import MAX_TEXT, duration, number
 from storage.ledger import record_batch, record_training_step
 from storage.report_tables import report_tables
 from storage.shards import commit_shard
@@ -243,8 +243,26 @@ def test_ticks_are_round_numbers_in_the_range():
 
 
 def test_numbers_are_short():
-    values = (0, 0.25, 1234, 56_789, 3_400_000)
-    assert [number(value) for value in values] == ["0", "0.25", "1,234", "56.8k", "3.4M"]
+    values = (0, 0.25, 1234, 9_996, 56_789, 3_400_000, 999.6, 999_600, 999_600_000, -999_600)
+    shown = ["0", "0.25", "1,234", "9,996", "56.8k", "3.4M", "1,000", "1M", "1G", "-1M"]
+    assert [number(value) for value in values] == shown
+    assert [duration(seconds) for seconds in (90, -70, math.nan)] == ["1m 30s", "0s", "–"]
+
+
+def test_a_line_that_is_flat_but_for_rounding_is_drawn():
+    nearly = [svg.Series("a", [(1, 0.19999999999999996), (2, 0.19999999999999998)])]
+    assert "<path" in svg.line_chart(nearly, svg.Axes("x", "y", from_zero=False))
+
+
+def test_the_newest_policy_is_of_the_newest_attempt(run_store, monkeypatch):
+    """Attempt 2 resumed from step 50 after attempt 1 had published step 60."""
+    published = {
+        attempt: SimpleNamespace(step=step, attempt=attempt, fingerprint=f"of {attempt}", pruned=False)
+        for attempt, step in ((1, 60), (2, 52))
+    }
+    monkeypatch.setattr("flows.report.render.published_policies", lambda store: published)
+    tables = {"provenance": [], "attempts": []}
+    assert dict(_provenance(run_store, tables, {}, None)["facts"])["newest policy"] == "step 52, weights of 2"
 
 
 def test_charts_escape_names_and_leave_out_what_is_not_there():

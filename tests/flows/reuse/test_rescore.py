@@ -2,6 +2,7 @@
 
 - Rescoring writes one file a shard and touches no shard; a second time it scores only what came since.
 - A version belongs to one reward, and to one source of it. NaN, a wrong count, an unknown function: refused, by name.
+- A version's newest scores count. Rounds that upkeep deletes while others are scored are left out.
 - The run's own reward scores the run's own prompts, also those without an answer, and no others. A function that scores
   others is warned about.
 """
@@ -14,7 +15,7 @@ import sys
 import pytest
 
 from flows.reuse.rescore import rescore
-from storage import shards
+from storage import reward_versions, shard_files, shards
 from storage.store import RunStore
 from tba.tasks import load_task
 from tests.flows.reuse.runs import TASK, commit, files, new_run, rows_of, run_config, silent
@@ -47,6 +48,25 @@ def test_rescoring_again_scores_what_is_missing(tmp_path, model, module):
     assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 8 + 12)
     assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 0)
     assert files(store, "rewards").items() >= before.items()
+
+
+def test_a_new_score_counts_though_the_rows_came_with_rewards_of_that_version(tmp_path, model, module):
+    """As after a warm start from rewards of a version of that name, whose function was another."""
+    store = new_run(tmp_path, model, "copied")
+    sampled = shard_files.read_shards(store, "s0", [0])
+    copied = reward_versions.replace_columns(sampled, {"reward_version": ["v2"] * sampled.num_rows})
+    assert reward_versions.with_rewards(store, "v2", copied) == copied
+    rescore(store, f"{module}:brief", "v2", silent)
+    scored = reward_versions.with_rewards(store, "v2", copied)["reward"].to_pylist()
+    assert scored == [float(int(TASK.train[0].answer) - 3)] * 4 + scored[4:] and scored != copied["reward"].to_pylist()
+
+
+def test_a_round_that_upkeep_deletes_meanwhile_is_left_out(tmp_path, model, module, monkeypatch):
+    store = new_run(tmp_path, model, "expiring")
+    listed = {"s0": [0, 1]}
+    store.delete(shards.shard_path("s0", 0))
+    monkeypatch.setattr(reward_versions, "unscored_shards", lambda *_: listed)
+    assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 8)
 
 
 def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model, module):

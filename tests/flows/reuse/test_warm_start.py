@@ -234,6 +234,9 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
         run_config(tmp_path, model, "name", warm_start=["old"])
     with pytest.raises(ValidationError, match="warm_start is empty"):
         run_config(tmp_path, model, "cold", reward_version="v2")
+    with pytest.raises(ValidationError, match="warm_start names files only, which have no versions"):
+        told = (tmp_path / "told.parquet").as_uri()
+        run_config(tmp_path, model, "told", warm_start=[told], reward_version="v2")
     rescore(old, f"{module}:brief", "v2", silent)
     commit(old, model, 2, TASK.train[:1])
     with pytest.raises(NotFound, match=r"round 2 of searcher s0 .* has no rewards of version 'v2'"):
