@@ -8,6 +8,7 @@ import os
 from prefect import flow, get_run_logger
 
 from flows.config import StoreUrl, load_run
+from infra.gpus import num_gpus
 from infra.machine import cpu_threads
 from infra.memory import tensor_environment
 from storage.run_inputs import check_model
@@ -26,6 +27,11 @@ def ranks(store: StoreUrl, run: str, attempt: int, key: str, devices: dict) -> N
 
     run_store = RunStore(store, run)
     config = load_run(run_store).on_devices(devices)
+    if 0 < (num_here := num_gpus()) < config.train.processes:  # a process without a GPU would end the whole attempt
+        get_run_logger().error(
+            "this machine has %d GPUs, and train.processes is %d: it does not join", num_here, config.train.processes
+        )
+        return
     threads = str(cpu_threads(config.train.processes))
     os.environ |= {"OMP_NUM_THREADS": threads, **tensor_environment()}  # for the processes started here
     folder = model_folder(config.model)

@@ -61,7 +61,7 @@ def load_policy(
     for module in model.modules():
         if type(module) is torch.nn.Linear and module is not head:  # the head's product is in _TargetLogprobs
             module.forward = functools.partial(bfloat16_linear, module)
-        if type(module).__name__ in RMS_NORMS and len(module.weight) == hidden_size:  # not Qwen3's of queries and keys
+        if type(module).__name__ in RMS_NORMS and _size(module.weight) == hidden_size:  # not of queries and keys
             module.forward = functools.partial(_narrow_norm, module.forward)
     if checkpointing == "none":
         for module in model.modules():
@@ -106,6 +106,11 @@ def _narrow_norm(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device_type):
         return forward(hidden).to(torch.get_autocast_dtype(device_type))
     return forward(hidden)
+
+
+def _size(weight: Tensor) -> int:
+    """Of a vector, which ZeRO-3 may have sharded already."""
+    return getattr(weight, "ds_shape", weight.shape)[0]
 
 
 def check_supported(model: PreTrainedModel) -> None:

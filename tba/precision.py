@@ -70,13 +70,15 @@ class _Linear(torch.autograd.Function):
     """hidden @ weight.T + bias in hidden's type, with a weight of another.
 
     Of a long pass autograd keeps the weight as it is, and the backward pass casts it again: copies of all weights until
-    then would take half as much memory as the weights. Of a short pass it keeps the bfloat16 copy.
+    then would take half as much memory as the weights. Of a short pass it keeps the bfloat16 copy, except of a weight
+    that ZeRO-3 shards (ds_id): it gathers that one again for the backward pass, and would not free the whole copy.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         product_weight, ctx.dtype = cast(weight, hidden.dtype), weight.dtype
-        keeps_copy = product_weight.nbytes < weight.nbytes and hidden.shape[:-1].numel() < CAST_AGAIN_TOKENS
+        is_short = hidden.shape[:-1].numel() < CAST_AGAIN_TOKENS and not hasattr(weight, "ds_id")
+        keeps_copy = is_short and product_weight.nbytes < weight.nbytes
         kept = product_weight if keeps_copy else weight
         ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, kept)
         return F.linear(hidden, product_weight, bias)

@@ -213,6 +213,15 @@ def test_a_further_machines_processes_get_the_environment_of_the_first_ones(loca
     assert len(started) == 1
 
 
+def test_a_further_machine_with_too_few_gpus_does_not_join(local_store, monkeypatch, caplog):
+    local_store.create_run(RunConfig(run=local_store.run, store=local_store.url).recorded())
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 1)
+    monkeypatch.setattr("flows.trainer.ranks.follow", lambda *_: pytest.fail("it joined"))
+    monkeypatch.setattr(ranks, "get_run_logger", lambda: logging.getLogger("test"))
+    ranks.ranks.fn(local_store.url, local_store.run, 1, "key", {"processes": 2})
+    assert "this machine has 1 GPUs, and train.processes is 2: it does not join" in caplog.text
+
+
 @pytest.mark.parametrize(
     "error",
     [
