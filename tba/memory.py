@@ -17,6 +17,9 @@ from tba.model_files import tensors_of
 
 Bytes = int
 GIB = 1024**3
+BUCKET = 4 * 50_000_000  # of gradients that DeepSpeed reduces together: reduce_bucket_size in infra/deepspeed
+# Parts that a Trainer needs whatever its batches are.
+CERTAIN = ("weights", "gradient", "moments of AdamW", "DeepSpeed's weights and bucket")
 LOGIT_ROWS = 512  # of logits that exist at once (tba/logprobs.py)
 CAST_AGAIN_TOKENS = 1024  # of a pass, from which no bfloat16 copy of a weight is kept (tba/precision.py)
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
@@ -99,10 +102,14 @@ def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machin
         if shape.is_bfloat16 and settings.num_processes == 1:
             frozen -= 2 * shape.num_in_layers
     size, stage = settings.num_processes, settings.zero_stage if settings.num_processes > 1 else 0
+    gradient = 4 * trained // (size if stage >= 2 else 1)
     parts = {
         "weights": (frozen + 4 * trained) // (size if stage == 3 else 1),
-        "gradient": 4 * trained // (size if stage >= 2 else 1),
+        "gradient": 2 * gradient if stage == 2 else gradient,  # the partition of a pass, beside that of those before it
         "moments of AdamW": 8 * trained // size,
+        **(
+            {"DeepSpeed's weights and bucket": 4 * trained // size + BUCKET} if stage else {}
+        ),  # it copies its partition
         "activations": _activations(shape, settings, num_tokens, machine),
         "logits": _logits(shape, machine),
     }
@@ -118,7 +125,7 @@ def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machin
 
 def certain(parts: dict[str, Bytes]) -> Bytes:
     """The bytes that a Trainer needs whatever its batches are."""
-    return sum(parts[name] for name in ("weights", "gradient", "moments of AdamW"))
+    return sum(parts.get(name, 0) for name in CERTAIN)
 
 
 def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine: Machine) -> Bytes:
@@ -137,10 +144,13 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     }[checkpointing]
     behind = 3 * inputs  # the last norm, and the rows that predict
     again = 0 if checkpointing == "none" else 2 * inputs + operands
-    copies = 0  # of the matrices, in bfloat16
-    if machine.has_bfloat16 and num_tokens < CAST_AGAIN_TOKENS and checkpointing != "layers":
-        copies = 0 if settings.lora_rank and shape.is_bfloat16 else 2 * shape.num_in_layers
-    return copies + num_tokens * (shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I)
+    is_sharded, is_one = settings.num_processes > 1 and settings.zero_stage == 3, settings.num_processes == 1
+    copies = 0  # of the matrices, in bfloat16, in a short pass
+    if machine.has_bfloat16 and checkpointing != "layers" and not is_sharded:
+        copies = 0 if settings.lora_rank and shape.is_bfloat16 and is_one else 2 * shape.num_in_layers
+    of_token = shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I
+    short_pass = copies + min(num_tokens, CAST_AGAIN_TOKENS - 1) * of_token  # of what is left over, if not of all
+    return max(num_tokens * of_token, short_pass)
 
 
 def _logits(shape: Shape, machine: Machine) -> Bytes:

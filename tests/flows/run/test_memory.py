@@ -176,9 +176,11 @@ def test_sharding_divides_the_state(monkeypatch):
     )
     (trainer, searcher), (sharded, _) = one.processes, eight.processes
     assert "the Trainer needs" in one.fault and eight.fault is None and eight.warnings == []
-    assert (
-        certain(trainer.parts) == 16 * SEVEN_B.num_parameters and certain(sharded.parts) == 2 * SEVEN_B.num_parameters
-    )
+    P = SEVEN_B.num_parameters
+    # DeepSpeed copies its partition, in stage 2 it has two of the gradient; and a bucket of 5e7 gradients
+    assert certain(trainer.parts) == 16 * P and certain(sharded.parts) == (16 + 4) * P // 8 + 4 * 50_000_000
+    stage_2 = plan_of(RunConfig.model_validate({"train": {"processes": 2, "zero_stage": 2}}), SEVEN_B, Lengths(2, 0, 2))
+    assert certain(stage_2.processes[0].parts) == 4 * P + (8 + 8 + 4) * P // 2 + 4 * 50_000_000
     assert searcher.parts["engine's weights"] + searcher.parts["keys and values"] == int(0.6 * 80 * GIB)
 
 
@@ -248,6 +250,16 @@ def test_fewer_gpus_than_trainer_processes_are_refused(monkeypatch):
         monkeypatch.setattr("flows.run.preflight.num_gpus", lambda found=num_here: found)
         with contextlib.nullcontext() if is_enough else pytest.raises(ValueError, match=r"has 1 GPUs.* needs one"):
             check_memory(two)
+
+
+def test_a_short_pass_that_is_left_over_has_copies_of_the_matrices():
+    """At 2,048 tokens a pass of 7B the copies of a short one, 13 GB, are more than what the long one has in addition."""
+    on_gpu, settings = Machine(True, True, 80 * GIB), RunConfig().train
+    sizes = (512, 1023, 2048, 16_384)
+    of = {n: trainer_parts(SEVEN_B, settings, n, on_gpu)["activations"] for n in sizes}
+    of_token = of[16_384] / 16_384
+    assert of[512] == 512 * of_token + 2 * SEVEN_B.num_in_layers
+    assert of[2048] == of[1023] == 1023 * of_token + 2 * SEVEN_B.num_in_layers > 2048 * of_token
 
 
 def test_a_gpus_logits_have_their_softmax_beside_them():
