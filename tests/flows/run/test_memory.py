@@ -253,7 +253,7 @@ def test_fewer_gpus_than_trainer_processes_are_refused(monkeypatch):
 
 
 def test_a_short_pass_that_is_left_over_has_copies_of_the_matrices():
-    """At 2,048 tokens a pass of 7B the copies of a short one, 13 GB, are more than what the long one has in addition."""
+    """At 2,048 tokens a pass of 7B: the copies of a short one, 13 GB, are more than what the long one has besides."""
     on_gpu, settings = Machine(True, True, 80 * GIB), RunConfig().train
     sizes = (512, 1023, 2048, 16_384)
     of = {n: trainer_parts(SEVEN_B, settings, n, on_gpu)["activations"] for n in sizes}
