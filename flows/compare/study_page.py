@@ -128,7 +128,8 @@ def _tables(
 
     def differences(of: str, values: dict[str, Interval]) -> list[str]:
         minus = f"{of} of {study.compared_with} minus that of each other arm, by seed."
-        return by_lag(f"{minus} {JOINT.format(len(ahead))}", others, values)
+        joint = JOINT.format(len(ahead)) if len(ahead) > 1 else "The interval holds with 95 % (Student's t)."
+        return by_lag(f"{minus} {joint}", others, values)
 
     fall = f"loss from lag {study.lags[0]} to {study.lags[-1]}, paired by seed"
     joint = "; these intervals hold at once" if len(lost) > 1 else ""
