@@ -34,7 +34,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
 
 START_OF_TWO = (
     "prefect deployment run tba/train --param "
-    """'config={"run": "mine", "store": "s3://bucket/prefix", "searchers": 2}'"""
+    """'config={"run": "mine", "store": "s3://bucket/prefix", "searchers": 1}'"""
 )
 START_OF_MACHINES = (
     "prefect deployment run tba/train --param "
@@ -51,6 +51,7 @@ NOT_RUN = {
     "prefect --no-prompt deploy --all": "the same",
     START_OF_TWO: "the same",
     "tba watch mine --store s3://bucket/prefix": "the same",
+    "tba searchers mine +1 --store s3://bucket/prefix": "the same",
     START_OF_MACHINES: "tests/hosts/test_trainer_machines.py",
     """prefect deployment run tba/train --param 'config={"run": "mine"}'""": "in a cluster",
     ".venv/bin/tba searchers mine +6": "a SLURM job; README.md's `tba searchers arithmetic +1` is run",
