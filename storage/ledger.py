@@ -43,7 +43,7 @@ NEEDED = {
     "rewards": ("trajectory_id", "reward"),
     "diversity": ("metric", "value"),
 }
-LARGEST_SYNC = 1_000_000  # rounds of one Searcher; each trajectory of more would take more memory than a machine has
+LARGEST_SYNC = 1_000_000  # rounds of one Searcher in a sync; a larger number is damaged, and readers count up to it
 _NUMBERS = {"attempt", "step", "sync", "round", "first_round", "last_round"}
 
 

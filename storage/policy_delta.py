@@ -358,9 +358,8 @@ def _rebuild(
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as parts:
         folders = [Path(parts, Path(path).name) for path in paths]
         transfer_all(lambda pair: store.download_folder(*pair, only=manifest.deltas), zip(paths, folders, strict=True))
-        if (
-            not copy
-        ):  # the lock of a newer policy is held, and this one's is taken: no two processes wait for each other
+        if not copy:
+            # The lock of a newer policy is held, and this one's is taken: no two processes wait for each other.
             fetch = partial(into_cache, _copy_of(base, folder), partial(_download_anchor, store, base))
             copy = linked(fetch, manifest.digests, Path(parts, "anchor"))
         for name, published in manifest.digests.items():

@@ -188,7 +188,7 @@ class SearchSettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="If the edit distance of two responses is under this share of their lengths' sum, the worse goes.",
+        description="If two responses' edit distance is under this share of both lengths, the worse goes; None: off.",
     )
     exploration_probability: float = Field(
         0.0,

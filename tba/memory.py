@@ -107,12 +107,11 @@ def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machin
         "weights": (frozen + 4 * trained) // (size if stage == 3 else 1),
         "gradient": 2 * gradient if stage == 2 else gradient,  # the partition of a pass, beside that of those before it
         "moments of AdamW": 8 * trained // size,
-        **(
-            {"DeepSpeed's weights and bucket": 4 * trained // size + BUCKET} if stage else {}
-        ),  # it copies its partition
         "activations": _activations(shape, settings, num_tokens, machine),
         "logits": _logits(shape, machine),
     }
+    if stage:  # it copies its partition of the weights
+        parts["DeepSpeed's weights and bucket"] = 4 * trained // size + BUCKET
     if settings.reference_reset_interval:  # each process has it whole
         parts["reference after a reset"] = parts["weights"] if size == 1 else 4 * shape.num_parameters
     if machine.is_gpu:
@@ -144,9 +143,9 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     }[checkpointing]
     behind = 3 * inputs  # the last norm, and the rows that predict
     again = 0 if checkpointing == "none" else 2 * inputs + operands
-    is_sharded, is_one = settings.num_processes > 1 and settings.zero_stage == 3, settings.num_processes == 1
+    is_one = settings.num_processes == 1
     copies = 0  # of the matrices, in bfloat16, in a short pass
-    if machine.has_bfloat16 and checkpointing != "layers" and not is_sharded:
+    if machine.has_bfloat16 and checkpointing != "layers" and (is_one or settings.zero_stage < 3):
         copies = 0 if settings.lora_rank and shape.is_bfloat16 and is_one else 2 * shape.num_in_layers
     of_token = shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I
     short_pass = copies + min(num_tokens, CAST_AGAIN_TOKENS - 1) * of_token  # of what is left over, if not of all

@@ -66,8 +66,12 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     """Tokens of prompt and response together that the Trainer takes. None: the configuration does not tell, or scales
     positions. A sliding window is a limit, because the Trainer's attention has none (tba/shared_prefix.py).
     """
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        return config["sliding_window"] + 1  # the last token attends to no other
+    window = config.get("sliding_window") if "sliding_attention" in (config.get("layer_types") or ()) else None
+    limits = [window and window + 1, _positions(config)]  # the last token attends to no other
+    return min(filter(None, limits), default=None)
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
     positions = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if positions.get("rope_type", "default") != "default" or "type" in positions:
         return None

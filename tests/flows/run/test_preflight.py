@@ -136,6 +136,9 @@ def test_prompts_and_responses_beyond_the_models_context_are_refused_in_a_new_ru
     file.write_text(json.dumps({key: 4096, "sliding_window": 63, "layer_types": ["sliding_attention"]}))
     with pytest.raises(ValueError, match="the model's context is 64"):  # the Trainer's attention has no window
         check_inputs(long)
+    file.write_text(json.dumps({key: 64, "sliding_window": 4096, "layer_types": ["sliding_attention"]}))
+    with pytest.raises(ValueError, match="the model's context is 64"):
+        check_inputs(long)
     file.write_text(json.dumps({key: 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
     check_inputs(long)
     file.write_text(json.dumps({key: 64}))
