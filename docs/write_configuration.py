@@ -50,7 +50,7 @@ Rules between settings; `tba train` refuses a run that breaks one, and names it:
 | `train.learning_rate_schedule` `warmup-stable-decay` | needs `train.decay_steps`, which no other one has |
 | `train.beta` 0 | only with `rloo`, `prox_rloo`, `dr_grpo` |
 | `train.beta_steps` | needs `train.beta_final` |
-| `train.reference_reset_interval`, `residual_weight` `plain` | only with `tb` and `tba_prime` |
+| `train.reference_reset_interval`, `train.residual_weight` `plain` | only with `tb` and `tba_prime` |
 | `train.reward_tempering`, `train.fluency_temperature` other than 1 | only with `tb` and `tba_prime` |
 | `train.gradient_checkpointing` `cheap` | not with several processes and `train.zero_stage` 3 |
 | `synchronous` | `searchers` 1, and no `sampling.max_age` or `sampling.samples_per_insert` |
@@ -58,7 +58,7 @@ Rules between settings; `tba train` refuses a run that breaks one, and names it:
 | `sampling.uniform_fraction` | needs `sampling.reward_temperature` |
 | `train.reward_tempering_steps`, `train.fluency_steps` | need `train.reward_tempering`, `train.fluency_temperature` |
 | `search.system_prompts` | needs `search.exploration_probability` |
-| `reward_version` | needs `warm_start` |
+| `reward_version` | needs a run in `warm_start`: files have no versions |
 | `task.name` `dataset` | needs `task.rewards` |
 | `task.reward_weights` | one for each of `task.rewards` |
 | `task.data`, `generator`, `reward_model`, `gold_reward_model`, `victim`, `classifier` | a task that uses them |

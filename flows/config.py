@@ -54,7 +54,7 @@ class RunConfig(Settings):
     )
     synchronous: bool = Field(
         False,
-        description="Whether one Searcher and the Trainer take turns, without replay: synchronous, to compare.",
+        description="Whether one Searcher and the Trainer take turns, without replay; for comparisons.",
     )
     evaluate_share: float = Field(
         0.1,
@@ -264,6 +264,9 @@ def _explain(mistake: dict, model: type[BaseModel]) -> str:
     *path, name = [str(part) for part in mistake["loc"]] or ["configuration"]
     field = ".".join([*path, name])
     if mistake["type"] == "extra_forbidden":
+        groups = {group: of.annotation for group, of in model.model_fields.items()}
+        if homes := [f"{group}.{name}" for group, of in groups.items() if name in getattr(of, "model_fields", ())]:
+            return f"{field}: there is no such setting; there is {' and '.join(homes)}"
         for part in path:
             model = model.model_fields[part].annotation
         return f"{field}: there is no such setting; settings of this group: {', '.join(model.model_fields)}"
@@ -272,5 +275,7 @@ def _explain(mistake: dict, model: type[BaseModel]) -> str:
             model = model.model_fields[part].annotation
         names = ", ".join(model.model_fields)
         return f"{field}: got {mistake['input']!r}; it is a group of settings: name one of {names}, as {field}.NAME"
+    if mistake["type"] == "tuple_type":
+        return f"{field}: got {mistake['input']!r}; give a list as JSON, such as [0.8,1]"
     message = mistake["msg"].removeprefix("Value error, ")
     return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"

@@ -10,9 +10,8 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import StoreUrl, load_run
 from storage import audit, ledger_upkeep, upkeep
-from storage.rules import Limits
+from storage.intake import limits_of
 from storage.store import RunStore
-from tba.models import model_folder
 
 
 @flow(name="maintain")
@@ -69,11 +68,7 @@ def audit_buffer(store: RunStore) -> str | None:
 
     Raises: RuntimeError: the audit found faults; the message names each.
     """
-    from transformers import AutoConfig
-
-    config = load_run(store)
-    vocab_size = AutoConfig.from_pretrained(model_folder(config.model)).get_text_config().vocab_size
-    page, faults = audit.audit(store, Limits(vocab_size, config.train.steps))
+    page, faults = audit.audit(store, limits_of(store))
     site = page and f"{store.url}/{store.run}/{page}"
     if faults:
         see = f" (see {site})" if site else ""

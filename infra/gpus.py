@@ -29,9 +29,9 @@ def take_gpus(place: int, num_searchers: int, num_trainers: int, num_here: int =
 
     place: of this Searcher among the run's `num_searchers` on this machine, from 0. num_trainers: processes of the
     Trainer here, each of which has a GPU, from GPU 0 on. num_here: GPUs that each Searcher needs. Sets
-    CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA. Returns this process's share of each GPU's memory,
-    less than 1 if another process of the run has the GPU, too; 1 without a GPU. Raises: ValueError: the machine has
-    fewer GPUs.
+    CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA, as torch.cuda.is_available does. Returns this
+    process's share of each GPU's memory, less than 1 if another process of the run has the GPU, too; 1 without a GPU.
+    Raises: ValueError: the machine has fewer GPUs.
     """
     import torch
 

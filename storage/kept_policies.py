@@ -192,7 +192,7 @@ def _evaluated(store: RunStore) -> set[str]:
     """Folders of the policies that Searchers hold, then of the best one; the module's docstring explains the order."""
     folders = set()
     for path in store.list(_HELD):
-        if held := store.read_json(path, PolicyRef, remedy="Delete it if no Searcher evaluates now."):
+        if held := read_pointer(store, path, PolicyRef, remedy="Delete it if no Searcher evaluates now."):
             folders.add(held.path)  # None: released since it was listed
     best = best_policy(store)
     return folders | ({best.path} if best else set())

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import DamagedRecord, NotFound
+from storage.paths import LARGEST_NUMBER
 from storage.store import RESTORE, RunStore, transfer_all
 
 # Numbers in a compacted file, narrowest first: a run of 100,000 steps has 7 of the widest, 16 of each other at most.
@@ -129,8 +130,11 @@ def numbers_in(store: RunStore, folder: str, path: str) -> set[int]:
     """The numbers of the entries in a compacted file. Raises: NotFound. DamagedRecord: it cannot be read."""
     column, data = KEYS[folder][1], store.get(path)
     try:
-        return set(pq.ParquetFile(pa.BufferReader(data)).read([column])[column].unique().to_pylist())
-    except (pa.ArrowException, OSError, KeyError) as error:
+        numbers = set(pq.ParquetFile(pa.BufferReader(data)).read([column])[column].unique().to_pylist())
+        if not all(isinstance(number, int) and 0 <= number <= LARGEST_NUMBER for number in numbers):
+            raise ValueError(f"{column} has {sorted(numbers, key=str)[-1]!r}, which is no number of an entry")
+        return numbers
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DamagedRecord(
             f"cannot read {path} (run {store.run} in {store.url}): {type(error).__name__}: {error}. {RESTORE}"
         ) from error

@@ -23,7 +23,11 @@ def choose_diversity_sample(
         "num_responses": num_responses,
         "seed": seed,
     }
-    return ask(store, lambda reader: reader.sql(sql("choose_diversity_sample"), params=parameters).to_arrow_table())
+    return ask(
+        store,
+        lambda reader: reader.sql(sql("choose_diversity_sample"), params=parameters).to_arrow_table(),
+        ("trajectories",),
+    )
 
 
 def record_diversity(store: RunStore, rows: list[dict]) -> pa.Table:

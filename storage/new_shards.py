@@ -15,6 +15,7 @@ Searcher's next shard. Known Searchers without a head, of an older version, are 
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from pyarrow.fs import FileSelector
 
@@ -86,9 +87,12 @@ def read_heads(store: RunStore) -> dict[str, int]:
     """By Searcher, in order, the last committed round."""
     # Arrow's client lists a thousand names in a fifth of the time of `store.list`, which checks the answers more.
     filesystem, run = store.arrow_filesystem()
-    through: dict[str, int] = {}
+    names, through = [], {}
     for info in filesystem.get_file_info(FileSelector(f"{run}/heads", allow_not_found=True)):
-        if match := HEAD_NAME.fullmatch(f"heads/{info.base_name}"):
+        with suppress(UnicodeDecodeError):  # another program's file
+            names.append(f"heads/{info.base_name}")
+    for name in names:
+        if match := HEAD_NAME.fullmatch(name):
             through[match["searcher"]] = max(int(match["through"]), through.get(match["searcher"], -1))
     return dict(sorted(through.items()))
 

@@ -119,19 +119,20 @@ def ask(
 
     tables: as for connect.
     """
-    try:
-        with connect(store, tables=tables) as connection:
-            return answer(connection)
-    except duckdb.InvalidInputException as error:
-        if "stored_" not in str(error):  # an error in the SQL; where a file cannot be read, the message names its table
-            raise
-        torn = torn_files(store, tables)
-        if not torn:
-            raise
-    for reason in torn.values():
-        logger.warning("a torn file is left out of the answer: %s", reason)
-    with connect(store, torn, tables) as connection:
-        return answer(connection)
+    torn: dict[str, StoreError] = {}
+    while True:
+        try:
+            with connect(store, torn, tables) as connection:
+                return answer(connection)
+        except duckdb.InvalidInputException as error:
+            # where a file cannot be read, the message names its table; that of an error in the SQL names none
+            named = [name for name in tables if f"stored_{name}" in str(error)]
+            found = torn_files(store, named)
+            if not found.keys() - torn.keys():
+                raise
+            torn |= found
+        for reason in found.values():
+            logger.warning("a torn file is left out of the answer: %s", reason)
 
 
 def torn_files(store: RunStore, tables: Collection[str] = STORED) -> dict[str, StoreError]:
@@ -223,7 +224,7 @@ def _committed(store: RunStore, columns: pa.Schema, torn: Collection[str]) -> ds
     }
     if not partly:
         return stored
-    # only compacted files of an older version, which did not refuse rounds
+    # of files that were compacted before the Trainer refused a round of them
     of_rounds = [(pc.field("searcher") == searcher) & (pc.field("round") == number) for searcher, number in partly]
     return stored.filter(~reduce(or_, of_rounds))
 

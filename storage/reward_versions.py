@@ -34,26 +34,33 @@ def check_version(version: str) -> str:
     return version
 
 
-def begin_version(store: RunStore, version: str, reward: str, source: str) -> None:
-    """Records that `reward` scores this version. source: a digest of its source.
+def check_reward(store: RunStore, version: str, reward: str, source: str) -> None:
+    """Checks that no other reward scores this version. source: a digest of the reward's source.
 
     Raises: ValueError: another reward does, or an earlier source of this one; versions are never mixed.
     """
-    path = f"rewards/{check_version(version)}/{VERSION}"
+    recorded = store.read_json(f"rewards/{check_version(version)}/{VERSION}", dict[str, str])
+    if recorded is None:
+        return
+    if (scored_by := recorded.get("reward")) != reward:
+        raise ValueError(
+            f"reward version {version!r} of run {store.run} was scored by {scored_by}; {reward} cannot continue it. "
+            "Choose another version."
+        )
+    if recorded.get("source", source) != source:
+        raise ValueError(
+            f"reward version {version!r} of run {store.run} was scored by {reward} before its source was changed. "
+            "Choose another version."
+        )
+
+
+def begin_version(store: RunStore, version: str, reward: str, source: str) -> None:
+    """Records that `reward` scores this version. Raises: ValueError: as check_reward."""
     try:
+        path = f"rewards/{check_version(version)}/{VERSION}"
         store.put_new_json(path, {"version": version, "reward": reward, "source": source})
     except AlreadyExists:
-        recorded = store.read_json(path, dict[str, str]) or {}
-        if (scored_by := recorded.get("reward")) != reward:
-            raise ValueError(
-                f"reward version {version!r} of run {store.run} was scored by {scored_by}; {reward} cannot "
-                "continue it. Choose another version."
-            ) from None
-        if recorded.get("source", source) != source:
-            raise ValueError(
-                f"reward version {version!r} of run {store.run} was scored by {reward} before its source was changed. "
-                "Choose another version."
-            ) from None
+        check_reward(store, version, reward, source)
 
 
 def has_version(store: RunStore, version: str) -> bool:

@@ -313,9 +313,9 @@ class RunStore:
         if differences := list(_differences(recorded, json.loads(json.dumps(config)))):
             raise RunConfigMismatch(
                 f"run {self.run!r} exists in {self.url} with another configuration: {'; '.join(differences)}. "
-                "To resume it, use its configuration (`tba searchers` changes the number of Searchers). To use its "
-                f"trajectories with other settings: `{self.command(f'train NEW --warm-start {self.run}')}`, with the "
-                "same --model and --task."
+                "To resume it, leave these settings out: it keeps its own (`tba searchers` changes the number of "
+                "Searchers). To use its trajectories with other settings: "
+                f"`{self.command(f'train NEW --warm-start {self.run}')}`, with the same --model and --task."
             )
 
     def command(self, text: str) -> str:

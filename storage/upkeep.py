@@ -193,7 +193,11 @@ def file_infos(store: RunStore, folder: str) -> dict[str, FileInfo]:
     """By path, the size of each file of a folder, and when it was written by the store's clock."""
     filesystem, base = store.arrow_filesystem()
     found = filesystem.get_file_info(FileSelector(f"{base}/{folder}", allow_not_found=True, recursive=True))
-    return {info.path.removeprefix(f"{base}/"): info for info in found if info.is_file}
+    named = {}
+    for info in found:
+        with suppress(UnicodeDecodeError):  # another program's file
+            named[info.path.removeprefix(f"{base}/")] = info
+    return {path: info for path, info in named.items() if info.is_file}
 
 
 def _written_table(store: RunStore) -> pa.Table:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.errors import NotFound, TornShard
+from storage.errors import NotFound, StoreError, TornShard
 from storage.intake import refusals
 from storage.rules import Limits, broken_in_each
 from storage.shard_files import by_block, read_each, read_file
@@ -86,9 +86,13 @@ def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) ->
         for of_block in by_block(rounds - found.refused.get(searcher, set())):  # bounds memory
             _check_some_shards(store, searcher, of_block, limits, found, faults)
     blocks = compacted_blocks(files)
-    replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
-    faults += filter(None, transfer_all(lambda file: _changed_copy(store, file), replaced))
-    replacements = sorted({block_path(file.searcher, file.block) for file in replaced})
+    replaced = defaultdict(list)  # shards by the block whose compacted file has their rows
+    for file in files:
+        if not file.is_compacted and file.block in blocks.get(file.searcher, ()):
+            replaced[file.searcher, file.block].append(file)
+    for of_block in transfer_all(lambda of_block: _changed_copies(store, of_block), replaced.values()):
+        faults += of_block
+    replacements = sorted(block_path(*of_block) for of_block in replaced)
     faults += filter(None, transfer_all(lambda path: _torn(store, path), replacements))
     return found
 
@@ -101,9 +105,15 @@ def _torn(store: RunStore, path: str) -> Fault | None:
         return Fault("torn shard", path, str(error))
 
 
-def _changed_copy(store: RunStore, file: File) -> Fault | None:
-    """A shard that will be deleted because a compacted file has its rows must have the same rows."""
-    (counting,) = read_each(store, file.searcher, file.rounds)
+def _changed_copies(store: RunStore, of_block: list[File]) -> list[Fault]:
+    """The faults of one block's shards, which will be deleted because a compacted file has their rows."""
+    counting = read_each(store, of_block[0].searcher, [number for file in of_block for number in file.rounds])
+    found = [_changed_copy(store, file, rows) for file, rows in zip(of_block, counting, strict=True)]
+    return [fault for fault in found if fault]
+
+
+def _changed_copy(store: RunStore, file: File, counting: pa.Table | StoreError) -> Fault | None:
+    """counting: the rows of the compacted file, which the shard must have, too."""
     try:
         shard = read_file(store, file.path)
     except NotFound:

@@ -75,7 +75,8 @@ class TaskSettings(Settings):
         description="Task: arithmetic, gsm8k, math, reasoning_gym, tldr, redteam, or dataset (a task of one's own).",
     )
     data: str | None = Field(
-        None, description="Data: JSONL or Parquet file, Hugging Face dataset, or module:function; None: the task's own."
+        None,
+        description="JSONL or Parquet file, folder, Hugging Face dataset, or module:function; None: the task's own.",
     )
     generator: str | None = Field(
         None, description="Generator of reasoning_gym, such as chain_sum; None for other tasks."
@@ -104,7 +105,7 @@ class TaskSettings(Settings):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="Longer prompts are left out, training's and held-out ones; in tokens; None: none is."
     )
-    num_heldout: int = Field(256, ge=1, description="Number of held-out problems in an evaluation.")
+    num_heldout: int = Field(256, ge=1, description="Largest number of held-out problems in an evaluation.")
 
     @field_validator("rewards", "reward_weights", mode="before")
     @classmethod
@@ -188,13 +189,13 @@ class SearchSettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="If two responses' edit distance is under this share of both lengths, the worse goes; None: off.",
+        description="A response closer than this to one as good goes (edit distance by both lengths); None: off.",
     )
     exploration_probability: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="Probability of a random temperature for a prompt; drawn again for top_p, and for a system prompt.",
+        description="Probability of a random temperature for a prompt; drawn anew for top_p, and for a system prompt.",
     )
     exploration_temperature: tuple[float, float] = Field(
         (0.7, 1.1), description="Lowest and highest random temperature; uniform between them."
@@ -220,7 +221,7 @@ class SearchSettings(Settings):
                 raise ValueError(f"search.engine: {name} " + (f"is {setting}" if setting else "cannot be changed"))
             if name not in ENGINES_FREE:
                 close = difflib.get_close_matches(name, ENGINES_FREE) or sorted(ENGINES_FREE)
-                raise ValueError(f"search.engine: there is no argument {name}; there is {', '.join(close)}")
+                raise ValueError(f"search.engine: argument {name} may not be given; allowed: {', '.join(close)}")
             if not isinstance(value, bool | int | float | str):
                 raise ValueError(f"search.engine: {name} is {value!r:.80}; give a number or a word")
         for name in PARALLEL_SIZES:

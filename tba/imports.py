@@ -25,7 +25,8 @@ def check_function_name(name: str, field: str) -> None:
     module, _, function = name.partition(":")
     parts = [*module.split("."), function]
     if not all(part.isidentifier() for part in parts):
-        raise ValueError(f"{field}: got {name!r}; write module:function, such as my_rewards:brief, or task")
+        others = "a local .jsonl or .parquet file, or a Hugging Face dataset" if field == "task.data" else "or task"
+        raise ValueError(f"{field}: got {name!r}; write module:function, such as my_module:my_function, {others}")
     if any(part.startswith("__") for part in parts):
         raise ValueError(f"{field}: got {name!r}; a name that begins with '__' is Python's own. Name a function")
     if parts[0] in OURS:

@@ -239,7 +239,7 @@ class _OutputLayer:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.weight = cast(weight, dtype)
-        self._bias = None if bias is None else bias.to(dtype)
+        self._bias = None if bias is None else cast(bias, dtype)
         self._logits = self.weight.new_empty(0)
 
     def logits(self, rows: Tensor) -> Tensor:

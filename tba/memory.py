@@ -3,7 +3,8 @@
 A process needs the sum of its parts at its peak: weights and what belongs to them for the whole run, activations in the
 middle of a step. docs/operating.md compares the sums with measured peaks.
 
-Dimensions: N tokens of a pass, D width of the model, I of its MLP, L layers, V vocabulary, KV width of keys and values.
+Dimensions: N tokens of a pass, D width of the model, I of its MLP, L layers, V vocabulary, Q width of queries (heads x
+head size), KV of keys and of values.
 """
 
 import json
@@ -23,6 +24,10 @@ CERTAIN = ("weights", "gradient", "moments of AdamW", "DeepSpeed's weights and b
 LOGIT_ROWS = 512  # of logits that exist at once (tba/logprobs.py)
 CAST_AGAIN_TOKENS = 1024  # of a pass, from which no bfloat16 copy of a weight is kept (tba/precision.py)
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
+PASS_TOKENS = 4096  # of the reference policy (tba/reference_policy.py)
+GATHERED = 1_000_000_000  # parameters that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters
+# By public reports CUDA's context takes 0.5 to 0.6 GiB; the libraries' workspaces come to it. Not measured here.
+CUDA = GIB
 # Measured on Linux: what Python, torch and this project's packages take before a model is loaded; and what they and a
 # Searcher's engine, Prefect's client and a round's tensors take.
 PROCESS, ENGINE_PROCESS = int(0.55 * GIB), int(1.7 * GIB)
@@ -39,8 +44,10 @@ class Shape:
     I: int  # noqa: E741 - as in the module's docstring
     L: int
     V: int
+    Q: int
     KV: int
     is_bfloat16: bool  # every parameter in its files
+    has_query_norms: bool = False  # queries and keys have norms of their own, as in Qwen3
 
 
 _OF_A_LAYER = re.compile(r"(^|\.)(layers|h)\.\d+\.")
@@ -70,6 +77,7 @@ def read_shape(folder: Path) -> Shape:
     matrices = {
         name: tensor for name, tensor in tensors.items() if _OF_A_LAYER.search(name) and len(tensor["shape"]) == 2
     }
+    head_size = number("head_dim", instead=D // heads)
     return Shape(
         num_parameters=sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
         num_in_layers=sum(math.prod(matrix["shape"]) for matrix in matrices.values()),
@@ -78,8 +86,10 @@ def read_shape(folder: Path) -> Shape:
         I=number("intermediate_size", "n_inner", instead=4 * D),
         L=number("num_hidden_layers", "n_layer"),
         V=number("vocab_size"),
-        KV=number("num_key_value_heads", instead=heads) * number("head_dim", instead=D // heads),
+        Q=heads * head_size,
+        KV=number("num_key_value_heads", instead=heads) * head_size,
         is_bfloat16=all(tensor["dtype"] == "BF16" for tensor in tensors.values()),
+        has_query_norms=any("q_norm" in name for name in tensors),
     )
 
 
@@ -93,8 +103,19 @@ class Machine:
     num_gpus: int = 0
 
 
-def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machine: Machine) -> dict[str, Bytes]:
-    """Of each device of the Trainer. num_tokens: of the largest pass."""
+@dataclass(frozen=True)
+class Pass:
+    """The largest forward pass of the Trainer."""
+
+    num_tokens: int
+    # of its largest group: responses that attend at once, and tokens of the prompt and of each
+    num_responses: int = 0
+    prompt: int = 0
+    response: int = 0
+
+
+def trainer_parts(shape: Shape, settings: TrainSettings, largest: Pass, machine: Machine) -> dict[str, Bytes]:
+    """Of each device of the Trainer."""
     trained, frozen = shape.num_parameters, 0
     if settings.lora_rank:
         trained = settings.lora_rank * shape.num_sides
@@ -107,15 +128,20 @@ def trainer_parts(shape: Shape, settings: TrainSettings, num_tokens: int, machin
         "weights": (frozen + 4 * trained) // (size if stage == 3 else 1),
         "gradient": 2 * gradient if stage == 2 else gradient,  # the partition of a pass, beside that of those before it
         "moments of AdamW": 8 * trained // size,
-        "activations": _activations(shape, settings, num_tokens, machine),
+        "activations": _activations(shape, settings, largest, machine),
         "logits": _logits(shape, machine),
     }
     if stage:  # it copies its partition of the weights
-        parts["DeepSpeed's weights and bucket"] = 4 * trained // size + BUCKET
+        of_head = (
+            4 * shape.V * shape.D if stage >= 2 and not settings.lora_rank else 0
+        )  # its gradient, until it is reduced
+        gathered = 4 * min(shape.num_parameters, GATHERED) if stage == 3 else 0
+        parts["DeepSpeed's weights and bucket"] = 4 * trained // size + BUCKET + of_head + gathered
     if settings.reference_reset_interval:  # each process has it whole
         parts["reference after a reset"] = parts["weights"] if size == 1 else 4 * shape.num_parameters
     if machine.is_gpu:
         parts["largest tensor, copied for Searchers"] = 2 * shape.V * shape.D
+        parts["CUDA"] = CUDA
     else:
         parts["copy for Searchers"] = 2 * shape.num_parameters
         parts["process"] = PROCESS
@@ -127,14 +153,16 @@ def certain(parts: dict[str, Bytes]) -> Bytes:
     return sum(parts.get(name, 0) for name in CERTAIN)
 
 
-def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine: Machine) -> Bytes:
+def _activations(shape: Shape, settings: TrainSettings, largest: Pass, machine: Machine) -> Bytes:
     """Of a pass: the tensors that each layer keeps for the backward pass, and those of one layer's backward pass."""
     checkpointing = settings.gradient_checkpointing
     wide = 2 if machine.has_bfloat16 else 4  # bytes of an operand of a product
     inputs = 4 * shape.D  # of a norm, float32
-    inputs_of_products = 4 * shape.D  # of q, k and v; of gate and up; of o; and q itself
+    inputs_of_products = 2 * shape.D + 2 * shape.Q  # of q, k and v; of gate and up; of o; and q itself
     if settings.lora_rank and machine.has_bfloat16:  # peft's adapters cast their inputs, each its own
-        inputs_of_products = 7 * shape.D
+        inputs_of_products += 3 * shape.D
+    if shape.has_query_norms:
+        inputs_of_products += shape.Q + shape.KV
     operands = wide * (inputs_of_products + 2 * shape.KV + 2 * shape.I)
     of_layer = {
         "none": 2 * inputs + operands,
@@ -148,8 +176,14 @@ def _activations(shape: Shape, settings: TrainSettings, num_tokens: int, machine
     if machine.has_bfloat16 and checkpointing != "layers" and (is_one or settings.zero_stage < 3):
         copies = 0 if settings.lora_rank and shape.is_bfloat16 and is_one else 2 * shape.num_in_layers
     of_token = shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I
-    short_pass = copies + min(num_tokens, CAST_AGAIN_TOKENS - 1) * of_token  # of what is left over, if not of all
-    return max(num_tokens * of_token, short_pass)
+    short_pass = (
+        copies + min(largest.num_tokens, CAST_AGAIN_TOKENS - 1) * of_token
+    )  # of what is left over, if not of all
+    # Attention copies the prompt's keys and values for each response, for all heads; they, queries and results have
+    # gradients. The MLP of that layer then has its gradients no more.
+    of_attention = 4 * wide * shape.Q * largest.num_responses * (largest.prompt + 2 * largest.response)
+    more = max(0, of_attention - largest.num_tokens * MLP_GRADIENTS * wide * shape.I)
+    return max(largest.num_tokens * of_token + more, short_pass)
 
 
 def _logits(shape: Shape, machine: Machine) -> Bytes:
@@ -177,5 +211,10 @@ def searcher_parts(
     }
     if machine.is_gpu:  # models are loaded by way of the machine's memory
         in_float32 = shape.num_parameters - shape.num_in_layers
-        return parts | {"weights that are loaded": 0, "reference policy": wide * shape.num_in_layers + 4 * in_float32}
+        of_token = 12 * shape.D + wide * (3 * shape.I + 2 * (shape.Q + shape.KV))  # of one layer
+        return parts | {
+            "weights that are loaded": 0,
+            "reference policy": wide * shape.num_in_layers + 4 * in_float32,
+            "a pass of the reference policy": PASS_TOKENS * of_token + _logits(shape, machine),
+        }
     return parts | {"process": ENGINE_PROCESS} | ({"process of the reference policy": PROCESS} if scores_apart else {})

@@ -6,7 +6,7 @@ hardware, which is several times as fast, else in float32.
 The weights of a bfloat16 model lie on bfloat16's grid, and a policy step is a tenth of the distance to the next point.
 Rounded to the nearest, the weights of products and published policies would not change for many steps. So each weight
 has a random threshold between two points, drawn once, above which it is rounded up. A step then changes a share of the
-weights in proportion to its size, at once. The thresholds never change, so the Trainer computes with the weights that
+weights in proportion to its size, at once. The thresholds never change, so the Trainer's products have the weights that
 Searchers are given.
 """
 
@@ -57,13 +57,14 @@ def bfloat16_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     """A forward pass; under bfloat16 autocast with `to_bfloat16` in place of its rounding to the nearest.
 
     Other modules keep rounding to the nearest: GPT-2's Conv1D, and adapters, whose small numbers have a fine grid.
+    Embeddings and norms compute with their float32 weights.
     """
     weight, dtype = module.weight, hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.bfloat16
     elif (weight.dtype, dtype) != (torch.bfloat16, torch.float32):  # frozen, under an adapter
         return F.linear(hidden, weight, module.bias)
-    return _Linear.apply(hidden.to(dtype), weight, None if module.bias is None else module.bias.to(dtype))
+    return _Linear.apply(hidden.to(dtype), weight, None if module.bias is None else cast(module.bias, dtype))
 
 
 class _Linear(torch.autograd.Function):

@@ -12,9 +12,9 @@ from tba.logprobs import load_policy, response_logprobs
 from tba.precision import compute_dtype, default_device, to_bfloat16
 from tba.shared_prefix import Group, in_passes
 
-# Tokens of a forward pass. In models of 7 B parameters the widest tensors have some 20,000 numbers a token: 0.6 GB
+# Tokens of a forward pass. In models of 7 B parameters the widest tensors have some 20,000 numbers a token: 0.16 GB
 # each.
-PASS_TOKENS = 16_384
+PASS_TOKENS = 4096
 
 
 class ReferencePolicy:

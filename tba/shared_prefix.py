@@ -15,6 +15,7 @@ Dimensions: N packed tokens, G groups, K responses of a group, C tokens of the c
 prompt, P = C + S, R response tokens (padded, in attention only), H heads, D head size, M response tokens scored.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,10 @@ from transformers import AttentionInterface
 ATTENTION = "tba_shared_prefix"  # its name in transformers
 # Groups up to this many tokens attend together under one mask: many small calls cost more than the masked products.
 TOGETHER_TOKENS = 256
-MAX_SCORES = 1 << 23  # of a group's responses and heads, that exist at once: in bfloat16 17 MB
+MAX_SCORES = 1 << 23  # of the responses and heads that attend in one call, at once: in bfloat16 17 MB
+# Responses of a large group attend in one call, padded to the longest, while that one is at most so much longer than
+# the shortest: padding costs memory and time, a further call some of a CPU's.
+LONGER, MORE_TOKENS = 1.5, 64
 Item = TypeVar("Item")
 
 
@@ -78,7 +82,7 @@ class _Together:
 
 @dataclass(frozen=True)
 class _Apart:
-    """The responses of a large group, each apart from the others; the piece before is their prompt."""
+    """Responses of a large group that are about as long, each apart from the others."""
 
     rows: Tensor  # [K', R] which of the group's tokens responses that bring new ones have
     new: Tensor  # [n] places in `rows`, flattened, of tokens that no earlier response has
@@ -88,7 +92,7 @@ class _Apart:
 @dataclass(frozen=True)
 class Layout:
     sizes: list[int]  # tokens of the common beginning, then of each piece, in the packed row's order
-    pieces: list[_Together | _Apart]
+    pieces: list[_Together | list[_Apart]]  # a large group's prompt, then its responses
     num_positions: int  # of the longest prompt with its longest response
 
 
@@ -102,7 +106,7 @@ class Packed:
 
 
 def pack(groups: Sequence[Group], device: torch.device) -> Packed:
-    """Raises: ValueError: an empty prompt or response."""
+    """A group's shorter responses come first in the row. Raises: ValueError: an empty prompt or response."""
     for number, group in enumerate(groups):
         if not len(group.prompt) or not all(len(response) for response in group.responses):
             raise ValueError(f"group {number}: prompt and responses need at least one token each")
@@ -115,18 +119,21 @@ def pack(groups: Sequence[Group], device: torch.device) -> Packed:
         position_ids.extend(range(C, P))
         last_of_prompt = len(input_ids) - 1
         place: dict[tuple[int, int], int] = {}  # packed position, by that of the token before and the token
-        paths = []
-        for response in group.responses:
-            path = [last_of_prompt]
+        paths: list[list[int]] = [[]] * len(group.responses)
+        shortest_first = sorted(range(len(paths)), key=lambda number: len(group.responses[number]))
+        for number in shortest_first:
+            response, path = group.responses[number], [last_of_prompt]
             for token in response[:-1]:
                 path.append(place.setdefault((path[-1], token), last_of_prompt + 1 + len(place)))
             new = sum(row >= len(input_ids) for row in path)  # at its end: behind a new token all are new
             input_ids.extend(response[len(path) - 1 - new : -1])
             position_ids.extend(range(P + len(path) - 1 - new, P + len(path) - 1))
+            paths[number] = path
+        for path, response in zip(paths, group.responses, strict=True):
             target_rows.extend(path)
             target_ids.extend(response)
-            paths.append([row - begin for row in path[1:]])
-        trees.append(_Tree(P - C, len(input_ids) - begin, paths))
+        own = [[row - begin for row in paths[number][1:]] for number in shortest_first]
+        trees.append(_Tree(P - C, len(input_ids) - begin, own))
     return Packed(
         input_ids=torch.tensor([input_ids], device=device),
         position_ids=torch.tensor([position_ids], device=device),
@@ -150,7 +157,8 @@ class _Tree:
 
     S: int  # tokens of the prompt, which come first
     num_tokens: int
-    paths: list[list[int]]  # each response's tokens; those that it is the first to have come in order
+    # Each response's tokens, the shortest response first; those that it is the first to have come in order.
+    paths: list[list[int]]
 
 
 def _layout(C: int, trees: list[_Tree], num_positions: int, device: torch.device) -> Layout:
@@ -195,19 +203,26 @@ def _together(C: int, trees: list[_Tree], device: torch.device) -> _Together:
     return _Together(may_attend.to(device))
 
 
-def _apart(C: int, tree: _Tree, device: torch.device) -> _Apart:
-    newest, bringing, is_new = tree.S - 1, [], []
+def _apart(C: int, tree: _Tree, device: torch.device) -> list[_Apart]:
+    newest, calls = tree.S - 1, []  # of each call: the responses that bring new tokens, and which of theirs are new
     for path in tree.paths:
         if path and path[-1] > newest:
+            if not calls or len(path) > LONGER * len(calls[-1][0][0]) + MORE_TOKENS:
+                calls.append(([], []))
+            bringing, is_new = calls[-1]
             bringing.append([row - tree.S for row in path])
             is_new.append([row > newest for row in path])
             newest = path[-1]
+    return [_padded(C + tree.S, bringing, is_new, device) for bringing, is_new in calls]
+
+
+def _padded(P: int, bringing: list[list[int]], is_new: list[list[bool]], device: torch.device) -> _Apart:
     R = max(map(len, bringing))
     # Padding lies behind a response's tokens, so causal attention keeps it from them. It repeats the whole response,
     # because many copies of one row would have their gradients added one after another on a GPU.
     rows = torch.tensor([(path * (R // len(path) + 1))[:R] for path in bringing], device=device)
     new = [number * R + at for number, flags in enumerate(is_new) for at, flag in enumerate(flags) if flag]
-    return _Apart(rows, torch.tensor(new, device=device), _causal_behind(C + tree.S, R, device))
+    return _Apart(rows, torch.tensor(new, device=device), _causal_behind(P, R, device))
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
@@ -224,16 +239,13 @@ def shared_prefix_attention(
     tba_layout: Layout,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention of the packed row: within a prompt, and of each response to its prompt and itself. [1, N, H, D]"""
-    if attention_mask is not None or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise ValueError("attention with a mask of the model's own, capped logits or sinks is not supported")
-    window = kwargs.get("sliding_window")
-    if window and tba_layout.num_positions > window:
-        raise ValueError(
-            f"a prompt and its response have {tba_layout.num_positions + 1} tokens, and this model's sliding window is "
-            f"{window}: attention within a window is not supported. Use shorter prompts or responses "
-            "(task.max_response_tokens), or another model."
-        )
+    """Attention of the packed row: within a prompt, and of each response to its prompt and itself. [1, N, H, D]
+
+    Raises: ValueError: attention of a kind that is not supported.
+    """
+    if attention_mask is not None:
+        raise ValueError("attention with a mask of the model's own is not supported")
+    _check_kind(tba_layout, kwargs)
     repeat = query.shape[1] // key.shape[1]
     # [N, H or H', D]; rotary embeddings made queries and keys float32, and their products are in the values' type.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
@@ -263,8 +275,22 @@ def shared_prefix_attention(
             q, k, v = part[0], torch.cat([common_key, part[1]]), torch.cat([common_value, part[2]])  # k, v: [C + n, ..]
             outputs.append(attend(q[None], k[None], v[None], attn_mask=piece.may_attend)[0])
         else:  # k and v are still the prompt's. Copies of them for each response are made again for the backward pass
-            outputs.append(checkpoint(attend_apart, piece, *part, k, v, use_reentrant=False, preserve_rng_state=False))
+            again = functools.partial(checkpoint, attend_apart, use_reentrant=False, preserve_rng_state=False)
+            outputs += [again(of_call, *part, k, v) for of_call in piece]
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def _check_kind(layout: Layout, given: dict) -> None:
+    """given: a model's further arguments of its attention. Raises: ValueError: it is of a kind not supported."""
+    if given.get("softcap") or given.get("s_aux") is not None:
+        raise ValueError("attention with capped logits or sinks is not supported")
+    window = given.get("sliding_window")
+    if window and layout.num_positions > window:
+        raise ValueError(
+            f"a prompt and its response have {layout.num_positions + 1} tokens, and this model's sliding window is "
+            f"{window}: attention within a window is not supported. Use shorter prompts or responses "
+            "(task.max_response_tokens), or another model."
+        )
 
 
 def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor, scaling: float | None) -> Tensor:

@@ -77,7 +77,8 @@ def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Recor
 
 def _publish(trainer: Trainer, outbox: Outbox, final: bool) -> None:
     """Hands over the policy, which is copied while the next step computes its gradient."""
-    outbox.publish(trainer.step, trainer.beside(partial(trainer.weights, final)), final=final)
+    weights = trainer.beside(partial(trainer.weights, whole=final))  # adapters alone travel alone until the last policy
+    outbox.publish(trainer.step, weights, final=final)
 
 
 def _timed(work: Callable[..., None], *arguments) -> float:
@@ -108,11 +109,11 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
         outbox.record(step, batch, {**metrics, **batch.facts, **times})
         outbox.status("training", step, metrics | batch.facts)
         last = step == settings.steps
-        if not last and step % settings.checkpoint_interval == 0:
-            stall_s += _timed(outbox.checkpoint, step, trainer)
         if last or step % settings.sync_interval == 0:
             experience.sync(step + 1)
             stall_s += _timed(_publish, trainer, outbox, last)
+        if not last and step % settings.checkpoint_interval == 0:  # behind the policy, for which Searchers wait
+            stall_s += _timed(outbox.checkpoint, step, trainer)
 
 
 def _await_batch(

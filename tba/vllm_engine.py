@@ -31,7 +31,7 @@ ADAPTERS_IN_FLIGHT = 8
 MAX_SEQUENCES = 1024
 ENVIRONMENT = {  # of vLLM, unless the user has set a variable
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # take_gpus used CUDA, which survives no fork
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # free_share (infra/gpus.py) used CUDA, which survives no fork
     # A CPU has the first model runner only, so this one is tested. vLLM would take the second one on a GPU.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",

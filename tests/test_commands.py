@@ -57,8 +57,10 @@ NOT_RUN = {
     ".venv/bin/tba searchers mine +6": "a SLURM job; README.md's `tba searchers arithmetic +1` is run",
     "prefect deployment run tba/gsm8k --watch": "four GPUs, and a model to download; tests/flows/test_presets.py",
     "tba train two --set train.processes=2 --set train.zero_stage=2": "two processes of the embedded model: minutes",
+    "tba train summaries --task tldr --data posts.jsonl --set task.reward_model=path/to/reward_model "
+    "--set task.missing_eos_reward=-1": "a reward model to download; tests/tba/tasks/test_graders.py",
     "duckdb -ui -readonly arithmetic.duckdb": "DuckDB's own program; below, its Python package opens the same file",
-    ".venv/bin/tensorboard --logdir .tba": "TensorBoard's own; tests/flows/trainer/test_trackers.py reads its files",
+    "tensorboard --logdir .tba": "TensorBoard's own; tests/flows/trainer/test_trackers.py reads its files",
 }
 FILL_IN = {
     "file:///...": "$PWD_URL/.tba",

@@ -56,7 +56,13 @@ def _prompt(store: "RunStore", form: Format) -> None:
     say(f"Run {store.run!r}, read-only. End a query with ';'. SHOW TABLES; lists the views. \\q or Ctrl-D leaves.")
     with _history():
         for statement in statements():
-            if reason := _answer(store, statement, form):
+            try:
+                reason = _answer(store, statement, form)
+            except KeyboardInterrupt:
+                reason = "The query was interrupted."
+            except RuntimeError as error:  # DuckDB's, after Ctrl-C
+                reason = str(error)
+            if reason:
                 say(reason, err=True)
 
 
@@ -91,6 +97,8 @@ def _answer(store: "RunStore", statement: str, form: Format) -> str | None:
 
     try:
         print_table(query(store, statement), form)
+    except KeyError as error:
+        return f"a row of the answer has the key {error} twice"
     except (StoreError, ValueError, OverflowError, TypeError, RecursionError, duckdb.Error) as error:
         return str(error)
     return None

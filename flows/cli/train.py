@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 log = logging.getLogger(__name__)
 
+TASKS = "arithmetic, gsm8k, math, reasoning_gym, tldr, redteam, or dataset: your own"
 SERVER_SILENCE_S = 60  # a server that has not answered for so long, even on a busy machine, does not recover
 PROCESS_SILENCE_S = 30  # a flow's process ends a moment before the server has its last state
 
@@ -31,14 +32,12 @@ def train(
         str | None, typer.Argument(help="Name of the run; default: the task's name.", autocompletion=complete_run)
     ] = None,
     store: StoreOption = None,
-    task: Annotated[str | None, typer.Option(help="Task: arithmetic, gsm8k, math, tldr, …, or dataset.")] = None,
-    data: Annotated[str | None, typer.Option(help="Data: file, Hugging Face dataset, or module:function.")] = None,
+    task: Annotated[str | None, typer.Option(help=f"Task: {TASKS}.")] = None,
+    data: Annotated[str | None, typer.Option(help="File, folder, Hugging Face dataset, or module:function.")] = None,
     model: Annotated[str | None, typer.Option(help="Model: smollm2-135m-instruct, folder or Hugging Face id.")] = None,
     steps: Annotated[int | None, typer.Option(help="Policy steps of the run.")] = None,
     searchers: Annotated[int | None, typer.Option(help="Number of Searchers to start.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the order of prompts, of sampling, and of every draw.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order of prompts, of sampling and of draws.")] = None,
     warm_start: Annotated[
         list[str] | None,
         typer.Option(
@@ -46,7 +45,8 @@ def train(
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any other setting; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any setting, such as train.beta=0.1; repeatable."),
     ] = None,
 ) -> None:
     """Train a run, or resume the run of this name, which keeps its settings. Starts the local stack if none runs.

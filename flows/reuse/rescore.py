@@ -26,11 +26,11 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     config = load_run(store)
     task = load_task(config.task, seed=config.seed)
     rewarding = task if reward == TASK else RewardedTask(task, [(load_reward(reward), 1.0)])
-    version = version or (task.version if reward == TASK else reward.partition(":")[2])
+    version = version or (task.version if reward == TASK else reward.partition(":")[2].partition("(")[0])
     problems = {problem.prompt_id: problem for problem in [*task.train, *task.heldout]}
     num_scored, num_unknown, said_at = 0, 0, time.monotonic()
     name = f"{task.name} {task.version}" if reward == TASK else reward
-    reward_versions.begin_version(store, version, name, source=rewarding.version)
+    reward_versions.check_reward(store, version, name, rewarding.version)
     for searcher, rounds in reward_versions.unscored_shards(store, version).items():
         for number, shard in each_shard(store, searcher, rounds):
             asked = list(zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True))
@@ -43,6 +43,8 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
                 )
             told = (shard[name].to_pylist() for name in ("response", "response_tokens", "finish_reason"))
             values = rewarding.score(of_rows, *told).rewards
+            if not num_scored:  # not before: a reward that fails at once can be mended under the version's name
+                reward_versions.begin_version(store, version, name, rewarding.version)
             with contextlib.suppress(AlreadyExists):  # another process scores the same version
                 reward_versions.record_rewards(store, version, shard, values)
             num_scored, num_unknown = num_scored + shard.num_rows, num_unknown + len(unknown)

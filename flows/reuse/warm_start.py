@@ -88,17 +88,20 @@ def check_enough(config: RunConfig, num_trajectories: int) -> None:
 def make_plan(store: RunStore, sources: list) -> list[list]:
     """The parts of each source, in the order of their shards. If a source grows later, the plan stays.
 
-    Raises: ValueError: a file has changed since the plan was made.
+    Raises: ValueError: a file has changed since its first trajectories were copied.
     """
     plan = [{"url": source.url, "digest": source.digest, "parts": source.parts()} for source in sources]
     with contextlib.suppress(AlreadyExists):
         store.put_new(PLAN, json.dumps(plan).encode())  # long: without indentation
     planned = store.read_json(PLAN, list[dict])
-    for source, recorded in zip(sources, planned, strict=True):
-        if source.digest != recorded["digest"]:
-            raise ValueError(
-                f"warm_start: {source.url} has changed since the copy began. Restore the file, or start another run."
-            )
+    changed = [source.url for source, of in zip(sources, planned, strict=True) if source.digest != of["digest"]]
+    copies = [path for path in store.list("trajectories") if "/searcher=warm" in path]
+    if changed and copies:
+        raise ValueError(
+            f"warm_start: {changed[0]} has changed since the copy began. Restore the file, or start another run."
+        )
+    if changed:  # a file whose first trajectories were refused has been mended
+        store.put_json(PLAN, planned := plan)
     return [recorded["parts"] for recorded in planned]
 
 

@@ -13,7 +13,7 @@ from flows.searcher.start import ENGINE_SHARE
 from infra.gpus import gpu_bytes, gpu_places, num_gpus
 from infra.machine import cpu_threads, has_bfloat16
 from infra.memory import memory_bytes
-from tba.memory import GIB, Machine, Shape, certain, read_shape, searcher_parts, trainer_parts
+from tba.memory import GIB, Machine, Pass, Shape, certain, read_shape, searcher_parts, trainer_parts
 from tba.models import model_folder
 from tba.rewards import RewardedTask
 from tba.tasks import load_task
@@ -138,8 +138,8 @@ def longest(problems: list[Problem]) -> list[Problem]:
 
 
 def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: int | None = None) -> MemoryPlan:
-    machine, num_tokens = this_machine(), largest_pass(config, of_task, response_tokens)
-    trainer = ProcessPlan("Trainer", config.train.processes, trainer_parts(shape, config.train, num_tokens, machine))
+    machine, largest = this_machine(), largest_pass(config, of_task, response_tokens)
+    trainer = ProcessPlan("Trainer", config.train.processes, trainer_parts(shape, config.train, largest, machine))
     cache = _cache(config, shape, machine)
     has_cores = cpu_threads(config.searchers + config.train.processes) > 1 and not config.synchronous
     by_adapters = bool(config.train.lora_rank) and shape.is_bfloat16  # other policies are published whole
@@ -157,13 +157,15 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     return MemoryPlan([trainer, searcher], machine, files, config.task.name, of_task, on_trainers)
 
 
-def largest_pass(config: RunConfig, of_task: Lengths, response_tokens: int | None = None) -> int:
-    """Tokens of the Trainer's largest pass. Without `response_tokens` all responses are different and the longest."""
+def largest_pass(config: RunConfig, of_task: Lengths, response_tokens: int | None = None) -> Pass:
+    """The Trainer's largest pass. Without `response_tokens` all responses are different and the longest."""
     K, num_processes = config.sampling.responses_per_prompt, config.train.num_processes
     B = math.ceil(config.sampling.prompts_per_batch / num_processes)  # each process has whole prompts
     of_responses = B * K * of_task.response if response_tokens is None else math.ceil(response_tokens / num_processes)
     batch = of_task.common + B * (of_task.prompt - of_task.common) + of_responses
-    return max(min(batch, config.train.micro_batch_tokens), of_task.prompt + of_task.response)
+    num_tokens = max(min(batch, config.train.micro_batch_tokens), of_task.prompt + of_task.response)
+    fitting = (num_tokens - of_task.prompt) // of_task.response
+    return Pass(num_tokens, min(K, max(1, fitting)), of_task.prompt, of_task.response)
 
 
 def this_machine() -> Machine:
@@ -181,6 +183,8 @@ def _cache(config: RunConfig, shape: Shape, machine: Machine) -> int:
             return int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB)
         return GIB
     num_processes = Counter(range(config.train.processes)) + _searchers_by_gpu(config, machine)
+    if given := config.search.engine.get("kv_cache_memory_bytes"):  # then vLLM has no share
+        return given
     share = config.search.engine.get("gpu_memory_utilization", ENGINE_SHARE / max(num_processes.values()))
     return max(0, int(share * machine.num_bytes) - 2 * shape.num_parameters // config.search.num_devices)
 

@@ -115,17 +115,17 @@ def check_packages(config: RunConfig) -> None:
     if config.train.num_processes > 1 and find_spec("deepspeed") is None:
         raise ValueError(
             f"train.processes is {config.train.processes} and train.machines {config.train.machines}, but DeepSpeed is "
-            "not installed: pip install deepspeed, or leave the settings out"
+            "not installed; install it, or tba's extra deepspeed, or leave the settings out"
         )
     if config.train.lora_rank and find_spec("peft") is None:
         raise ValueError(
-            f"train.lora_rank is {config.train.lora_rank}, but peft is not installed: "
-            "pip install peft, or leave the setting out"
+            f"train.lora_rank is {config.train.lora_rank}, but peft is not installed; "
+            "install it, or tba's extra lora, or leave the setting out"
         )
     if config.search.near_duplicate_distance and find_spec("rapidfuzz") is None:
         raise ValueError(
             f"search.near_duplicate_distance is {config.search.near_duplicate_distance}, but rapidfuzz is not "
-            "installed: pip install rapidfuzz, or leave the setting out"
+            "installed; install it, or tba's extra tasks, or leave the setting out"
         )
 
 
@@ -136,8 +136,8 @@ def check_effects(config: RunConfig) -> None:
         value = getattr(config.task, setting)
         if name in TASKS and name not in tasks and value != getattr(usual, setting):
             raise ValueError(
-                f"task.{setting} is {value!r}, and task {name} does not use it: leave it out. It is a setting of "
-                f"{', '.join(tasks)}"
+                f"task.{setting} is {value!r}, but task {name} does not use it: name a task that does "
+                f"(--task {' or '.join(tasks)}), or leave it out"
             )
     train, sampling = config.train, config.sampling
     for setting, value, needed, is_set in (

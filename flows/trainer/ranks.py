@@ -18,12 +18,14 @@ from pathlib import Path
 
 from flows.config import RunConfig
 from flows.trainer.meeting import LOOPBACK, POLL_S, Meeting, free_port, interface_variables, own_address
+from infra.gpus import gpu_bytes
 from storage import attempts, machines
 from storage.errors import StoreError
 from storage.machines import World
 from storage.process_identity import Pulse
 from storage.store import RunStore
 from tba.config import TrainSettings
+from tba.memory import GIB, Machine, Pass, UnknownShape, certain, read_shape, trainer_parts
 from tba.precision import default_device
 from tba.trainer import Trainer
 
@@ -41,6 +43,7 @@ def trainer_of(model: Path, settings: TrainSettings, seed: int, meeting: Meeting
     meeting: with the further machines, if settings.machines is more than 1.
     """
     world = World(LOOPBACK, free_port(LOOPBACK), []) if meeting is None else meeting.form()
+    check_memory(model, settings, 1 + len(world.machines))
     size = settings.processes * (1 + len(world.machines))
     if size == 1:
         yield Trainer(model, settings, default_device(), seed)
@@ -65,6 +68,21 @@ def trainer_of(model: Path, settings: TrainSettings, seed: int, meeting: Meeting
         for other in others:
             other.kill()
             other.wait()
+
+
+def check_memory(model: Path, settings: TrainSettings, num_machines: int) -> None:
+    """Raises: RuntimeError: fewer machines came than are wanted, and the Trainer does not fit on their GPUs."""
+    if num_machines == settings.machines or (on_gpu := gpu_bytes()) is None:
+        return
+    with contextlib.suppress(UnknownShape):
+        here = settings.model_copy(update={"machines": num_machines})
+        needed = certain(trainer_parts(read_shape(model), here, Pass(1), Machine(True, True, on_gpu)))
+        if needed > on_gpu:
+            raise RuntimeError(
+                f"{num_machines} of the Trainer's {settings.machines} machines came. With so few each GPU needs "
+                f"{needed / GIB:.0f} GiB and has {on_gpu / GIB:.0f}: start workers on the other machines, or give each "
+                "machine more train.processes"
+            )
 
 
 def follow(store: RunStore, config: RunConfig, model: Path, attempt: int, key: str) -> bool:

@@ -1,8 +1,9 @@
--- The evaluations that count.
+-- The evaluations that count. Rows of another program's file may have no date and are left out.
 CREATE VIEW evaluations AS
 SELECT *
 FROM stored_evaluations
-WHERE counts(coalesce(stored_evaluations.attempt, 1), stored_evaluations.policy_step);
+WHERE counts(coalesce(stored_evaluations.attempt, 1), stored_evaluations.policy_step)
+    AND created_at BETWEEN TIMESTAMPTZ '1900-01-01' AND TIMESTAMPTZ '9999-01-01';
 
 COMMENT ON VIEW evaluations IS 'One row for each evaluated policy, without policies that a resume undid.';
 COMMENT ON COLUMN evaluations.attempt IS 'Attempt of the Trainer that published the policy; NULL in runs of an older version.';

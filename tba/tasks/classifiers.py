@@ -25,8 +25,11 @@ class SequenceClassifier:
         """`name`: a folder or a Hugging Face id; `field`: the setting that names it, for error messages."""
         self.name, self._field = name, field
 
-    def check(self) -> None:
-        """Raises: ValueError: it cannot be reached, or is no sequence classifier."""
+    def check(self, num_labels: int | None = None) -> None:
+        """`num_labels`: how many it must have; None: any number.
+
+        Raises: ValueError: it cannot be reached, is no sequence classifier, or has another number of labels.
+        """
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
@@ -37,6 +40,16 @@ class SequenceClassifier:
             raise ValueError(f"{self._field}: {self.name!r} does not load ({reason})") from error
         if config.model_type not in KNOWN:
             raise ValueError(f"{self._field}: {self.name!r} is a {config.model_type}, which classifies no sequences")
+        saved_as = ", ".join(config.architectures or []) or "no class"
+        if "ForSequenceClassification" not in saved_as:  # transformers would draw a classifying layer at random
+            raise ValueError(
+                f"{self._field}: {self.name!r} was saved as {saved_as}, without a classifier's weights; give a model "
+                "that was saved as a …ForSequenceClassification"
+            )
+        if num_labels not in (None, config.num_labels):
+            raise ValueError(
+                f"{self._field}: {self.name!r} has {config.num_labels} labels; one with {num_labels} is needed here"
+            )
 
     def logits(self, texts: Sequence[str]):
         """[N, labels], float32 on the CPU."""
@@ -115,7 +128,9 @@ class WordList:
         try:
             import better_profanity  # noqa: F401
         except ImportError as error:
-            raise ValueError(f"task.classifier: {WORD_LIST} is not installed: extra tasks") from error
+            raise ValueError(
+                f"task.classifier: {WORD_LIST} is not installed; install it, or tba's extra tasks"
+            ) from error
 
     def probabilities(self, texts: Sequence[str]) -> list[float]:
         from better_profanity import profanity

@@ -16,6 +16,7 @@ from `solution`.
 import re
 import unicodedata
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from tba.tasks.base import Problem
 from tba.tasks.rows import digest, load_problems, text_of
@@ -38,10 +39,12 @@ class Math:
     def __init__(self, *, data: str | None) -> None:
         """`data`: problems with `problem` and `answer` or `solution`; None: MATH's.
 
-        Raises: ValueError: the data is not there, a row is broken, lacks a column or boxes nothing.
+        Raises: ValueError: the data is not there, a row is broken, lacks a column or boxes nothing; math-verify is not
+        installed.
         """
-        data = data or DATASET
-        self.train, self.heldout = load_problems(data, ["problem"], _problem)
+        if find_spec("math_verify") is None:
+            raise ValueError("task math: math-verify is not installed; install it, or tba's extra tasks")
+        self.train, self.heldout = load_problems(data or DATASET, ["problem"], _problem)
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         """1 where the response's answer equals the problem's."""

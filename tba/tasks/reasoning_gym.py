@@ -36,7 +36,9 @@ class ReasoningGym:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
-            raise ValueError(f"task reasoning_gym: the package is not installed ({error}): extra tasks") from error
+            raise ValueError(
+                f"task reasoning_gym: reasoning-gym is not installed ({error}); install it, or tba's extra tasks"
+            ) from error
         if generator not in DATASETS:
             raise ValueError(f"task.generator: got {generator!r}; reasoning-gym has {', '.join(sorted(DATASETS))}")
         if runs_the_answer(DATASETS[generator][0]):

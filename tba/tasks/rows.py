@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from tba.imports import FILES, is_function_name, is_users_own, load_function
@@ -125,16 +126,26 @@ def _read_parquet(file: Path) -> Rows:
 
 
 def _read_hub(dataset: str, columns: Sequence[str], config: str | None) -> tuple[Rows, Rows | None]:
+    if find_spec("datasets") is None:
+        raise ValueError(
+            f"task.data: {dataset!r} is no .jsonl or .parquet file, and all else needs the package datasets, which is "
+            "not installed; install it, or tba's extra tasks"
+        )
     try:
         from datasets import load_dataset
 
         splits = load_dataset(dataset, config)
-        train, heldout = splits["train"], splits.get("test", splits.get("validation"))
     except Exception as error:  # datasets raises exceptions of its own, of the hub and of the network
         raise ValueError(
             f"task.data: the dataset {dataset!r} cannot be loaded here ({type(error).__name__}: {error}); give a local "
             f"JSONL file with {' and '.join(columns)} instead"
         ) from error
+    if "train" not in splits:
+        raise ValueError(
+            f"task.data: the dataset {dataset!r} has no split train, but {', '.join(splits)}; give a module:function "
+            "that returns the rows of one"
+        )
+    train, heldout = splits["train"], splits.get("test", splits.get("validation"))
 
     def located(name: str, rows: Iterable[Mapping]) -> Rows:
         return ((f"{dataset}, {name} row {number}", row) for number, row in enumerate(rows))

@@ -58,7 +58,11 @@ class Preference:
     """A reward model's score of prompt and response."""
 
     def __init__(self, model: SequenceClassifier) -> None:
-        self.check, self._model = model.check, model
+        self._model = model
+
+    def check(self) -> None:
+        """Raises: ValueError: it cannot be loaded, or has several labels."""
+        self._model.check(num_labels=1)
 
     def rewards(self, problems: list[Problem], responses: list[str]) -> list[float]:
         return self._model.rewards([p.prompt + text for p, text in zip(problems, responses, strict=True)])

@@ -27,6 +27,16 @@ def test_each_part_ends_with_its_figures():
     assert parts["swap"]["num_files"] > 1 and 0 < parts["swap"]["delta_share"] < 0.1 and parts["swap"]["load_s"] > 0
 
 
+def test_a_warning_behind_the_figures_is_no_figure(tmp_path):
+    module = "import json, sys; print(json.dumps({'a': 1})); print('[W Warning: not destroyed', file=sys.stderr)"
+    (tmp_path / "warns.py").write_text(module)
+    (tmp_path / "says_nothing.py").write_text("print('no figures')")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    assert gpu_check.run_module("warns", environment=environment) == {"a": 1}
+    with pytest.raises(RuntimeError, match="says_nothing  printed no result:\nno figures"):
+        gpu_check.run_module("says_nothing", environment=environment)
+
+
 def test_a_part_that_fails_is_named(monkeypatch, capsys):
     def run_module(*arguments, **options):
         raise RuntimeError("out of memory")

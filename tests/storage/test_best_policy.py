@@ -75,6 +75,17 @@ def test_a_policy_is_held_while_it_is_evaluated_or_until_a_killed_searchers_succ
     assert whole(store) == ["step=00000003"]
 
 
+@pytest.mark.parametrize("path", ["", "../../x", "heads"])
+def test_a_held_name_that_is_no_policys_stops_no_trainer(store, publish, caplog, path):
+    refs = [publish(store, step) for step in range(3)]
+    hold_policy(store, refs[0], "s0")
+    (held,) = store.list("policies/held")
+    store.put(held, json.dumps(json.loads(store.get(held)) | {"path": path}).encode())
+    prune_policies(store, keep=1)
+    assert whole(store) == ["step=00000000", "step=00000001", "step=00000002"]
+    assert "no policy is pruned for now" in caplog.text
+
+
 def test_a_pruned_policy_cannot_be_held(store, publish):
     old = publish(store, 0)
     publish(store, 1)

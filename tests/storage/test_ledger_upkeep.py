@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from flows.config import RunConfig
@@ -276,13 +277,20 @@ def test_a_torn_compacted_file_is_left_alone_for_its_owner_to_restore(local_stor
     assert queries.query(local_store, "SELECT round FROM search_rounds ORDER BY 1")["round"].to_pylist() == [*range(30)]
 
 
-def test_of_a_torn_file_of_evaluations_the_others_count(local_store, caplog):
+@pytest.mark.parametrize("step", ["torn", None, -1, "5", 10**10])
+def test_of_a_torn_file_of_evaluations_the_others_count(local_store, caplog, step):
+    """Also of one whose steps are no numbers."""
     make_ledger(local_store)
     before = ledger.evaluations(local_store)
     compact_ledger(local_store)
     delete_compacted(local_store, timedelta(0))
     torn = next(path for path in local_store.list("metrics/evaluations") if "/compacted/" in path)
-    local_store.put(torn, local_store.get(torn)[:200])
+    if step == "torn":
+        local_store.put(torn, local_store.get(torn)[:200])
+    else:
+        rows = pq.read_table(pa.BufferReader(local_store.get(torn)))
+        place = rows.schema.get_field_index("policy_step")
+        local_store.put(torn, parquet_bytes(rows.set_column(place, "policy_step", pa.array([step] * rows.num_rows))))
     left = ledger.evaluations(local_store)
     assert left.keys() < before.keys() and torn in caplog.text
 

@@ -4,6 +4,7 @@ Claims
 - a late evaluation of a policy that was pruned meanwhile does not become the best one; the successor's hold stays
 - latest.json is written again if it is missing or damaged, and a finished run is not trained again
 - a full disk while a policy is fetched, and a stale handle in a look-up or a deletion, are waited for
+- a name that is not UTF-8 stops neither a sync nor upkeep
 - a run is summarised though an entry lacks a value, has a far-off time or a duration without end
 - a checkpoint whose header is damaged in any bit is not resumed from, if that can be seen without its tensors
 - `tba runs` lists the others of a store beside an odd one
@@ -31,11 +32,24 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from storage import attempts, checkpoints, kept_policies, ledger, policies, queries, reward_versions, status, summary
+from storage import (
+    attempts,
+    checkpoints,
+    kept_policies,
+    ledger,
+    ledger_upkeep,
+    policies,
+    queries,
+    reward_versions,
+    status,
+    summary,
+    upkeep,
+)
 from storage.buffer import ReplayBuffer
 from storage.export import export
 from storage.intake import refusals
 from storage.mop import SamplingSettings
+from storage.new_shards import NewShards, new_shards
 from storage.process_identity import Identity
 from storage.shards import commit_shard, parquet_bytes
 from storage.store import RunStore
@@ -155,11 +169,21 @@ def test_a_stale_handle_is_tried_again(run, monkeypatch, name, act):
         (STEP, "started_at", 2**62),
         (ROUND, "sampling_started_at", None),
         (EVALUATION, "seconds", float("inf")),
+        (EVALUATION, "created_at", 2**62),
     ],
 )
 def test_a_run_is_summarised_though_a_value_is_missing_or_odd(run, path, column, value):
     change(run, path, column, value)
     assert summary.summarise(run)["trajectories"] == 8
+
+
+def test_a_name_that_is_not_utf8_hides_no_shard(run, tmp_path):
+    before = new_shards(run, {})
+    for folder in ("heads", "trajectories", "metrics/search"):
+        (tmp_path / "store" / run.run / folder / os.fsdecode(b"caf\xe9.txt")).touch()
+    assert NewShards(run).find({}) == before != {}
+    assert ledger_upkeep.compact_ledger(run) >= 0 and upkeep.compact(run) >= 0
+    assert upkeep.expire(run, timedelta(hours=1), None, min_size=1) == {}
 
 
 def test_a_run_whose_only_step_is_torn_is_summarised(run):

@@ -260,6 +260,24 @@ def test_the_batch_of_a_step_needs_two_tables(stored, monkeypatch):
     assert {"trajectories", "batches"} <= listed and not {"metrics/training", "metrics/search", "syncs"} & listed
 
 
+def test_a_torn_entry_costs_the_files_of_its_own_table(stored, monkeypatch, caplog):
+    (first, *_) = stored.list("batches")
+    stored.put(first, b"torn")
+    read, get = [], stored.get
+    monkeypatch.setattr(stored, "get", lambda path: read.append(path) or get(path))
+    assert rows(stored, "SELECT count(*) > 0 FROM batches, trajectories") == [(True,)]
+    assert first in caplog.text and not [path for path in read if path.startswith("trajectories")]
+
+
+def test_torn_files_of_two_tables_are_both_left_out(stored, caplog):
+    torn = [stored.list(folder)[0] for folder in ("batches", "metrics/training")]
+    for path in torn:
+        stored.put(path, b"torn")
+    both = "SELECT count(*) > 0 FROM batches JOIN training_steps USING (step)"
+    assert rows(stored, both) == [(True,)]
+    assert all(path in caplog.text for path in torn)
+
+
 def test_an_error_in_the_sql_reads_no_file(stored, monkeypatch):
     read, get = [], stored.get
     monkeypatch.setattr(stored, "get", lambda path: read.append(path) or get(path))

@@ -106,6 +106,18 @@ TREE = [
 ]
 
 
+# Lengths that attend in several calls; a long response begins like a short one.
+UNEVEN = [Group([5, 6], [[3, 1] * 6, [1, 2, 3], [4, 1], [1, 2, 3, 9, 8, 7, 6, 5, 4, 3, 2], [2] * 5])]
+
+
+def test_responses_of_unlike_lengths_are_not_padded_to_the_longest(monkeypatch):
+    monkeypatch.setattr(shared_prefix, "MORE_TOKENS", 1)
+    lengths = [2, 3, 4, 40, 50, 300]
+    groups = [Group([5, 6], [[number, *range(1, length)] for number, length in enumerate(lengths)])]
+    _, calls = shared_prefix.pack(groups, torch.device("cpu")).layout.pieces
+    assert [list(call.rows.shape) for call in calls] == [[2, 2], [1, 3], [2, 49], [1, 299]]
+
+
 def test_what_responses_begin_with_alike_is_computed_once():
     model, computed = model_of("llama", "tba_shared_prefix"), []
     model.get_input_embeddings().register_forward_hook(lambda _, arguments, __: computed.append(arguments[0].numel()))
@@ -114,7 +126,9 @@ def test_what_responses_begin_with_alike_is_computed_once():
     assert computed == [1 + (1 + 6) + (1 + 2)]
 
 
-@pytest.mark.parametrize("groups", [GROUPS, ALIKE, TREE], ids=["unlike", "prompts alike", "responses alike"])
+@pytest.mark.parametrize(
+    "groups", [GROUPS, ALIKE, TREE, UNEVEN], ids=["unlike", "prompts alike", "responses alike", "uneven"]
+)
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize(
     ("together", "max_scores"),
@@ -124,6 +138,7 @@ def test_what_responses_begin_with_alike_is_computed_once():
 def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, max_scores, monkeypatch):
     monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", together)
     monkeypatch.setattr(shared_prefix, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(shared_prefix, "MORE_TOKENS", 1)
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
     expected = plain_logprobs(slow, groups)
     got = [tokens for of_group in response_logprobs(fast, groups, TEMPERATURE) for tokens in of_group]

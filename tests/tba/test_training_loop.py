@@ -69,6 +69,13 @@ def test_the_loop_publishes_checkpoints_and_syncs_in_order(model_folder):
     ]  # fmt: skip
 
 
+def test_a_policy_does_not_wait_for_the_checkpoint_of_its_step(model_folder):
+    trainer, recorder = make_trainer(model_folder, steps=3, sync_interval=2, checkpoint_interval=2), Recorder()
+    train(trainer, recorder, recorder, poll_s=0)
+    calls = [call for call in recorder.calls if call[0] in ("publish", "checkpoint", "final")]
+    assert calls == [("publish", 0), ("publish", 2), ("checkpoint", 2), ("final", 3)]
+
+
 @pytest.mark.parametrize(("arrive_s", "most_looks", "late_s"), [(3, 16, 0.2), (60, 90, 2.1), (3600, 1900, 2.1)])
 def test_a_long_wait_costs_few_looks(model_folder, monkeypatch, arrive_s, most_looks, late_s):
     """A look costs a remote store some requests, and these cost money."""

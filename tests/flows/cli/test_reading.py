@@ -167,6 +167,19 @@ def test_the_prompt_prints_answers_and_goes_on_after_a_mistake(root, monkeypatch
     assert "DROP" in printed.err
 
 
+def test_ctrl_c_stops_a_query_and_the_prompt_goes_on(root, monkeypatch, capsys):
+    errors = iter([KeyboardInterrupt(), RuntimeError("Query interrupted")])
+
+    def query(store, statement):
+        raise next(errors)
+
+    monkeypatch.setattr("storage.queries.query", query)
+    monkeypatch.setattr(sql, "statements", lambda: ["SELECT 1;", "SELECT 2;"])
+    monkeypatch.setattr(sql.sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    sql.app.registered_commands[0].callback("arithmetic", None, (root / ".tba").as_uri(), sql.Format.csv)
+    assert capsys.readouterr().err == "The query was interrupted.\nQuery interrupted\n"
+
+
 def test_ctrl_d_leaves_the_prompt_and_ctrl_c_drops_the_line(monkeypatch, capsys):
     typed = iter(["SELECT 1", KeyboardInterrupt, "SELECT 2;", EOFError])
 

@@ -83,6 +83,15 @@ def tba(*arguments: str):
             "train.betta: there is no such setting; settings of this group: objective, residual_weight",
         ),
         (["--set", "betta=1"], "betta: there is no such setting; settings of this group: run, store"),
+        (["--set", "beta=0.1"], "beta: there is no such setting; there is train.beta"),
+        (
+            ["--set", "search.exploration_top_p=0.8,1"],
+            "search.exploration_top_p: got '0.8,1'; give a list as JSON, such as [0.8,1]",
+        ),
+        (
+            ["--data", "s3://bucket/train.json"],
+            "task.data: got 's3://bucket/train.json'; write module:function, such as",
+        ),
         (["--set", "train.beta"], "--set train.beta: has no '='"),
         (["--set", "x=" + "[" * 100_000], "--set x=[[["),
         (["--set", "search.engine.a=" + "[" * 100_000], "--set search.engine.a=[[["),

@@ -96,7 +96,14 @@ def test_a_reward_that_cannot_be_used_is_refused_by_name(tmp_path, model, module
     store = new_run(tmp_path, model, "refusing")
     with pytest.raises(ValueError, match=f"reward {module}:{reward}.*{message}"):
         rescore(store, f"{module}:{reward}", None, silent)
-    assert not [path for path in store.list("rewards") if path.endswith(".parquet")]
+    assert not store.list("rewards")
+
+
+def test_a_reward_that_failed_at_once_can_be_mended_under_the_same_version(tmp_path, model, module):
+    store = new_run(tmp_path, model, "mended")
+    with pytest.raises(ValueError, match="failed"):
+        rescore(store, f"{module}:broken", "v2", silent)
+    assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 16)
 
 
 def test_a_version_belongs_to_one_reward(tmp_path, model, module):

@@ -203,6 +203,16 @@ def test_a_file_that_changed_in_mid_copy_is_refused(tmp_path, model):
         begin(config)
 
 
+def test_a_file_whose_first_trajectories_failed_can_be_mended(tmp_path, model):
+    file, prompt = tmp_path / "told.parquet", TASK.train[0].prompt
+    pq.write_table(pa.table({"prompt": [prompt, "who?"] * 9, "response": [f" {i}\n" for i in range(18)]}), file)
+    config = run_config(tmp_path, model, "mended", warm_start=[file.as_uri()])
+    with pytest.raises(ValueError, match=r"has no prompt 'who\?'"):
+        begin(config)
+    pq.write_table(pa.table({"prompt": [prompt] * 9, "response": [f" {i}\n" for i in range(9)]}), file)
+    assert rows_of(begin(config), "SELECT count(*) FROM trajectories") == [(9,)]
+
+
 def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
     old = new_run(tmp_path, model, "old")
     other_model = new_run(tmp_path, "elsewhere/model", "other", num_shards=0)

@@ -25,16 +25,19 @@ from flows.config import RunConfig
 from flows.run import memory
 from flows.run.memory import Lengths, largest_pass, plan_of
 from flows.run.preflight import check_memory
+from flows.trainer import ranks
 from infra.machine import has_bfloat16
 from infra.memory import memory_bytes
-from tba import logprobs, lora, precision
+from tba import logprobs, lora, precision, reference_policy
 from tba.config import TrainSettings
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.memory import (
     CAST_AGAIN_TOKENS,
     GIB,
     LOGIT_ROWS,
+    PASS_TOKENS,
     Machine,
+    Pass,
     Shape,
     UnknownShape,
     certain,
@@ -45,14 +48,14 @@ from tba.precision import compute_dtype
 from tba.trainer import Trainer
 
 CPU = Machine(is_gpu=False, has_bfloat16=False, num_bytes=16 * GIB)
-SEVEN_B = Shape(7_000_000_000, 6_500_000_000, 2_000_000, 4096, 11008, 32, 32000, 4096, is_bfloat16=True)
+SEVEN_B = Shape(7_000_000_000, 6_500_000_000, 2_000_000, 4096, 11008, 32, 32000, 4096, 4096, is_bfloat16=True)
 SIZES = {"vocab_size": 90, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA = SIZES | {"hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2}
 MODELS = {
     "llama": LlamaConfig(
         hidden_size=64, intermediate_size=192, num_key_value_heads=2, tie_word_embeddings=True, **SIZES
     ),
-    "qwen3": Qwen3Config(hidden_size=64, intermediate_size=192, num_key_value_heads=2, head_dim=16, **SIZES),
+    "qwen3": Qwen3Config(hidden_size=64, intermediate_size=192, num_key_value_heads=2, head_dim=32, **SIZES),
     "gpt-neox": GPTNeoXConfig(hidden_size=64, intermediate_size=256, **SIZES),
     "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=90, bos_token_id=0, eos_token_id=0),
 }
@@ -95,7 +98,7 @@ def test_a_folder_without_a_model_has_no_shape(tmp_path):
 
 def test_state_is_as_large_as_the_trainers_tensors(folder):
     trainer = Trainer(folder, TrainSettings(), "cpu")
-    parts = trainer_parts(read_shape(folder), trainer.settings, 100, CPU)
+    parts = trainer_parts(read_shape(folder), trainer.settings, Pass(100), CPU)
     weights = sum(p.nbytes for p in trainer._policy.parameters())
     moments = sum(s[key].nbytes for s in trainer._optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
     assert (parts["weights"], parts["moments of AdamW"]) == (weights, moments)
@@ -103,12 +106,12 @@ def test_state_is_as_large_as_the_trainers_tensors(folder):
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "lora_rank"),
-    [("none", None), ("layers", None), ("none", 1)],
-    ids=["none", "layers", "none, adapters"],
+    ("config", "checkpointing", "lora_rank"),
+    [("llama", "none", None), ("llama", "layers", None), ("llama", "none", 1), ("qwen3", "none", None)],
+    ids=["none", "layers", "none, adapters", "norms of queries, wide heads"],
 )
-def test_activations_are_what_autograd_keeps(tmp_path, checkpointing, lora_rank):
-    AutoModelForCausalLM.from_config(MODELS["llama"]).save_pretrained(tmp_path)
+def test_activations_are_what_autograd_keeps(tmp_path, config, checkpointing, lora_rank):
+    AutoModelForCausalLM.from_config(MODELS[config]).save_pretrained(tmp_path)
     model = load_policy(tmp_path, checkpointing=checkpointing)
     if lora_rank:
         lora.add(model, lora_rank, seed=0)
@@ -125,7 +128,7 @@ def test_activations_are_what_autograd_keeps(tmp_path, checkpointing, lora_rank)
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     num_tokens, here = groups[0].num_tokens, replace(CPU, has_bfloat16=has_bfloat16())
     settings = TrainSettings(gradient_checkpointing=checkpointing, lora_rank=lora_rank)
-    planned = trainer_parts(read_shape(tmp_path), settings, num_tokens, here)["activations"]
+    planned = trainer_parts(read_shape(tmp_path), settings, Pass(num_tokens), here)["activations"]
     width, inner, of_keys, wide = 64, 192, 32, 2 if has_bfloat16() else 4
     apart = 3 if lora_rank and has_bfloat16() else 0  # inputs of adapters, which have copies of their own
     operands = wide * ((4 + apart) * width + 2 * of_keys + 2 * inner)
@@ -136,12 +139,13 @@ def test_activations_are_what_autograd_keeps(tmp_path, checkpointing, lora_rank)
 
 def test_the_largest_pass_is_a_batch_or_the_limit_or_one_long_response():
     config = RunConfig()  # 16 prompts x 8 responses
-    assert largest_pass(config, Lengths(20, 15, 8)) == 15 + 16 * (5 + 8 * 8)
-    assert largest_pass(config, Lengths(20, 15, 8), response_tokens=300) == 15 + 16 * 5 + 300
-    assert largest_pass(config, Lengths(100, 0, 512)) == config.train.micro_batch_tokens
-    assert largest_pass(config, Lengths(1000, 0, 8000)) == 9000
+    assert largest_pass(config, Lengths(20, 15, 8)).num_tokens == 15 + 16 * (5 + 8 * 8)
+    assert largest_pass(config, Lengths(20, 15, 8), response_tokens=300).num_tokens == 15 + 16 * 5 + 300
+    assert largest_pass(config, Lengths(100, 0, 512)).num_tokens == config.train.micro_batch_tokens
+    assert largest_pass(config, Lengths(1000, 0, 8000)).num_tokens == 9000
     of_eight = RunConfig.model_validate({"train": {"processes": 4, "machines": 2}})
-    assert largest_pass(of_eight, Lengths(20, 15, 8)) == 15 + 2 * (5 + 8 * 8)  # whole prompts for each process
+    whole_prompts = 15 + 2 * (5 + 8 * 8)  # for each process
+    assert largest_pass(of_eight, Lengths(20, 15, 8)).num_tokens == whole_prompts
 
 
 def test_options_of_a_run_are_refused_without_one():
@@ -177,10 +181,13 @@ def test_sharding_divides_the_state(monkeypatch):
     (trainer, searcher), (sharded, _) = one.processes, eight.processes
     assert "the Trainer needs" in one.fault and eight.fault is None and eight.warnings == []
     P = SEVEN_B.num_parameters
-    # DeepSpeed copies its partition, in stage 2 it has two of the gradient; and a bucket of 5e7 gradients
-    assert certain(trainer.parts) == 16 * P and certain(sharded.parts) == (16 + 4) * P // 8 + 4 * 50_000_000
+    # DeepSpeed copies its partition, in stage 2 it has two of the gradient; and a bucket of 5e7 gradients, with that of
+    # the output layer whole; in stage 3 it keeps up to 1e9 weights gathered
+    bucket = 4 * (50_000_000 + SEVEN_B.V * SEVEN_B.D)
+    assert certain(trainer.parts) == 16 * P
+    assert certain(sharded.parts) == (16 + 4) * P // 8 + bucket + 4 * 1_000_000_000
     stage_2 = plan_of(RunConfig.model_validate({"train": {"processes": 2, "zero_stage": 2}}), SEVEN_B, Lengths(2, 0, 2))
-    assert certain(stage_2.processes[0].parts) == 4 * P + (8 + 8 + 4) * P // 2 + 4 * 50_000_000
+    assert certain(stage_2.processes[0].parts) == 4 * P + (8 + 8 + 4) * P // 2 + bucket
     assert searcher.parts["engine's weights"] + searcher.parts["keys and values"] == int(0.6 * 80 * GIB)
 
 
@@ -200,7 +207,7 @@ def test_a_searcher_that_a_gpu_cannot_hold_is_a_warning(monkeypatch):
     monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 32 * GIB, num_gpus=9))
     sharded = {"train": {"processes": 8, "zero_stage": 3}}
     found = plan_of(RunConfig.model_validate(sharded), SEVEN_B, Lengths(200, 0, 512)).warnings[-1]
-    assert found.startswith("memory: the Searcher needs 33.2 GiB") and "search.engine.gpu_memory_utilization" in found
+    assert found.startswith("memory: the Searcher needs 34.1 GiB") and "search.engine.gpu_memory_utilization" in found
     less = sharded | {"search": {"engine": {"gpu_memory_utilization": 0.4}}}
     fits = plan_of(RunConfig.model_validate(less), SEVEN_B, Lengths(200, 0, 512))
     assert not any("the Searcher needs" in warning for warning in fits.warnings)
@@ -256,15 +263,55 @@ def test_a_short_pass_that_is_left_over_has_copies_of_the_matrices():
     """At 2,048 tokens a pass of 7B: the copies of a short one, 13 GB, are more than what the long one has besides."""
     on_gpu, settings = Machine(True, True, 80 * GIB), RunConfig().train
     sizes = (512, 1023, 2048, 16_384)
-    of = {n: trainer_parts(SEVEN_B, settings, n, on_gpu)["activations"] for n in sizes}
+    of = {n: trainer_parts(SEVEN_B, settings, Pass(n), on_gpu)["activations"] for n in sizes}
     of_token = of[16_384] / 16_384
     assert of[512] == 512 * of_token + 2 * SEVEN_B.num_in_layers
     assert of[2048] == of[1023] == 1023 * of_token + 2 * SEVEN_B.num_in_layers > 2048 * of_token
 
 
+def test_a_long_prompt_is_copied_for_each_response_that_attends():
+    on_gpu, settings = Machine(True, True, 80 * GIB), TrainSettings(gradient_checkpointing="layers")
+    without, with_copies = (
+        trainer_parts(SEVEN_B, settings, largest, on_gpu)["activations"]
+        for largest in (Pass(4000), Pass(4000, num_responses=20, prompt=2000, response=100))
+    )
+    of_attention = 2 * 4 * SEVEN_B.Q * 20 * (2000 + 2 * 100)  # keys, values, both gradients; and of queries and results
+    assert with_copies - without == of_attention - 4000 * 5 * 2 * SEVEN_B.I > 0
+    config = RunConfig.model_validate({"train": {"micro_batch_tokens": 8000}})
+    assert largest_pass(config, Lengths(1000, 0, 2000)) == Pass(8000, 3, 1000, 2000)
+
+
+def test_deepspeed_has_the_output_layer_whole():
+    on_gpu, head = Machine(True, True, 80 * GIB), 4 * SEVEN_B.V * SEVEN_B.D
+    parts = {
+        stage: trainer_parts(SEVEN_B, TrainSettings(processes=4, zero_stage=stage), Pass(100), on_gpu)[
+            "DeepSpeed's weights and bucket"
+        ]
+        for stage in (1, 2, 3)
+    }
+    assert parts[2] - parts[1] == head and parts[3] - parts[2] == 4 * 1_000_000_000
+
+
+def test_a_cache_of_given_size_is_planned_as_it_is(monkeypatch):
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 80 * GIB, num_gpus=2))
+    config = RunConfig.model_validate({"search": {"engine": {"kv_cache_memory_bytes": 4 * GIB}}})
+    parts = plan_of(config, SEVEN_B, Lengths(2, 0, 2)).processes[1].parts
+    assert parts["keys and values"] == 4 * GIB and parts["a pass of the reference policy"] > 0
+
+
+def test_a_trainer_that_does_not_fit_on_the_machines_that_came_says_so(folder, monkeypatch):
+    two = TrainSettings(machines=2, zero_stage=3)
+    needed = certain(trainer_parts(read_shape(folder), TrainSettings(), Pass(1), Machine(True, True, GIB)))
+    monkeypatch.setattr(ranks, "gpu_bytes", lambda: needed - 1)
+    with pytest.raises(RuntimeError, match=r"1 of the Trainer's 2 machines came\. With so few each GPU needs"):
+        ranks.check_memory(folder, two, num_machines=1)
+    monkeypatch.setattr(ranks, "gpu_bytes", lambda: needed)
+    ranks.check_memory(folder, two, num_machines=1)
+
+
 def test_a_gpus_logits_have_their_softmax_beside_them():
     on_cpu, on_gpu = Machine(False, True, 80 * GIB), Machine(True, True, 80 * GIB)
-    parts = [trainer_parts(SEVEN_B, RunConfig().train, 4096, machine)["logits"] for machine in (on_cpu, on_gpu)]
+    parts = [trainer_parts(SEVEN_B, RunConfig().train, Pass(4096), machine)["logits"] for machine in (on_cpu, on_gpu)]
     assert parts[1] - parts[0] == 2 * 4 * LOGIT_ROWS * SEVEN_B.V
 
 
@@ -278,6 +325,7 @@ def test_the_smallest_limit_of_a_container_or_a_job_is_the_memory(monkeypatch):
 def test_logits_are_planned_in_the_trainers_chunks():
     assert LOGIT_ROWS == logprobs.LOGIT_ROWS  # importing it from there would import torch
     assert CAST_AGAIN_TOKENS == precision.CAST_AGAIN_TOKENS
+    assert PASS_TOKENS == reference_policy.PASS_TOKENS
 
 
 def test_bfloat16_products_are_found_as_torch_finds_them():

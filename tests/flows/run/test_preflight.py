@@ -73,7 +73,10 @@ def test_settings_that_cannot_be_are_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": {"lora_rank": 8}}, "train.lora_rank is 8, but peft is not installed: pip install peft"),
+        (
+            {"train": {"lora_rank": 8}},
+            "train.lora_rank is 8, but peft is not installed; install it, or tba's extra lora",
+        ),
         ({"train": {"processes": 2}}, "train.processes is 2 and train.machines 1, but DeepSpeed is not installed"),
         ({"train": {"machines": 2}}, "train.processes is 1 and train.machines 2, but DeepSpeed is not installed"),
     ],
@@ -354,7 +357,7 @@ def test_the_same_command_resumes_after_a_default_has_changed(tmp_path, tokenize
     check_inputs(resumed)
     with pytest.raises(RunConfigMismatch) as refused:
         check_inputs(config_of(dict(given), ["train.steps=80"]))
-    assert "configuration: train.steps is 75, but 80 is given. To resume it, use" in str(refused.value)
+    assert "train.steps is 75, but 80 is given. To resume it, leave these settings out" in str(refused.value)
     assert config_of(given | {"run": "another"}, []).train.steps == RunConfig().train.steps
 
 

@@ -26,7 +26,7 @@ from tba.tasks.classifiers import SURE, SequenceClassifier, WordList, mean_log, 
 from tba.tasks.math import Math, is_same, last_boxed
 from tba.tasks.reasoning_gym import answer_of, runs_the_answer
 from tba.tasks.redteam import TOO_SHORT, RedTeam
-from tba.tasks.tldr import TLDR
+from tba.tasks.tldr import TLDR, judge
 from tba.tasks.verifier import LIMIT_S, Verifier
 
 pytest.importorskip("math_verify", reason="extra tasks")
@@ -282,6 +282,19 @@ def test_probabilities_are_of_the_toxic_label(classifier_folder):
 def test_what_is_no_classifier_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"task\.classifier: .* does not load"):
         SequenceClassifier(str(tmp_path), "task.classifier").check()
+
+
+def test_a_language_model_is_no_classifier(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=4, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"task\.classifier: .* was saved as GPT2LMHeadModel, without a classifier's"):
+        SequenceClassifier(str(tmp_path), "task.classifier").check()
+
+
+def test_a_reward_model_with_two_labels_is_refused_before_the_run(classifier_folder):
+    with pytest.raises(ValueError, match=r"task\.reward_model: .* has 2 labels; one with 1 is needed"):
+        judge(classifier_folder(2), "task.reward_model").check()
 
 
 # redteam
