@@ -16,7 +16,7 @@ from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.ledger import NEEDED, read_entry
 from storage.new_shards import new_shards
 from storage.schema import REWARD, TRAJECTORY
-from storage.shard_files import place_of
+from storage.shard_files import place_of, read_each
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RunStore
 
@@ -74,6 +74,17 @@ def unscored_shards(store: RunStore, version: str) -> dict[str, list[int]]:
         searcher: [number for number in rounds if _path(version, searcher, number) not in scored]
         for searcher, rounds in new_shards(store, {}).items()
     }
+
+
+def check_scored(store: RunStore, version: str) -> None:
+    """Looks at each searcher's newest shard without a file of rewards of this version.
+
+    Raises: NotFound: it was not sampled with this version either, so it has no such rewards.
+    """
+    for searcher, rounds in unscored_shards(store, version).items():
+        for shard in read_each(store, searcher, rounds[-1:]):
+            if isinstance(shard, pa.Table):
+                with_rewards(store, version, shard)
 
 
 def record_rewards(store: RunStore, version: str, shard: pa.Table, rewards: list[float]) -> None:

@@ -52,7 +52,8 @@ class RunSource:
     digest = None  # shards are immutable
 
     def __init__(self, url: str, config: RunConfig) -> None:
-        """Raises: ValueError: no such run, another model or task, or no such reward version."""
+        """Raises: ValueError: no such run, another model or task, or no such reward version. NotFound: shards have no
+        rewards of it."""
         self.url, self._version = url, config.reward_version
         root, _, run = url.rpartition("/")
         self._store = RunStore(root, run)
@@ -77,6 +78,8 @@ class RunSource:
                 f"reward_version: run {run!r} has no rewards of version {self._version!r}; score it first: "
                 f"{self._store.command(f'rescore {run} --version {self._version} --reward ...')}"
             )
+        if self._version is not None:
+            reward_versions.check_scored(self._store, self._version)
         # stored reference log-probabilities are those at the other run's train.temperature
         self._has_other_reference = theirs.train.temperature != config.train.temperature
 

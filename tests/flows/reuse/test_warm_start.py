@@ -203,6 +203,18 @@ def test_a_file_that_changed_in_mid_copy_is_refused(tmp_path, model):
         begin(config)
 
 
+def test_a_source_that_is_scored_in_part_is_refused_before_anything_is_copied(tmp_path, model, module):
+    old = new_run(tmp_path, model, "old")
+    rescore(old, f"{module}:brief", "v2", silent)
+    commit(old, model, 2, TASK.train[:3])
+    config = run_config(tmp_path, model, "new", warm_start=[url(old)], reward_version="v2")
+    with pytest.raises(NotFound, match=r"round 2 of searcher s0 .* has no rewards of version 'v2'\. Score it first"):
+        begin(config)
+    assert not RunStore(config.store, config.run).list("trajectories")
+    rescore(old, f"{module}:brief", "v2", silent)
+    begin(config)
+
+
 def test_a_file_whose_first_trajectories_failed_can_be_mended(tmp_path, model):
     file, prompt = tmp_path / "told.parquet", TASK.train[0].prompt
     pq.write_table(pa.table({"prompt": [prompt, "who?"] * 9, "response": [f" {i}\n" for i in range(18)]}), file)
