@@ -53,7 +53,7 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
         searcher = start_searcher_task(config, name, first, begins_ahead=True)
         feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
         budget, reports = EvaluationBudget(config.evaluate_share), RoundReports(run_store, config.searchers)
-        sample, ahead = partial(searcher.sample, while_waiting=feed.poll), samples_ahead(config)
+        ahead = samples_ahead(config)
         while policy := feed.next():
             is_leaving = requests.is_to_leave(run_store, name)
             if is_leaving and not searcher.has_sampled(number):
@@ -65,8 +65,8 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
                 budget.spend(evaluate_task(run_store, searcher, held, config.task.num_heldout, policy))
             if policy.final:
                 break
-            sample_this = partial(sample, number, ahead=ahead and not is_leaving)
-            search_round(run_store, searcher, feed, held, sample_this, reports)
+            sample = partial(searcher.sample, number, ahead=ahead and not is_leaving, while_waiting=feed.poll)
+            search_round(run_store, searcher, feed, held, sample, reports)
             number += 1
         searcher.drop_rounds()
         return number - first

@@ -20,7 +20,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows.config import RunConfig, continued
-from flows.reuse.warm_start import take_over_task
+from flows.reuse.warm_start import copy_sources_task
 from flows.run import takeover
 from flows.run.prefect_page import Page
 from flows.run.searchers import Searchers
@@ -63,13 +63,13 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     if summary := read_summary(store):
         get_run_logger().info("run %s is finished; to train again, choose another name", config.run)
         return summary
-    take_over_task(store, config)
+    copy_sources_task(store, config)
     searchers, page = Searchers(config), Page(store, config)
-    began, lost, over = threading.Event(), threading.Event(), threading.Event()
-    training = train_policy.submit(config, began, lost, over)
+    owns_run, superseded, ending = threading.Event(), threading.Event(), threading.Event()
+    training = train_policy.submit(config, owns_run, superseded, ending)
     try:
         while not training.state.is_final():
-            look_after(searchers, began)
+            look_after(searchers, owns_run)
             page.update()
             time.sleep(POLL_S)
         training.result()
@@ -78,24 +78,24 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         if requests.wanted_or_configured(store, config.searchers):  # otherwise there is no engine to evaluate with
             await_evaluation_task(store, searchers)
     except (RuntimeError, StoreError) as error:
-        over.set()
+        ending.set()
         training.wait()
-        if not lost.is_set():
+        if not superseded.is_set():
             tell_failure(store, error)
         raise
     finally:  # also if the flow run is cancelled: Prefect terminates this process
-        over.set()
+        ending.set()
         try:
             training.wait()
         finally:  # in a suspended flow run wait() raises, because its tasks end with Prefect's signal
-            if not lost.is_set():  # otherwise another flow has adopted the Searchers
+            if not superseded.is_set():  # otherwise another flow has adopted the Searchers
                 end_searchers(searchers)
     summary = summarise(store)
     page.finish(summary)
     return summary
 
 
-def look_after(searchers: Searchers, began: threading.Event) -> None:
+def look_after(searchers: Searchers, owns_run: threading.Event) -> None:
     """Keeps the Searchers running once this flow owns the run. Training goes on without Prefect's server or the store.
 
     Raises: prefect.exceptions.Pause: the flow run was suspended. RuntimeError: a Searcher failed too often.
@@ -103,7 +103,7 @@ def look_after(searchers: Searchers, began: threading.Event) -> None:
     try:
         with contextlib.suppress(ObjectNotFound):  # the flow run was deleted, so nobody can suspend it
             end_if_suspended()
-        if began.is_set():  # this flow owns the run: no other flow's Searchers commit beside ours
+        if owns_run.is_set():  # this flow owns the run: no other flow's Searchers commit beside ours
             searchers.keep_up()
         searchers.is_away = False
     except AWAY as error:
@@ -152,9 +152,9 @@ def prepare(config: RunConfig, is_takeover: bool = False) -> RunStore:
     store = RunStore(config.store, config.run)
     if is_takeover:
         return store
-    from flows.run.preflight import check_apart, check_memory
+    from flows.run.preflight import check_inputs_in_a_process, check_memory
 
-    for warning in check_apart(config):
+    for warning in check_inputs_in_a_process(config):
         get_run_logger().warning(warning)
     check_memory(config)  # the Trainer runs on this machine
     store.create_run(config.recorded(), config.read_recorded)
@@ -166,58 +166,67 @@ prepare_task = task(task_run_name="prepare", cache_policy=NO_CACHE, persist_resu
 
 
 @task(task_run_name="training", cache_policy=NO_CACHE, persist_result=False)
-def train_policy(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event) -> None:
-    """Trains to the end, or until the run is `over`. A Trainer that fails is started again, from its last checkpoint.
+def train_policy(
+    config: RunConfig, owns_run: threading.Event, superseded: threading.Event, ending: threading.Event
+) -> None:
+    """Trains to the end, or until `ending` is set. A Trainer that fails is started again, from its last checkpoint.
 
-    `began` is set while this flow's Trainer owns the run, and `lost` once another flow's Trainer has it.
+    `owns_run` is set while this flow's Trainer owns the run, and `superseded` once another flow's Trainer has it.
     Raises: AlreadyTraining: another Trainer has the run. RuntimeError: the Trainer failed `MAX_FAILURES` times without
     a checkpoint between; the message has the reason.
     """
     store, failures, before = RunStore(config.store, config.run), 0, None
     while True:
         try:
-            return run_trainer(config, began, lost, over)
+            return run_trainer(config, owns_run, superseded, ending)
         except RuntimeError as error:
             with contextlib.suppress(StoreError):
                 newest = max((checkpoint.step for checkpoint in checkpoints.list_checkpoints(store)), default=0)
                 failures, before = (failures if newest == before else 0), newest
             failures += 1
-            if failures == MAX_FAILURES or over.wait(RESTART_S):
+            if failures == MAX_FAILURES or ending.wait(RESTART_S):
                 raise
             get_run_logger().warning("the Trainer is started again: %s", error)
 
 
-def run_trainer(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event) -> None:
-    """Runs one Trainer's process. As train_policy. Raises: RuntimeError: it failed."""
-    store, run, run_store, attempt = config.store, config.run, RunStore(config.store, config.run), None
-    began.clear()  # each Trainer begins an attempt of its own
+def run_trainer(
+    config: RunConfig, owns_run: threading.Event, superseded: threading.Event, ending: threading.Event
+) -> None:
+    """Runs one process of the Trainer until it ends or `ending` is set. The events are those of train_policy.
+
+    Raises: AlreadyTraining: another Trainer has the run. RuntimeError: the process failed.
+    """
+    run_store, attempt = RunStore(config.store, config.run), None
+    owns_run.clear()  # each Trainer begins an attempt of its own
     os.environ[KEY_VARIABLE] = key = secrets.token_hex(16)
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.trainer", store, run, str(os.getpid()), json.dumps(config.devices)],
+        [sys.executable, "-m", "flows.trainer", config.store, config.run, str(os.getpid()), json.dumps(config.devices)],
         env=os.environ | tensor_environment(),
     )
     try:
-        while process.poll() is None and not over.wait(POLL_S):
-            if not began.is_set() and (begun := attempt_of(run_store, process.pid)) is not None:
+        while process.poll() is None and not ending.wait(POLL_S):
+            if not owns_run.is_set() and (begun := attempt_of(run_store, process.pid)) is not None:
                 attempt = begun
                 tell_prefect(end_others, config, attempt)
                 tell_prefect(start_machines, config, attempt, key)
-                began.set()
-            elif began.is_set() and is_superseded(run_store, attempt):
-                began.clear()
+                owns_run.set()
+            elif owns_run.is_set() and is_superseded(run_store, attempt):
+                owns_run.clear()
     finally:
         status = end(process)
         if config.train.machines > 1 and attempt is not None:
             tell_prefect(end_machines, config, attempt)
-    if over.is_set():
+    if ending.is_set():
         return
     if status == ALREADY_TRAINING or (attempt is not None and is_superseded(run_store, attempt)):
-        began.clear()
-        lost.set()
+        owns_run.clear()
+        superseded.set()
         owner = attempts.newest_attempt(run_store).owner
-        raise AlreadyTraining(f"run {run} has another Trainer: host {owner.host}, pid {owner.pid}. This one ends.")
+        raise AlreadyTraining(
+            f"run {config.run} has another Trainer: host {owner.host}, pid {owner.pid}. This one ends."
+        )
     if status:
-        raise RuntimeError(f"the Trainer of run {run} ended with status {status}: {last_words(run_store)}")
+        raise RuntimeError(f"the Trainer of run {config.run} ended with status {status}: {failure_message(run_store)}")
 
 
 def attempt_of(store: RunStore, pid: int) -> int | None:
@@ -232,10 +241,10 @@ def attempt_of(store: RunStore, pid: int) -> int | None:
     return None
 
 
-def tell_prefect(tell: Callable, *given: object) -> None:
+def tell_prefect(call: Callable, *arguments: object) -> None:
     """Calls a function that asks Prefect's server. Training goes on without it."""
     try:
-        tell(*given)
+        call(*arguments)
     except (httpx.HTTPError, PrefectException, ValueError) as error:
         get_run_logger().warning("Prefect's server was not told: %r", error)
 
@@ -285,7 +294,7 @@ await_evaluation_task = task(
 )(await_evaluation)  # fmt: skip
 
 
-def last_words(store: RunStore) -> str:
+def failure_message(store: RunStore) -> str:
     message = None
     with contextlib.suppress(StoreError):
         message = (attempts.read_heartbeat(store) or {}).get("message")

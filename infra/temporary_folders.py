@@ -64,7 +64,7 @@ def remove_leftovers(run: str) -> None:
         with suppress(OSError):  # removed meanwhile
             is_old = folder.parent == MEMORY_FOLDER and time.time() - folder.stat().st_mtime > 24 * 3600
             if match[2] == run or is_old:
-                logging.getLogger("tba.learn").info("removing %s, which a killed Trainer left", folder)
+                logging.getLogger("tba.trainer").info("removing %s, which a killed Trainer left", folder)
                 shutil.rmtree(folder, ignore_errors=True)  # another user's stays
 
 

@@ -10,15 +10,13 @@ The shards are the only lasting data. Index and word file are a cache of them in
              consumes: shards committed since the last sync; a shard that cannot be read or breaks a rule is refused
              (storage/intake.py)
     draw     produces: a batch
-             consumes: nothing, rows stay. Raises NotEnoughExperience if flow control allows no batch yet: fewer than
-             `min_size` trajectories taken in, more than `samples_per_insert` draws of each, or none within `max_age`
+             consumes: nothing, rows stay. Flow control allows no batch yet with fewer than `min_size` trajectories
+             taken in, more than `samples_per_insert` draws of each, or none within `max_age`
     rebuild  produces: the buffer as it was at some step, from shards and sync records alone
 
 A draw depends only on (seed, step) and the stored rows, and these only on the syncs so far. So `rebuild(420)`,
 `draw(420)` repeat the draw of step 420 on any machine. The candidates of a draw are chosen in SQL (list_prompts.sql,
-list_candidates.sql), their probabilities computed in storage/mop.py.
-
-B prompts a batch, K responses a prompt.
+list_candidates.sql), their probabilities computed in storage/mop.py. B prompts a batch, K responses a prompt.
 """
 
 from collections import defaultdict
@@ -38,7 +36,7 @@ from storage.ledger import Sync
 from storage.mop import SamplingSettings
 from storage.new_shards import NewShards
 from storage.rules import Limits
-from storage.shard_files import place_of
+from storage.shard_files import origin_of
 from storage.shards import expired_through, refused_rounds
 from storage.store import RunStore
 
@@ -213,7 +211,7 @@ class ReplayBuffer:
         if not sampling.differing_rewards_first:
             differ = recent_differ = np.zeros(len(differ), bool)
         chosen, recent = mop.choose_prompts(
-            mop.Prompts(prompts["key"], prompts["recent"], differ, recent_differ),
+            mop.Prompts(prompts["key"], prompts["recent"], preferred=differ, recent_preferred=recent_differ),
             sampling.prompts_per_batch,
             sampling.recent_probability,
             self._seed,
@@ -271,9 +269,10 @@ class ReplayBuffer:
     def can_draw(self, step: int) -> bool:
         """Whether flow control allows a batch, with what is admitted now."""
         try:
-            return bool(self._list_prompts(step))
+            self._list_prompts(step)
         except NotEnoughExperience:
             return False
+        return True
 
     def _list_prompts(self, step: int) -> dict[str, np.ndarray]:
         """The columns of the prompts that may be drawn. Raises: NotEnoughExperience."""
@@ -389,7 +388,7 @@ class ReplayBuffer:
             if not accepted:
                 continue
             shards = pa.concat_tables(accepted)
-            syncs = [sync_of_round[searcher][number] for searcher, number in map(place_of, accepted)]
+            syncs = [sync_of_round[searcher][number] for searcher, number in map(origin_of, accepted)]
             lengths = [shard.num_rows for shard in accepted]
             first_steps = np.repeat([steps[number] for number in syncs], lengths)
             ages = ages_from(shards["policy_step"].to_numpy(), first_steps)

@@ -76,28 +76,28 @@ def accept(
         reasons = check(read, limits)
         if reasons:
             time.sleep(SECOND_READING_S)
-            again = {place: read_each(store, place[0], [place[1]])[0] for place in reasons}
+            again = {origin: read_each(store, origin[0], [origin[1]])[0] for origin in reasons}
             read, reasons = read | again, check(again, limits)
-        refused = [Refusal(*place, of_round) for place, of_round in reasons.items()]
+        refused = [Refusal(*origin, of_round) for origin, of_round in reasons.items()]
         for refusal in refused:
             logger.warning("%s is refused; training goes on without it: %s", refusal.shard, "; ".join(refusal.reasons))
-        yield [table for place, table in read.items() if place not in reasons], refused
+        yield [table for origin, table in read.items() if origin not in reasons], refused
 
 
 def check(read: Mapping[tuple[str, int], pa.Table | StoreError], limits: Limits) -> dict[tuple[str, int], list[str]]:
     """The reasons for refusal of each (searcher, round) that is not trained on. Raises: NotFound: one is missing."""
     reasons: dict[tuple[str, int], list[str]] = {}
-    for place, table in read.items():
+    for origin, table in read.items():
         if isinstance(table, TornShard):
-            reasons[place] = [str(table)]
+            reasons[origin] = [str(table)]
         elif isinstance(table, StoreError):
             raise table
-    whole = {place: table for place, table in read.items() if place not in reasons}
-    for place in _misnamed(whole):
-        found = sorted(origins_of(whole.pop(place)), key=str)
-        reasons[place] = [f"its rows name (searcher, round) {found}"]
+    whole = {origin: table for origin, table in read.items() if origin not in reasons}
+    for origin in _misnamed(whole):
+        found = sorted(origins_of(whole.pop(origin)), key=str)
+        reasons[origin] = [f"its rows name (searcher, round) {found}"]
     rules = zip(whole, broken_in_each(list(whole.values()), limits), strict=True)
-    return reasons | {place: of_round for place, of_round in rules if of_round}
+    return reasons | {origin: of_round for origin, of_round in rules if of_round}
 
 
 def _misnamed(shards: Mapping[tuple[str, int], pa.Table]) -> set[tuple[str, int]]:
@@ -109,8 +109,8 @@ def _misnamed(shards: Mapping[tuple[str, int], pa.Table]) -> set[tuple[str, int]
     index = np.repeat(np.arange(len(shards)), lengths)  # [rows]: of the row's shard
     searchers, rounds = (np.array(of_all, object) for of_all in zip(*shards, strict=True))
     is_right = (names["searcher"].to_numpy() == searchers[index]) & (names["round"].to_numpy() == rounds[index])
-    places = list(shards)
-    return {places[number] for number in set(index[~is_right].tolist())}
+    origins = list(shards)
+    return {origins[number] for number in set(index[~is_right].tolist())}
 
 
 def refuse(store: RunStore, refused: Iterable[Refusal], by: str) -> None:
@@ -124,8 +124,8 @@ def refuse(store: RunStore, refused: Iterable[Refusal], by: str) -> None:
 
 def refusals(store: RunStore) -> list[Refusal]:
     """The recorded refusals, by searcher in order."""
-    places = [(searcher, number) for searcher, rounds in refused_rounds(store).items() for number in sorted(rounds)]
-    return transfer_all(lambda place: Refusal(*place, recorded_reasons(store, refusal_path(*place))), places)
+    origins = [(searcher, number) for searcher, rounds in refused_rounds(store).items() for number in sorted(rounds)]
+    return transfer_all(lambda origin: Refusal(*origin, recorded_reasons(store, refusal_path(*origin))), origins)
 
 
 def recorded_reasons(store: RunStore, path: str) -> list[str]:

@@ -43,7 +43,9 @@ NEEDED = {
     "rewards": ("trajectory_id", "reward"),
     "diversity": ("metric", "value"),
 }
-LARGEST_SYNC = 1_000_000  # rounds of one Searcher in a sync; a larger number is damaged, and readers count up to it
+MOST_ROUNDS_IN_SYNC = (
+    1_000_000  # rounds of one Searcher in a sync; a larger number is damaged, and readers count up to it
+)
 _NUMBERS = {"attempt", "step", "sync", "round", "first_round", "last_round"}
 
 
@@ -179,8 +181,8 @@ def read_entry(store: RunStore, path: str, columns: pa.Schema, needed: Iterable[
             ):
                 raise ValueError(f"{name} is not from 0 to {LARGEST_NUMBER}")
         spans = pc.subtract(table["last_round"], table["first_round"]) if columns == SYNC else None
-        if spans is not None and pc.max(spans).as_py() > LARGEST_SYNC:
-            raise ValueError(f"a sync took in more than {LARGEST_SYNC:,} rounds of a Searcher")
+        if spans is not None and pc.max(spans).as_py() > MOST_ROUNDS_IN_SYNC:
+            raise ValueError(f"a sync took in more than {MOST_ROUNDS_IN_SYNC:,} rounds of a Searcher")
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DamagedRecord(
             f"cannot read {path} (run {store.run} in {store.url}): it is empty, cut short or not of this program "

@@ -1,7 +1,7 @@
-"""MOP, by the most-on-policy probability m (TBA, arXiv 2503.18929, section 4). Draws prompts and responses from the
-candidates that storage/sql/list_prompts.sql and list_candidates.sql list. Pure functions; random numbers are a hash.
+"""MOP (most on-policy; TBA, arXiv 2503.18929, section 4) draws a batch's prompts and responses.
 
-B prompts a batch, K responses a prompt.
+storage/sql/list_prompts.sql and list_candidates.sql list the candidates. These functions are pure; their random numbers
+are a hash. B prompts a batch, K responses a prompt.
 """
 
 import hashlib
@@ -76,8 +76,8 @@ class Prompts:
 
     keys: np.ndarray
     recent: np.ndarray  # whether the newest sync brought it responses
-    first: np.ndarray  # whether places that draw from all prompts take it before the others
-    recent_first: np.ndarray  # whether recent places do
+    preferred: np.ndarray  # whether places that draw from all prompts take it before the others
+    recent_preferred: np.ndarray  # whether recent places do
 
 
 def choose_prompts(
@@ -85,17 +85,17 @@ def choose_prompts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The prompt of each place, and whether the place is recent (with probability m). Both [B].
 
-    Returns indices into `prompts`. Recent places take recent prompts, other places any prompts: first those marked
-    `first` or `recent_first`, then the rest, each in random order. Prompts differ if there are enough of them;
+    Returns indices into `prompts`. Recent places take recent prompts, other places any prompts: first those that are
+    `recent_preferred` or `preferred`, then the rest, each in random order. Prompts differ if there are enough of them;
     otherwise they are taken in turn. Other places take the prompts of recent places last.
     """
     places = np.arange(num_places, dtype=np.uint64)
     is_recent = prompts.recent.any() & (uniform_numbers(places, seed, step, "recent") < recent_probability)
     pool, num_recent = np.flatnonzero(prompts.recent), is_recent.sum()
     recents = pool[
-        _lowest(_ranks(prompts.keys[pool], prompts.recent_first[pool], seed, step, "recent prompt"), num_recent)
+        _lowest(_ranks(prompts.keys[pool], prompts.recent_preferred[pool], seed, step, "recent prompt"), num_recent)
     ]
-    ranks = _ranks(prompts.keys, prompts.first, seed, step, "prompt")
+    ranks = _ranks(prompts.keys, prompts.preferred, seed, step, "prompt")
     others = _lowest(ranks, num_places)  # enough, even if all prompts of recent places are among them
     others = others[np.argsort(np.isin(others, recents), kind="stable")]
     chosen = np.empty(num_places, np.int64)
@@ -104,9 +104,9 @@ def choose_prompts(
     return chosen, is_recent
 
 
-def _ranks(keys: np.ndarray, first: np.ndarray, seed: int, step: int, purpose: str) -> np.ndarray:
-    """Random numbers of these keys: in (0, 1) if `first`, else in (1, 2)."""
-    return uniform_numbers(keys, seed, step, purpose) + ~first.astype(bool)
+def _ranks(keys: np.ndarray, preferred: np.ndarray, seed: int, step: int, purpose: str) -> np.ndarray:
+    """Random numbers of these keys: in (0, 1) if `preferred`, else in (1, 2)."""
+    return uniform_numbers(keys, seed, step, purpose) + ~preferred.astype(bool)
 
 
 @dataclass(frozen=True)

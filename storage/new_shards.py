@@ -27,12 +27,12 @@ from storage.shards import (
     is_searcher_id,
     list_blocks,
     log_folder,
+    lowered_to_whole_blocks,
     marked_through,
     next_round,
     refused_rounds,
     rounds_of,
     shard_path,
-    whole_blocks,
 )
 from storage.store import RunStore, scans, transfer_all, transfer_each
 
@@ -61,7 +61,7 @@ def new_shards(store: RunStore, seen: dict[str, int], searchers: Iterable[str] |
     searchers = list(searchers)
     listed = dict(zip(searchers, transfer_each(listed_after_seen, searchers), strict=True))
     blocks = list_blocks(store)  # listed after the shards: a shard deleted before it was listed is in a compacted file
-    expired = whole_blocks(marked, blocks)
+    expired = lowered_to_whole_blocks(marked, blocks)
     new = {}
     for searcher, rounds in listed.items():
         last = max(seen.get(searcher, -1), expired.get(searcher, -1))
@@ -141,7 +141,7 @@ class NewShards:
         heads = read_heads(self._store)  # before the shards, which are therefore there
         new = new_shards(self._store, seen)
         self._refused, self.compacted = refused_rounds(self._store), list_blocks(self._store)
-        self._expired = whole_blocks(marked_through(self._store.list("expired")), self.compacted)
+        self._expired = lowered_to_whole_blocks(marked_through(self._store.list("expired")), self.compacted)
         self._known = {*seen, *new}
         for name, through in heads.items():
             counting, known = new.get(name, ()), (seen.get(name, -1), self._expired.get(name, -1))

@@ -27,7 +27,7 @@ from typing import Any
 from storage.attempts import Attempt, check_not_superseded, counts, is_superseded, later_attempts
 from storage.errors import DamagedRecord, Superseded
 from storage.patience import with_room
-from storage.policy_delta import can_be_fetched, damaged, fetch, is_anchor_due, lacks_files, make_whole, travel_form
+from storage.policy_delta import can_be_fetched, damaged, fetch, is_anchor_due, lacks_files, make_whole, with_deltas
 from storage.policy_folder import (
     MANIFEST,
     Link,
@@ -91,7 +91,7 @@ def publish_policy(
     }
     manifest = Manifest(ref.step, ref.fingerprint, ref.attempt, files, ref.final)
     if is_remote:
-        manifest = travel_form(store, local_folder, manifest, base and _link(base), cache_dir)
+        manifest = with_deltas(store, local_folder, manifest, base and _link(base), cache_dir)
         manifest = replace(manifest, whole=manifest.whole or ref.final)
     text = manifest_text(manifest)
     with_room(lambda: (local_folder / MANIFEST).write_bytes(text), f"{MANIFEST} of run {store.run}")

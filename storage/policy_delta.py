@@ -141,7 +141,7 @@ def _next_changes(delta: BinaryIO, num_bytes: int) -> np.ndarray:
 # --- the Trainer ------------------------------------------------------------------------------------------------------
 
 
-def travel_form(
+def with_deltas(
     store: RunStore, folder: Path, policy: Manifest, base: Link | None, cache_dir: str | Path | None
 ) -> Manifest:
     """The policy.json by which a policy in a local folder is published to a remote store.

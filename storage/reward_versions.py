@@ -16,7 +16,7 @@ from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.ledger import NEEDED, read_entry
 from storage.new_shards import new_shards
 from storage.schema import REWARD, TRAJECTORY
-from storage.shard_files import place_of, read_each
+from storage.shard_files import origin_of, read_each
 from storage.shards import check_searcher_id, parquet_bytes
 from storage.store import RunStore
 
@@ -92,7 +92,7 @@ def record_rewards(store: RunStore, version: str, shard: pa.Table, rewards: list
     now = pa.scalar(datetime.now(UTC), REWARD.field("created_at").type)
     columns = [shard["trajectory_id"], pa.repeat(version, len(rewards)), rewards, pa.repeat(now, len(rewards))]
     table = pa.table(columns, names=REWARD.names).cast(REWARD)
-    searcher, number = place_of(shard)
+    searcher, number = origin_of(shard)
     store.put_new(_path(version, searcher, number), parquet_bytes(table))
 
 
@@ -102,7 +102,7 @@ def with_rewards(store: RunStore, version: str, shard: pa.Table) -> pa.Table:
     A shard that was sampled, or copied, with this version is returned unchanged, unless it was scored again since.
     Raises: NotFound: the shard was not scored. TornShard: the rewards are of other trajectories.
     """
-    searcher, number = place_of(shard)
+    searcher, number = origin_of(shard)
     path = _path(version, searcher, number)
     try:
         scored = read_entry(store, path, REWARD, NEEDED["rewards"])

@@ -176,6 +176,6 @@ def _check_size(store: RunStore, path: str, data: bytes) -> None:
         )
 
 
-def place_of(shard: pa.Table) -> tuple[str, int]:
+def origin_of(shard: pa.Table) -> tuple[str, int]:
     """(searcher, round) of a shard, all of whose rows name the same."""
     return shard["searcher"][0].as_py(), shard["round"][0].as_py()

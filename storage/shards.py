@@ -42,7 +42,8 @@ _SEARCHER = re.compile(SEARCHER_ID)
 # files hold the same round.
 ROUNDS_PER_BLOCK = 32
 COMPACTED = "trajectories/compacted"
-# Columns of a shard. The others have few values: their dictionaries are as small uncompressed, and are read sooner.
+# Columns of a shard that are compressed. The others have few values: their dictionaries are as small uncompressed, and
+# are read sooner.
 _COMPRESSED = (
     *("trajectory_id", "prompt_id", "prompt", "response", "rewards.key_value.key"),
     *(f"{field.name}.list.element" for field in TRAJECTORY if pa.types.is_list(field.type)),
@@ -55,12 +56,12 @@ HEAD_NAME = re.compile(rf"heads/{_NAME}=(?P<through>[0-9]{{8}})")
 _BLOCK_NAME = re.compile(rf"{COMPACTED}/{_NAME}-(?P<first>[0-9]{{8}})-(?P<last>[0-9]{{8}})\.parquet")
 
 
-def copies_name(source: int) -> str:
-    """The name under which a warm start stores the copies of its n-th source, from 0, as a Searcher's log."""
+def warm_start_name(source: int) -> str:
+    """The Searcher name of the copies that a warm start makes of its n-th source, counted from 0."""
     return f"warm{source}"
 
 
-def is_copies_name(searcher: str) -> bool:
+def is_warm_start_name(searcher: str) -> bool:
     return re.fullmatch(r"warm[0-9]+", searcher) is not None
 
 
@@ -113,8 +114,8 @@ def block_path(searcher: str, block: int) -> str:
 
 
 @dataclass(frozen=True)
-class File:
-    """A file in trajectories/, with the facts in its name."""
+class TrajectoryFile:
+    """A shard or compacted file in trajectories/, with the facts in its name."""
 
     path: str
     searcher: str
@@ -126,17 +127,17 @@ class File:
         return block_of(self.rounds[0])
 
 
-def files_named(paths: list[str]) -> list[File]:
+def files_named(paths: list[str]) -> list[TrajectoryFile]:
     """Shards and compacted files among the paths. Files with other names are never read."""
     files = []
     for path in paths:
         if match := _SHARD_NAME.fullmatch(path):
             number = int(match["round"])
-            files.append(File(path, match["searcher"], range(number, number + 1), is_compacted=False))
+            files.append(TrajectoryFile(path, match["searcher"], range(number, number + 1), is_compacted=False))
         elif match := _BLOCK_NAME.fullmatch(path):
             rounds = range(int(match["first"]), int(match["last"]) + 1)
             if rounds == rounds_of(block_of(rounds[0])):
-                files.append(File(path, match["searcher"], rounds, is_compacted=True))
+                files.append(TrajectoryFile(path, match["searcher"], rounds, is_compacted=True))
     return files
 
 
@@ -231,7 +232,7 @@ def next_round(store: RunStore, searcher: str) -> int:
     return max((number for number in rounds if number < stray), default=-1) + 1
 
 
-def compacted_blocks(files: list[File]) -> dict[str, set[int]]:
+def compacted_blocks(files: list[TrajectoryFile]) -> dict[str, set[int]]:
     """Per searcher the blocks that have a compacted file."""
     blocks: dict[str, set[int]] = defaultdict(set)
     for file in files:
@@ -246,7 +247,7 @@ def list_blocks(store: RunStore) -> dict[str, set[int]]:
 
 def expired_through(store: RunStore) -> dict[str, int]:
     """Per searcher the last expired round; searchers without expired rounds are left out."""
-    return whole_blocks(marked_through(store.list("expired")), list_blocks(store))
+    return lowered_to_whole_blocks(marked_through(store.list("expired")), list_blocks(store))
 
 
 def marked_through(marks: list[str]) -> dict[str, int]:
@@ -258,7 +259,7 @@ def marked_through(marks: list[str]) -> dict[str, int]:
     return through
 
 
-def whole_blocks(through: dict[str, int], blocks: dict[str, set[int]]) -> dict[str, int]:
+def lowered_to_whole_blocks(through: dict[str, int], blocks: dict[str, set[int]]) -> dict[str, int]:
     """Last rounds to expire, lowered so that no compacted file is cut: a file counts as a whole or not at all."""
     lowered = {
         searcher: rounds_of(block_of(last + 1))[0] - 1 if block_of(last + 1) in blocks.get(searcher, ()) else last
@@ -267,7 +268,7 @@ def whole_blocks(through: dict[str, int], blocks: dict[str, set[int]]) -> dict[s
     return {searcher: last for searcher, last in lowered.items() if last >= 0}
 
 
-def stray_files(files: list[File], marked: dict[str, int]) -> set[File]:
+def stray_files(files: list[TrajectoryFile], marked: dict[str, int]) -> set[TrajectoryFile]:
     """Files that no reader reads, because their rounds are far beyond the searcher's others. marked: marked_through."""
     firsts: dict[str, list[int]] = defaultdict(list)
     for file in files:
@@ -276,7 +277,7 @@ def stray_files(files: list[File], marked: dict[str, int]) -> set[File]:
     return {file for file in files if file.rounds[0] >= stray[file.searcher]}
 
 
-def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[File]:
+def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[TrajectoryFile]:
     """All files that count: each round that has not expired and was not refused lies in one of them.
 
     A compacted file with some refused rounds counts, too. unreadable: paths of files to treat as missing.
@@ -284,7 +285,7 @@ def committed_files(store: RunStore, unreadable: Container[str] = ()) -> list[Fi
     files = [file for file in files_named(store.list("trajectories")) if file.path not in unreadable]
     blocks = compacted_blocks(files)
     marked = marked_through(store.list("expired"))
-    expired, refused, stray = whole_blocks(marked, blocks), refused_rounds(store), stray_files(files, marked)
+    expired, refused, stray = lowered_to_whole_blocks(marked, blocks), refused_rounds(store), stray_files(files, marked)
     return [
         file
         for file in files

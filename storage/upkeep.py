@@ -32,20 +32,20 @@ from storage import checkpoints, queries
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.shard_files import by_block, read_file
 from storage.shards import (
-    File,
+    TrajectoryFile,
     block_of,
     block_path,
     committed_files,
     compacted_blocks,
     expired_through,
     files_named,
+    lowered_to_whole_blocks,
     marked_through,
     origins_of,
     parquet_bytes,
     refused_rounds,
     rounds_of,
     shard_path,
-    whole_blocks,
 )
 from storage.sql import sql
 from storage.store import RunStore, scans, transfer_all
@@ -78,7 +78,7 @@ def expire(store: RunStore, max_age: timedelta | None, keep: int | None, min_siz
 
     chosen = queries.ask(store, choose, ("trajectories", "syncs"))
     expired = expired_through(store)
-    chosen = whole_blocks(chosen, compacted_blocks(files_named(store.list("trajectories"))))
+    chosen = lowered_to_whole_blocks(chosen, compacted_blocks(files_named(store.list("trajectories"))))
     chosen = {searcher: last for searcher, last in chosen.items() if last > expired.get(searcher, -1)}
     for searcher, last in chosen.items():
         mark = {"at": now.isoformat(), "before": before and before.isoformat(), "keep": keep}
@@ -145,7 +145,7 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
     files = files_named(store.list("trajectories"))
     blocks = compacted_blocks(files)
     marks = sorted(path for path, at in marked.items() if at <= due)
-    expired = whole_blocks(marked_through(marks), blocks)
+    expired = lowered_to_whole_blocks(marked_through(marks), blocks)
     newest = {file.searcher: file.rounds[-1] for file in sorted(files, key=lambda file: file.rounds[-1])}
     # a searcher's last round is never marked here, so a mark of it is another program's
     expired = {searcher: last for searcher, last in expired.items() if last < newest.get(searcher, -1)}
@@ -212,7 +212,7 @@ def _written_table(store: RunStore) -> pa.Table:
     return pa.table(list(zip(*rows, strict=True)) or [[], [], []], pa.schema(types))
 
 
-def _times_kept(store: RunStore, file: File) -> list[datetime] | None:
+def _times_kept(store: RunStore, file: TrajectoryFile) -> list[datetime] | None:
     """When the shards of a compacted file were written; None: not recorded by an older version, or torn."""
     with suppress(TornShard, NotFound, ValidationError):
         recorded = (read_file(store, file.path).schema.metadata or {}).get(_WRITTEN_AT, b"null")

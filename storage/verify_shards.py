@@ -14,16 +14,16 @@ from storage.intake import refusals
 from storage.rules import Limits, broken_in_each
 from storage.shard_files import by_block, read_each, read_file
 from storage.shards import (
-    File,
+    TrajectoryFile,
     block_path,
     compacted_blocks,
-    copies_name,
     expired_through,
     files_named,
     origins_of,
     refused_rounds,
     shard_path,
     stray_files,
+    warm_start_name,
 )
 from storage.store import RunStore, transfer_all
 
@@ -75,7 +75,7 @@ def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) ->
     faults += [
         Fault("refused shard", of.shard, f"the Trainer refused it: {'; '.join(of.reasons)}") for of in refusals(store)
     ]
-    found.copied = {copies_name(index) for index in range(len(store.read_json(WARM_START, list[dict]) or []))}
+    found.copied = {warm_start_name(index) for index in range(len(store.read_json(WARM_START, list[dict]) or []))}
     for searcher, rounds in rounds_of.items():
         for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
             path = shard_path(searcher, missing)
@@ -105,14 +105,14 @@ def _torn(store: RunStore, path: str) -> Fault | None:
         return Fault("torn shard", path, str(error))
 
 
-def _changed_copies(store: RunStore, of_block: list[File]) -> list[Fault]:
+def _changed_copies(store: RunStore, of_block: list[TrajectoryFile]) -> list[Fault]:
     """The faults of one block's shards, which will be deleted because a compacted file has their rows."""
     counting = read_each(store, of_block[0].searcher, [number for file in of_block for number in file.rounds])
     found = [_changed_copy(store, file, rows) for file, rows in zip(of_block, counting, strict=True)]
     return [fault for fault in found if fault]
 
 
-def _changed_copy(store: RunStore, file: File, counting: pa.Table | StoreError) -> Fault | None:
+def _changed_copy(store: RunStore, file: TrajectoryFile, counting: pa.Table | StoreError) -> Fault | None:
     """counting: the rows of the compacted file, which the shard must have, too."""
     try:
         shard = read_file(store, file.path)

@@ -23,7 +23,7 @@ class Draw:
     reward: list[float]  # [K]
     behavior_logprobs: list[list[float]]  # [U][tokens] by the distribution that the response was drawn from
     reference_logprobs: list[list[float]]  # [U][tokens] by the reference policy
-    is_fresh: list[bool]  # [U] whether the newest policy of the batch sampled it
+    is_of_newest_policy: list[bool]  # [U] whether the newest policy of the batch sampled it
 
 
 @dataclass(frozen=True)

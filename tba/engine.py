@@ -90,8 +90,8 @@ class WholeBatches:
         self._waiting.clear()
 
 
-class Limits(TypedDict):
-    """What every engine is told."""
+class EngineOptions(TypedDict):
+    """Options that every engine takes."""
 
     max_tokens: int  # of prompt and response together
     max_sequences: int  # responses in flight at once

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Unpack
 
-from tba.engine import Engine, Limits
+from tba.engine import Engine, EngineOptions
 from tba.model_files import is_mixture_of_experts
 from tba.precision import default_device
 
@@ -19,7 +19,7 @@ def make_engine(
     *,
     arguments: Mapping[str, Any] = MappingProxyType({}),
     lora_rank: int | None = None,
-    **limits: Unpack[Limits],
+    **options: Unpack[EngineOptions],
 ) -> Engine:
     """An engine for policies of the shape in `folder`. No policy is served until `load`.
 
@@ -29,7 +29,7 @@ def make_engine(
     if importlib.util.find_spec("vllm") and not _is_mixture_on_a_cpu(folder):
         from tba.vllm_engine import VllmEngine
 
-        return VllmEngine(folder, arguments=arguments, lora_rank=lora_rank, **limits)
+        return VllmEngine(folder, arguments=arguments, lora_rank=lora_rank, **options)
     if unknown := set(arguments) - {"gpu_memory_utilization"}:
         raise ValueError(
             f"search.engine: {', '.join(sorted(unknown))} are arguments of vLLM, which is not installed, or not used "
@@ -37,7 +37,7 @@ def make_engine(
         )
     from tba.transformers_engine import TransformersEngine
 
-    return TransformersEngine(folder, **limits)
+    return TransformersEngine(folder, **options)
 
 
 def _is_mixture_on_a_cpu(folder: Path) -> bool:

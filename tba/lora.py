@@ -96,8 +96,8 @@ def merged(
                 yield (f"{layer}.{kind}" if layer else name), tensor
 
 
-def travel_alone(model: "PreTrainedModel", folder: str | Path) -> bool:
-    """Whether a policy can be its adapters alone, and the model in `folder` be under them.
+def can_publish_adapters_alone(model: "PreTrainedModel", folder: str | Path) -> bool:
+    """Whether a policy can be published as its adapters alone, for engines that have the model in `folder`.
 
     Its matrices must be there by the same names, and in bfloat16, because engines round others in another way than the
     Trainer does. GPT-2's Conv1D has [I, O].

@@ -41,8 +41,8 @@ def trajectory_balance_loss(
         as `taper` returns it, or None: weight 1, as in the paper.
     Raises: ValueError: shapes differ or are not [B, K], K < 2, or beta <= 0.
     """
-    error = residual(policy_logprob, reference_logprob, reward, beta)  # [B, K]
-    squared = error.square() if weight is None else weight.detach() * error.square()
+    residuals = residual(policy_logprob, reference_logprob, reward, beta)  # [B, K]
+    squared = residuals.square() if weight is None else weight.detach() * residuals.square()
     return beta / 2 * squared.mean()
 
 
@@ -52,15 +52,15 @@ def residual(policy_logprob: Tensor, reference_logprob: Tensor, reward: Tensor, 
     return log_z + policy_logprob - reference_logprob.detach() - reward.detach() / beta
 
 
-def taper(error: Tensor, policy_logprob: Tensor, behavior_logprob: Tensor) -> Tensor:
+def taper(residuals: Tensor, policy_logprob: Tensor, behavior_logprob: Tensor) -> Tensor:
     """The weight of each squared residual, [B, K] between 0 and 1; no gradient.
 
-    Args: error: the residual [B, K]; policy_logprob, behavior_logprob: [B, K] in nats, summed over response tokens.
+    Args: residuals: [B, K]; policy_logprob, behavior_logprob: [B, K] in nats, summed over response tokens.
         The second is of the distribution that the response was drawn from, whatever its temperature, top-p or prompt.
     The asymmetry is that of TOPR (arXiv 2503.14286), there for REINFORCE.
     """
     ratio = (policy_logprob - behavior_logprob).detach().clamp(max=0).exp()  # min(1, p / p_behavior), [B, K]
-    return torch.where(error.detach() > 0, ratio, 1.0)
+    return torch.where(residuals.detach() > 0, ratio, 1.0)
 
 
 def log_partition(policy_logprob: Tensor, reference_logprob: Tensor, reward: Tensor, beta: float) -> Tensor:

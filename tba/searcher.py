@@ -4,8 +4,9 @@ Before: flows/searcher/policy_feed.py delivers the policy; after: flows/search.p
 
     produces      one shard of trajectories a round
     consumes      prompts of the task, and the newest policy
-    waits for     the first policy, then nothing: Trajectory Balance learns from the responses of any policy
-    unblocks      the Trainer's first batch; later no process waits for it
+    waits for     the first policy, then nothing: Trajectory Balance learns from the responses of any policy. In a
+                  synchronous run it waits for a new policy before each round
+    unblocks      the Trainer's first batch; later ones only if the run limits rate or age of draws
 
 The engine does not wait, either, unless the Searcher has one core only. A whole round of prompts waits in it, and they
 begin where responses have ended. Meanwhile another thread scores and commits the round before, and loads policies: a

@@ -6,7 +6,7 @@ tba/training_loop.py has the loop around the step.
     produces      a policy every k steps
     consumes      batches: B prompts, K responses to each, sampled by any policy
     waits for     the buffer's first `min_size` trajectories; later only if the run limits rate or age of draws
-    unblocks      the Searchers' next policy; they never wait for it
+    unblocks      the Searchers' first round; later rounds only in a synchronous run
 
 Dimensions as in tba/batch.py.
 """
@@ -55,8 +55,8 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        self._reading: list[Future] = []
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._copies: list[Future] = []
         # DeepSpeed was not tried with weights of two types.
         dtype = lora.dtype_of_weights(model) if settings.lora_rank and device else torch.float32
         self._policy = load_policy(model, dtype, settings.gradient_checkpointing)
@@ -64,7 +64,7 @@ class Trainer:
             self._policy.to(device)
         if settings.lora_rank:
             lora.add(self._policy, settings.lora_rank, seed)
-        self._travels_alone = lora.travel_alone(self._policy, model)  # as its adapters
+        self._publishes_adapters = lora.can_publish_adapters_alone(self._policy, model)
         self._reference: PreTrainedModel | None = None  # None: stored log-probabilities are used, until a reset
         self._trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
@@ -96,7 +96,7 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter)
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         """Number of tokens in the model's vocabulary."""
         return self._policy.config.get_text_config().vocab_size
 
@@ -109,7 +109,7 @@ class Trainer:
         step = self.step + 1
         learning_rate, beta = schedule.learning_rate(self.settings, step), schedule.beta(self.settings, step)
         totals = self._gradient(draws, len(draws), beta)
-        waited_s = self._await_readers()
+        waited_s = self._await_copies()
         norm = self._apply_gradient(learning_rate)
         skipped = not math.isfinite(norm)
         self.step = step
@@ -124,7 +124,7 @@ class Trainer:
             )
         return (
             {"log_z_mean": None, "residual_abs_mean": None, "tapered_share": None}  # baselines have no residual
-            | _off_policy(totals)
+            | _with_off_policy_metrics(totals)
             | {
                 "gradient_norm": norm,
                 "learning_rate": learning_rate,
@@ -137,23 +137,23 @@ class Trainer:
             }
         )
 
-    def beside(self, read: Callable[[], Result]) -> "Future[Result]":
-        """Runs `read`, which reads policy or optimizer, in another thread while the next step computes its gradient.
+    def start_copy(self, read: Callable[[], Result]) -> "Future[Result]":
+        """Runs `read`, which copies policy or optimizer, in another thread while the next step computes its gradient.
 
         That step waits for it before it changes them; `copy_wait_s` of its metrics has the seconds. On a GPU the copy
         and the gradient take turns.
         """
-        self._reading = [each for each in self._reading if not each.done()]  # a finished one keeps its copy in memory
-        self._reading.append(self._reader.submit(read))
-        return self._reading[-1]
+        self._copies = [each for each in self._copies if not each.done()]  # a finished one keeps its copy in memory
+        self._copies.append(self._copier.submit(read))
+        return self._copies[-1]
 
-    def _await_readers(self) -> float:
-        """Returns the seconds that it took."""
-        if not self._reading:
+    def _await_copies(self) -> float:
+        """Waits for the copies that `start_copy` began. Returns the seconds that it waited."""
+        if not self._copies:
             return 0.0
         started = time.monotonic()
-        wait(self._reading)
-        self._reading.clear()
+        wait(self._copies)
+        self._copies.clear()
         return time.monotonic() - started
 
     def _gradient(
@@ -211,26 +211,32 @@ class Trainer:
     def _loss(
         self, draws: Sequence[Draw], distinct: list[Tensor], reference_logprob: Tensor, beta: float
     ) -> tuple[Tensor, dict[str, float]]:
+        """The loss of some draws, a mean over them, and its metrics.
+
+        distinct: of each draw, the log-probabilities of its distinct responses [U]; for a baseline of all their tokens.
+        reference_logprob: [B, K].
+        """
         if not self.settings.is_trajectory_balance:
             return self._baseline_loss(draws, distinct, beta)
         device = distinct[0].device
-        policy_logprob = torch.stack([of[draw.slot] for of, draw in zip(distinct, draws, strict=True)])  # [B, K]
+        of_draws = zip(distinct, draws, strict=True)
+        policy_logprob = torch.stack([logprobs[draw.slot] for logprobs, draw in of_draws])  # [B, K]
         behavior_logprob = _of_slots(draws, "behavior_logprobs").to(device)  # [B, K]
         reference_logprob = reference_logprob.to(device)  # [B, K]
         reward = torch.tensor([draw.reward for draw in draws], device=device)  # [B, K]
-        of_reference, of_reward = schedule.tempering(self.settings, self.step + 1)
-        arguments = (policy_logprob, reference_logprob * of_reference, reward * of_reward, beta)
+        reference_factor, reward_factor = schedule.tempering(self.settings, self.step + 1)
+        terms = (policy_logprob, reference_logprob * reference_factor, reward * reward_factor, beta)
         with torch.no_grad():
-            error = residual(*arguments)
+            residuals = residual(*terms)  # [B, K]
             tapered = self.settings.residual_weight == "tapered"
-            weight = taper(error, policy_logprob, behavior_logprob) if tapered else torch.ones_like(error)
-        loss = trajectory_balance_loss(*arguments, weight)
+            weight = taper(residuals, policy_logprob, behavior_logprob) if tapered else torch.ones_like(residuals)
+        loss = trajectory_balance_loss(*terms, weight)
         with torch.no_grad():
             metrics = _ratio_metrics(draws, policy_logprob - behavior_logprob) | {
                 "loss": loss.item(),
                 "reward_mean": reward.mean().item(),
-                "log_z_mean": log_partition(*arguments).mean().item(),
-                "residual_abs_mean": error.abs().mean().item(),
+                "log_z_mean": log_partition(*terms).mean().item(),
+                "residual_abs_mean": residuals.abs().mean().item(),
                 "tapered_share": (weight < 1).float().mean().item(),
                 "logprob_gap_mean": (policy_logprob - reference_logprob).mean().item(),
             }
@@ -269,7 +275,7 @@ class Trainer:
                 of_parts = sequence_logprobs(self._reference, parts, temperature)
             else:  # one draw in several parts
                 of_parts = [torch.cat([sequence_logprobs(self._reference, [part], temperature)[0] for part in parts])]
-        return torch.stack([of[draw.slot] for of, draw in zip(of_parts, draws, strict=True)])
+        return torch.stack([logprobs[draw.slot] for logprobs, draw in zip(of_parts, draws, strict=True)])
 
     def _reset_reference(self) -> None:
         """The current policy becomes the reference. Stored reference log-probabilities are not used after that."""
@@ -281,10 +287,11 @@ class Trainer:
     def weights(self, whole: bool = True) -> dict[str, Tensor]:
         """A copy of the policy's weights in bfloat16, as they are published, on the CPU; tied ones once.
 
-        `whole`: if not, and the policy is trained by adapters, these alone, as the Trainer multiplies by them.
+        `whole`: False: if the policy can be published as its adapters alone, only these, in the type in which the
+        Trainer multiplies by them.
         """
         tied, copies = set(self._policy.all_tied_weights_keys), {}
-        if not whole and self._travels_alone:
+        if not whole and self._publishes_adapters:
             for name, tensor in lora.adapters(self._policy, self._gathered):
                 if self._is_first:
                     copies[name] = tensor.to("cpu", copy=True)
@@ -346,25 +353,26 @@ def _of_slots(draws: Sequence[Draw], name: str) -> Tensor:
 
 
 def _ratio_metrics(draws: Sequence[Draw], log_ratio: Tensor) -> dict[str, float]:
-    """Means over slots, for `_off_policy`. log_ratio: log p - log p_behavior of responses [B, K]."""
+    """Means over slots, for `_with_off_policy_metrics`. log_ratio: log p - log p_behavior of responses [B, K]."""
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     length = torch.tensor([[len(draw.group.responses[place]) for place in draw.slot] for draw in draws])
-    is_fresh = torch.tensor([[draw.is_fresh[place] for place in draw.slot] for draw in draws])
-    disagreement = (log_ratio.cpu().abs() / length).where(is_fresh, 0.0)  # [B, K] nats a token
+    is_of_newest_policy = torch.tensor([[draw.is_of_newest_policy[place] for place in draw.slot] for draw in draws])
+    disagreement = (log_ratio.cpu().abs() / length).where(is_of_newest_policy, 0.0)  # [B, K] nats a token
     return {
         "ratio_mean": ratio.mean().item(),
         "ratio_square_mean": ratio.square().mean().item(),
-        "fresh_disagreement": disagreement.mean().item(),
-        "fresh_slots": is_fresh.float().mean().item(),
+        "newest_policy_disagreement": disagreement.mean().item(),
+        "newest_policy_slots": is_of_newest_policy.float().mean().item(),
     }
 
 
-def _off_policy(totals: dict[str, float]) -> Metrics:
-    """Distance of the batch from the policy: `effective_sample_size` and `logprob_mismatch` of the whole batch.
+def _with_off_policy_metrics(totals: dict[str, float]) -> Metrics:
+    """The metrics with `effective_sample_size` and `logprob_mismatch` in place of the four means of `_ratio_metrics`.
 
-    The first is (mean ratio)^2 / mean ratio^2, the share of the batch that counts under importance weights (Kish).
+    The first is (mean ratio)^2 / mean ratio^2, the share of the batch that counts under importance weights (Kish). The
+    second is the mean of |log ratio| a token over the slots that the batch's newest policy sampled.
     """
-    of_ratios = ("ratio_mean", "ratio_square_mean", "fresh_disagreement", "fresh_slots")
+    of_ratios = ("ratio_mean", "ratio_square_mean", "newest_policy_disagreement", "newest_policy_slots")
     mean, square_mean, disagreement, fresh = map(totals.pop, of_ratios)
     return totals | {
         "effective_sample_size": mean**2 / square_mean,

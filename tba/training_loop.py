@@ -77,7 +77,8 @@ def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Recor
 
 def _publish(trainer: Trainer, outbox: Outbox, final: bool) -> None:
     """Hands over the policy, which is copied while the next step computes its gradient."""
-    weights = trainer.beside(partial(trainer.weights, whole=final))  # adapters alone travel alone until the last policy
+    # A policy by adapters is published as these alone, except the last one, which is whole.
+    weights = trainer.start_copy(partial(trainer.weights, whole=final))
     outbox.publish(trainer.step, weights, final=final)
 
 

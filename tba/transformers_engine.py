@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Unpack
 
 from tba import lora
-from tba.engine import Limits, Response, Sampling, ServedPolicy, WholeBatches
+from tba.engine import EngineOptions, Response, Sampling, ServedPolicy, WholeBatches
 from tba.precision import compute_dtype, default_device
 from tba.weights import fingerprint, read_weights
 
@@ -20,16 +20,16 @@ SCORES_BYTES = 4 * 1024**3  # of memory for the scores of TransformersEngine
 class TransformersEngine(WholeBatches):
     """transformers' generate. A policy's adapters are merged into the weights of the model that it began with."""
 
-    def __init__(self, folder: Path, **limits: Unpack[Limits]) -> None:
+    def __init__(self, folder: Path, **options: Unpack[EngineOptions]) -> None:
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         super().__init__()
         self._folder = folder
-        torch.set_num_threads(limits["threads"])
-        torch.manual_seed(limits["seed"])
+        torch.set_num_threads(options["threads"])
+        torch.manual_seed(options["seed"])
         self._served = ServedPolicy(-1, "")  # not the published one: the model's own weights
-        self._max_sequences = limits["max_sequences"]
+        self._max_sequences = options["max_sequences"]
         self._device = default_device()
         self._dtype = compute_dtype(self._device)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from tba import lora
-from tba.engine import Limits, Response, Sampling, ServedPolicy
+from tba.engine import EngineOptions, Response, Sampling, ServedPolicy
 from tba.precision import compute_dtype
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -60,19 +60,19 @@ class VllmEngine:
         *,
         arguments: Mapping[str, Any] = MappingProxyType({}),
         lora_rank: int | None = None,
-        **limits: Unpack[Limits],
+        **options: Unpack[EngineOptions],
     ) -> None:
         """Arguments as of tba.engines.make_engine."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("OMP_NUM_THREADS", str(limits["threads"]))  # read by the CPU backend only
+        os.environ.setdefault("OMP_NUM_THREADS", str(options["threads"]))  # read by the CPU backend only
         from vllm import LLM
         from vllm.platforms import current_platform
 
         is_cpu = current_platform.is_cpu()
         usual = {
             "dtype": compute_dtype(current_platform.device_type),
-            "max_model_len": limits["max_tokens"],
+            "max_model_len": options["max_tokens"],
             # The CPU's default, 128 tokens, is longer than many a prompt, and only whole blocks are computed once for
             # all samples of a prompt. 32 is the smallest that its kernels take.
             "block_size": 32 if is_cpu else None,
@@ -80,12 +80,14 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         usual |= arguments
-        self._max_sequences = min(limits["max_sequences"], MAX_SEQUENCES, arguments.get("max_num_batched_tokens", 4096))
+        self._max_sequences = min(
+            options["max_sequences"], MAX_SEQUENCES, arguments.get("max_num_batched_tokens", 4096)
+        )
         usual |= _room_for_adapters(folder, lora_rank, usual.pop("enable_lora", _is_fast(is_cpu, usual["dtype"])))
         self._llm = LLM(
             **usual,
             model=str(folder),
-            seed=limits["seed"],
+            seed=options["seed"],
             max_num_seqs=self._max_sequences,
             logprobs_mode="processed_logprobs",
             trust_remote_code=False,

@@ -118,7 +118,7 @@ class ShardedTrainer(Trainer):
         self._engine.step()  # clips; if the norm is not finite, it does not step, and reports infinity
         return float(self._engine.get_global_grad_norm())
 
-    def beside(self, read: Callable[[], Result]) -> "Future[Result]":
+    def start_copy(self, read: Callable[[], Result]) -> "Future[Result]":
         """At once, because all processes gather the weights together."""
         done: Future[Result] = Future()
         done.set_result(read())

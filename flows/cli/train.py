@@ -82,7 +82,7 @@ def train(
 
 def _check_inputs(config: "RunConfig") -> "RunStore":
     """Checks the inputs before anything is started; exits with the reason if one is wrong."""
-    from flows.run.preflight import check_apart
+    from flows.run.preflight import check_inputs_in_a_process
     from storage.errors import StoreError
     from storage.store import RunStore
     from tba.models import EMBEDDED_MODEL, MODELS_FOLDER
@@ -90,7 +90,7 @@ def _check_inputs(config: "RunConfig") -> "RunStore":
     if config.model == EMBEDDED_MODEL and not (MODELS_FOLDER / EMBEDDED_MODEL).exists():
         say("Unpacking the embedded model, once in this folder (20 to 80 s).")
     try:
-        for warning in check_apart(config):
+        for warning in check_inputs_in_a_process(config):
             say(f"WARNING: {warning}", err=True)
         return RunStore(config.store, config.run)
     except (ValueError, OSError, ImportError, StoreError) as error:

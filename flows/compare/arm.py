@@ -23,12 +23,13 @@ class Outcome:
     arm: str
     seed: int
     learning_rate: float
-    # Greedy, on held-out sums: share with the whole reward. None: all runs begin with the same model, not measured.
+    # Greedy, on held-out problems; red-teaming: share of sampled attacks that succeed. None: not measured, because all
+    # runs with a model begin with the same one.
     accuracy_before: float | None
     accuracy_after: float
-    # Of 8 responses that the last policy samples to a held-out prompt.
+    # Of the responses that the last policy samples to a problem: 8; red-teaming: 64.
     num_distinct: float
-    num_distinct_right: float  # with the whole reward
+    num_distinct_right: float  # with the whole reward; with a model from success_reward on
     seconds: float
     code_version: str
     curve: list[float]  # mean reward of each step's batch; with a model, of each round

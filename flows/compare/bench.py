@@ -33,10 +33,10 @@ class Bench:
         """`study`: its name, in the names of its runs. `runs`: how its arms train."""
         self._store, self._study, self._runs, self._say = store, study, runs, say
         workers = cpu_threads(1)
-        if runs.uses_gpu:  # an engine takes a part of a GPU's memory
+        if runs.trains_a_model:  # an engine takes a part of a GPU's memory
             workers = 1 if gpu_bytes() else max(1, min(workers, memory_bytes() // BYTES_OF_RUN))
         self._pool = ProcessPoolExecutor(  # an engine needs a process of its own
-            workers, mp_context=get_context("spawn"), max_tasks_per_child=1 if runs.uses_gpu else None
+            workers, mp_context=get_context("spawn"), max_tasks_per_child=1 if runs.trains_a_model else None
         )
 
     def __enter__(self) -> "Bench":

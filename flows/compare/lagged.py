@@ -47,7 +47,7 @@ NUM_ATTACKS = 64  # of red-teaming, which has one prompt
 
 @dataclass(frozen=True)
 class Measures:
-    """What a policy is worth."""
+    """Accuracy and diversity of a trained policy."""
 
     accuracy: float  # greedy, on held-out problems; red-teaming: share of sampled attacks that succeed
     num_distinct: float  # of the responses sampled to a problem
@@ -120,9 +120,12 @@ def run_with_lag(config: RunConfig, lag: int) -> Lagged:
     searcher.load(template, 0)
     heart, alarms = Heartbeat(store, config, 1, os.getppid()), RunAlarms()
     with tempfile.TemporaryDirectory() as folder, trainer_of(template, config.train, config.seed) as trainer:
-        buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
-        of_search = {"searcher": searcher, "num_rounds": config.searchers, "lag": lag, "folder": Path(folder)}
-        outbox = LaggedOutbox(store, config, 1, template, heart, alarms, **of_search)
+        limits = Limits(vocab_size=trainer.vocabulary_size, last_step=config.train.steps)
+        buffer = ReplayBuffer(store, config.sampling, config.seed, limits)
+        outbox = LaggedOutbox(
+            store, config, 1, template, heart, alarms,
+            searcher=searcher, num_rounds=config.searchers, lag=lag, folder=Path(folder),
+        )  # fmt: skip
         with contextlib.closing(outbox), contextlib.closing(PunctualExperience(store, buffer, 1, alarms)) as experience:
             train(trainer, experience, outbox)
     heart.end("finished")
@@ -130,7 +133,7 @@ def run_with_lag(config: RunConfig, lag: int) -> Lagged:
 
 
 def measured(searcher: "Searcher", config: RunConfig) -> Measures:
-    """Of the policy that the Searcher serves."""
+    """Measures the policy that the Searcher serves."""
     is_redteam = config.task.name == "redteam"
     problems = searcher.task.train[:1] if is_redteam else searcher.task.heldout[:NUM_PROBLEMS]
     answers = searcher.answers(problems, NUM_ATTACKS if is_redteam else NUM_SAMPLES, config.train.temperature)

@@ -13,7 +13,7 @@ from tba.evaluation import success_reward
 
 OF_RUN = {"task", "searchers", "search", "sampling", "train"}  # sections of a run's settings that an arm has
 # Settings of a run that would change the age of samples, or have the Trainer wait for samples that do not come.
-_KEPT = (
+_SET_BY_STUDY = (
     ("train", "steps"), ("train", "sync_interval"), ("sampling", "max_age"), ("sampling", "samples_per_insert"),
     ("sampling", "min_size"),
 )  # fmt: skip
@@ -26,7 +26,7 @@ class OnModel:
     model: str  # named as a run's
 
     settings_class: ClassVar = RunConfig
-    uses_gpu: ClassVar = True
+    trains_a_model: ClassVar = True
     tunes_step_size: ClassVar = False
     step_size: ClassVar = "Step size:"
     more_measures: ClassVar[dict[str, str]] = {
@@ -38,7 +38,7 @@ class OnModel:
         """Raises: ValueError, which pydantic's ValidationError is, too."""
         if unknown := settings.keys() - OF_RUN:
             raise ValueError(f"{min(unknown)} is no setting of an arm; it has {', '.join(sorted(OF_RUN))}")
-        for section, name in _KEPT:
+        for section, name in _SET_BY_STUDY:
             if name in settings.get(section, {}):
                 raise ValueError(f"{section}.{name} cannot be an arm's: the study sets steps and age of samples")
         if settings.get("searchers", 1) < 1:

@@ -67,7 +67,7 @@ class OnTestbed:
     first_policies: Path = Path(".tba/.local/testbed")  # folder of the pretrained policies, one for each seed
 
     settings_class: ClassVar = Configuration
-    uses_gpu: ClassVar = False
+    trains_a_model: ClassVar = False
     tunes_step_size: ClassVar = True
     step_size: ClassVar = (
         "Step size: the best of a grid by factors of 3.16, not at its edge, by one run each with another seed:"

@@ -67,8 +67,8 @@ class Replay:
         prompts = mop.Prompts(
             numbers.astype(np.uint64),
             np.isin(numbers, list(recent)),
-            self._rewards_differ[numbers] & sampling.differing_rewards_first,
-            differ_recently & sampling.differing_rewards_first,
+            preferred=self._rewards_differ[numbers] & sampling.differing_rewards_first,
+            recent_preferred=differ_recently & sampling.differing_rewards_first,
         )
         chosen, is_recent = mop.choose_prompts(
             prompts, sampling.prompts_per_batch, sampling.recent_probability, self._seed, step

@@ -20,7 +20,7 @@ from tba.config import Settings
 
 _FOLDER = files("flows.compare") / "studies"
 _LABEL = re.compile("[a-z][a-z0-9_]*")
-TABLES = {"task", "search", "sampling", "train"}  # sections; the other settings of an arm are values
+SECTIONS = {"task", "search", "sampling", "train"}  # sections; the other settings of an arm are values
 
 
 class Study(Settings):
@@ -77,9 +77,9 @@ class Study(Settings):
         merged: dict[str, Any] = {}
         of_arm = {section: changes for section, changes in self.arms[label].items() if section != "lags"}
         for section, changes in [*self.common.items(), *of_arm.items()]:
-            if section in TABLES and not isinstance(changes, dict):
+            if section in SECTIONS and not isinstance(changes, dict):
                 raise ValueError(f"{section}: got {changes!r}; it is a table of settings, as in {{ … }}")
-            merged[section] = merged.get(section, {}) | changes if section in TABLES else changes
+            merged[section] = merged.get(section, {}) | changes if section in SECTIONS else changes
         return self.runs.configuration(merged, self.steps)
 
     @property

@@ -39,18 +39,20 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
         "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
         "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
     }
-    return write_study(out, name, study, outcomes, about | hardware(runs.uses_gpu))
+    return write_study(out, name, study, outcomes, about | hardware(runs.trains_a_model))
 
 
 def _steps(study: Study) -> int | str:
-    by_arm = study.steps_by_arm
-    if len(set(by_arm.values())) == 1:
-        return by_arm[study.compared_with]
-    return ", ".join(f"{label} {steps}" for label, steps in by_arm.items())
+    num_steps = study.steps_by_arm
+    if len(set(num_steps.values())) == 1:
+        return num_steps[study.compared_with]
+    return ", ".join(f"{label} {steps}" for label, steps in num_steps.items())
 
 
 def write_study(out: Path, name: str, study: Study, outcomes: list[Outcome], about: dict) -> tuple[Path, dict]:
-    """Named by `file_name`: .md with the tables, .png with the plot, .json with every run. Returns page and numbers.
+    """Writes .md with the tables, .png with the plot and .json with every run, named by `file_name`.
+
+    Returns page and numbers.
 
     about: the facts above the tables, by name.
     """
@@ -114,7 +116,7 @@ def _tables(
     lost: dict[str, Interval],
 ) -> list[str]:
     labels, others = list(study.arms), [label for label in study.arms if label != study.compared_with]
-    seeds = by_arm(outcomes)
+    accuracy_by_seed = by_arm(outcomes)
     rates = {outcome.arm: f"{outcome.learning_rate:.2g}" for outcome in outcomes}
     runs, (greedy, distinct, right) = study.runs, _measures(study)
 
@@ -134,7 +136,9 @@ def _tables(
     fall = f"loss from lag {study.lags[0]} to {study.lags[-1]}, paired by seed"
     joint = "; these intervals hold at once" if len(lost) > 1 else ""
     lost_row = [[fall + joint, *(lost.get(label, "–") for label in labels)]] if lost else []
-    spread = {arm: f"{statistics.stdev(of_arm.values()):.3f}" for arm, of_arm in seeds.items() if len(of_arm) > 1}
+    spread = {
+        arm: f"{statistics.stdev(of_arm.values()):.3f}" for arm, of_arm in accuracy_by_seed.items() if len(of_arm) > 1
+    }
     each = "mean over seeds with its 95 % confidence interval (Student's t)"
     return [
         *by_lag(f"{greedy}, {each}:", labels, accuracies, lost_row),

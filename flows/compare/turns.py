@@ -87,7 +87,10 @@ def turns(
 
 
 def write_turns(out: Path, name: str, rows: list[dict], curves: list[list[tuple[float, float]]], about: dict) -> Path:
-    """Named by `file_name`: .md with the table, .png with the plot, .json with every run. Returns the table's file."""
+    """Writes .md with the table, .png with the plot and .json with every run, named by `file_name`.
+
+    Returns the table's file.
+    """
     common = common_accuracy(curves)
     for row, curve in zip(rows, curves, strict=True):
         row["seconds_to_common"] = next(seconds for seconds, accuracy in curve if accuracy >= common)

@@ -103,14 +103,14 @@ class RunSource:
         rounds: dict[str, list[int]] = {}  # as `parts` made them, each searcher's together and in order
         for searcher, number in parts:
             rounds.setdefault(searcher, []).append(number)
-        for place, shard in read_many(self._store, rounds):
+        for origin, shard in read_many(self._store, rounds):
             if isinstance(shard, NotFound):
                 log.warning("warm start: a shard was deleted meanwhile and is left out: %s", shard)
                 yield None
             else:
-                yield self._usable(place, shard)
+                yield self._usable(origin, shard)
 
-    def _usable(self, place: tuple[str, int], shard: pa.Table | StoreError) -> pa.Table:
+    def _usable(self, origin: tuple[str, int], shard: pa.Table | StoreError) -> pa.Table:
         """A shard, or its error, with the rewards of the version. No rows: see `read`."""
         try:
             if isinstance(shard, StoreError):
@@ -120,9 +120,9 @@ class RunSource:
         except (TornShard, DamagedRecord) as error:
             log.warning("warm start: a torn shard is left out: %s", error)
             return TRAJECTORY.empty_table()
-        if reasons := intake.check({place: shard}, Limits()):
-            where = f"{shards.shard_path(*place)} of {self.url}"
-            log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[place]))
+        if reasons := intake.check({origin: shard}, Limits()):
+            where = f"{shards.shard_path(*origin)} of {self.url}"
+            log.warning("warm start: %s breaks rules and is left out: %s", where, "; ".join(reasons[origin]))
             return TRAJECTORY.empty_table()
         return shard
 

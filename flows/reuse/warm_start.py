@@ -40,7 +40,7 @@ def check_sources(store: RunStore, config: RunConfig) -> None:
             open_source(url, config)
 
 
-def take_over(store: RunStore, config: RunConfig) -> None:
+def copy_sources(store: RunStore, config: RunConfig) -> None:
     """Copies every source's trajectories into the run, unless that has been done.
 
     Raises: ValueError: trajectories fail the quality gate, or are too few for a run without Searchers.
@@ -50,7 +50,7 @@ def take_over(store: RunStore, config: RunConfig) -> None:
     sources = [open_source(url, config) for url in config.warm_start]
     copy, plan = Copy(store, config), make_plan(store, sources)
     taken = [
-        {"url": source.url} | copy.all_of(source, shards.copies_name(index), parts)
+        {"url": source.url} | copy.all_of(source, shards.warm_start_name(index), parts)
         for index, (source, parts) in enumerate(zip(sources, plan, strict=True))
     ]
     num_trajectories = sum(source["num_trajectories"] for source in taken)
@@ -60,9 +60,9 @@ def take_over(store: RunStore, config: RunConfig) -> None:
     get_run_logger().info("the buffer begins with %d trajectories: %s", num_trajectories, taken)
 
 
-take_over_task = task(
+copy_sources_task = task(
     name="warm-start", task_run_name="warm start", cache_policy=NO_CACHE, persist_result=False
-)(take_over)  # fmt: skip
+)(copy_sources)  # fmt: skip
 
 
 def check_enough(config: RunConfig, num_trajectories: int) -> None:

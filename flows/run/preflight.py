@@ -14,7 +14,7 @@ from infra.gpus import num_gpus
 from storage.errors import NotFound, TornShard
 from storage.run_inputs import check_data
 from storage.shard_files import read_shards
-from storage.shards import files_named, is_copies_name
+from storage.shards import files_named, is_warm_start_name
 from storage.store import RunStore
 from storage.summary import is_finished
 from tba.config import TaskSettings
@@ -26,7 +26,7 @@ from tba.tasks import READ_BY, TASKS, load_task
 from tba.tasks.base import stop_tokens
 
 
-def check_apart(config: RunConfig) -> list[str]:
+def check_inputs_in_a_process(config: RunConfig) -> list[str]:
     """`check_inputs` in a process that ends with it, so that a model which a user's reward loads leaves the memory.
 
     Raises: as check_inputs. ValueError: that process was killed, or a user's function ended it."""
@@ -90,7 +90,7 @@ def check_inputs(config: RunConfig) -> list[str]:
 
 def changed_reward(store: RunStore, version: str) -> str | None:
     """A warning if the newest round of the run's own Searchers has rewards of another version."""
-    own = [file for file in files_named(store.list("trajectories")) if not is_copies_name(file.searcher)]
+    own = [file for file in files_named(store.list("trajectories")) if not is_warm_start_name(file.searcher)]
     if not own:
         return None
     newest = max(own, key=lambda file: file.rounds[-1])
@@ -156,14 +156,14 @@ def check_rounds(config: RunConfig, num_problems: int) -> None:
     if not config.synchronous:
         return
     distance = config.search.near_duplicate_distance
-    prompts = min(config.search.prompts_per_round, num_problems)
+    num_prompts = min(config.search.prompts_per_round, num_problems)
     # of a prompt's responses at least one is no near-duplicate
-    fresh = prompts * (1 if distance else config.search.samples_per_prompt)
-    if fresh < config.sampling.min_size:
+    num_certain = num_prompts * (1 if distance else config.search.samples_per_prompt)
+    if num_certain < config.sampling.min_size:
         kept = ", of which near-duplicates are dropped," if distance else ""
         raise ValueError(
-            f"synchronous: a round has {prompts} prompts, and {fresh} trajectories{kept} are certain, but "
-            f"sampling.min_size is {config.sampling.min_size}: training might never start; lower it to {fresh}"
+            f"synchronous: a round has {num_prompts} prompts, and {num_certain} trajectories{kept} are certain, but "
+            f"sampling.min_size is {config.sampling.min_size}: training might never start; lower it to {num_certain}"
         )
 
 

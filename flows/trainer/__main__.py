@@ -29,7 +29,7 @@ from storage.store import RunStore
 # Five heartbeats. Only a Trainer on another machine is watched for this long.
 TAKEOVER_WATCH_S = 10.0
 
-log = logging.getLogger("tba.learn")
+log = logging.getLogger("tba.trainer")
 
 
 def learn(store_url: str, run: str, parent: int, devices: dict | None = None) -> None:

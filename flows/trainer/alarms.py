@@ -11,7 +11,7 @@ from tba.alarms import Alarms
 
 FILE = "alarms.json"  # of a checkpoint
 
-log = logging.getLogger("tba.learn")
+log = logging.getLogger("tba.trainer")
 
 
 class RunAlarms:

@@ -14,7 +14,7 @@ from storage import ledger
 from storage.buffer import NotEnoughExperience, ReplayBuffer
 from storage.fresh import FRESH_COLUMNS, Fresh
 from storage.ledger import Sync
-from storage.shards import is_copies_name
+from storage.shards import is_warm_start_name
 from storage.store import RunStore
 from tba.batch import Batch, Draw, Metrics
 from tba.logprobs import Group
@@ -64,7 +64,7 @@ class StoredExperience:
         """Called in the thread of the syncs."""
         if sync is not None:
             self._fresh = sync.fresh
-            self._has_searchers |= not all(map(is_copies_name, sync.rounds))
+            self._has_searchers |= not all(map(is_warm_start_name, sync.rounds))
             self._arrived_at = time.monotonic()
             self._awaits_shard = self._awaits_shard and not self._caught_up
         self._caught_up = True
@@ -97,7 +97,7 @@ class StoredExperience:
 
     def _facts(self, rows: pa.Table, step: int) -> Metrics:
         staleness = ledger.staleness(rows, step).to_pylist()
-        recent = [reward for reward, is_recent in zip(*columns(rows, "reward", "recent"), strict=True) if is_recent]
+        recent = rows["reward"].filter(rows["recent"]).to_pylist()
         fresh = self._fresh.facts(step) if self._fresh else dict.fromkeys(FRESH_COLUMNS)
         return fresh | {
             "staleness_mean": sum(staleness) / len(staleness),
@@ -110,10 +110,6 @@ class StoredExperience:
             "num_too_old": self.buffer.num_too_old(step),
             "searchers_silent_s": self._silent_s(),
         }
-
-
-def columns(rows: pa.Table, *names: str) -> list[list]:
-    return [rows[name].to_pylist() for name in names]
 
 
 def make_draws(rows: pa.Table) -> list[Draw]:
@@ -134,5 +130,5 @@ def _make_draw(rows: list[dict], newest_policy: int) -> Draw:
         reward=[row["reward"] for row in rows],
         behavior_logprobs=[row["behavior_logprobs"] for row in distinct],
         reference_logprobs=[row["reference_logprobs"] for row in distinct],
-        is_fresh=[row["ages_from"] == newest_policy for row in distinct],
+        is_of_newest_policy=[row["ages_from"] == newest_policy for row in distinct],
     )

@@ -20,7 +20,7 @@ from storage.store import RunStore
 
 HEARTBEAT_S = 2.0
 
-log = logging.getLogger("tba.learn")
+log = logging.getLogger("tba.trainer")
 
 
 class Heartbeat:

@@ -27,7 +27,7 @@ POLL_S = 0.5
 LOOPBACK = "127.0.0.1"
 KEY_VARIABLE = "TBA_MEETING_KEY"  # in the environment of the Trainer's first process
 
-log = logging.getLogger("tba.devices")
+log = logging.getLogger("tba.ranks")
 
 
 class Meeting:

@@ -39,7 +39,7 @@ KEPT_POLICIES = 3
 # for each policy that its weights are rebuilt from.
 LOOK_S = 10.0
 
-log = logging.getLogger("tba.learn")
+log = logging.getLogger("tba.trainer")
 
 
 class StoreOutbox:
@@ -79,7 +79,7 @@ class StoreOutbox:
         self._looked_at = time.monotonic()  # when it was last looked for in the store
 
     def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
-        self._raise_what_failed()  # otherwise the Trainer would wait for samples of a policy that was never published
+        self._raise_writer_errors()  # otherwise the Trainer would wait for samples of a policy that was never published
         if state == "training":
             self._alarms.see(metrics)
         self._heart.tell(state, step, {"message": "", "alarms": self._alarms.on, **metrics})
@@ -100,7 +100,7 @@ class StoreOutbox:
         return False
 
     def record(self, step: int, batch: Batch[pa.Table], metrics: Mapping[str, float | datetime | None]) -> None:
-        self._newest_record = self._later(self._recorder, self._write_record, step, batch.record, metrics)
+        self._newest_record = self._submit(self._recorder, self._write_record, step, batch.record, metrics)
 
     def publish(self, step: int, weights: Future[dict[str, Tensor]], final: bool) -> None:
         if final:
@@ -109,7 +109,7 @@ class StoreOutbox:
         self._record_before_policy = self._newest_record
         self._unpublished.clear()
         self._unpublished[step] = weights, final, self._record_before_policy
-        self._newest_policy = self._later(self._publisher, self._write_policy, step)
+        self._newest_policy = self._submit(self._publisher, self._write_policy, step)
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:
         self._newest_checkpoint.result()
@@ -121,9 +121,9 @@ class StoreOutbox:
             save_alarms(folder)
 
         num_bytes = trainer.checkpoint_bytes
-        folder = trainer.beside(partial(filled_folder, "checkpoint", self._store.run, fill, num_bytes))
+        folder = trainer.start_copy(partial(filled_folder, "checkpoint", self._store.run, fill, num_bytes))
         before = list(self._pending)
-        self._newest_checkpoint = self._later(self._uploader, self._write_checkpoint, step, folder, before)
+        self._newest_checkpoint = self._submit(self._uploader, self._write_checkpoint, step, folder, before)
 
     def close(self) -> None:
         """Waits until everything is written. Raises the writers' errors."""
@@ -133,12 +133,12 @@ class StoreOutbox:
         for future in self._pending:
             future.result()
 
-    def _later(self, thread: ThreadPoolExecutor, write, *arguments) -> Future:
-        self._raise_what_failed()
+    def _submit(self, thread: ThreadPoolExecutor, write, *arguments) -> Future:
+        self._raise_writer_errors()
         self._pending.append(thread.submit(self._fenced, write, *arguments))
         return self._pending[-1]
 
-    def _raise_what_failed(self) -> None:
+    def _raise_writer_errors(self) -> None:
         """Raises a writer's error, which stops training."""
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if future not in done]
@@ -146,6 +146,7 @@ class StoreOutbox:
             future.result()
 
     def _fenced(self, write, *arguments) -> None:
+        """Calls a writer, unless a later attempt has begun. Raises: Superseded."""
         attempts.check_not_superseded(self._store, self._attempt)
         write(*arguments)
 

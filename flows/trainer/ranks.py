@@ -33,7 +33,7 @@ DEEPSPEED = files("infra") / "deepspeed"
 BUILD_S = 1800.0  # to meet, load the model and compile DeepSpeed's operators
 END_TIMEOUT_S = 30  # the other processes have no work left when the first one closes
 
-log = logging.getLogger("tba.devices")
+log = logging.getLogger("tba.ranks")
 
 
 @contextlib.contextmanager

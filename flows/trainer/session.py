@@ -32,7 +32,7 @@ from tba.precision import default_device
 from tba.trainer import Trainer
 from tba.training_loop import train
 
-log = logging.getLogger("tba.learn")
+log = logging.getLogger("tba.trainer")
 
 
 def train_run(
@@ -54,12 +54,15 @@ def train_run(
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
         _resumed_trainer(store, config, attempt, checkpoint, alarms) as trainer,
     ):
-        buffer = ReplayBuffer(store, config.sampling, config.seed, Limits(trainer.vocabulary, config.train.steps))
+        limits = Limits(vocab_size=trainer.vocabulary_size, last_step=config.train.steps)
+        buffer = ReplayBuffer(store, config.sampling, config.seed, limits)
         buffer.rebuild(checkpoint.step)
         log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
         has_searchers = requests.wanted_or_configured(store, config.searchers) > 0
-        waits = {"has_searchers": has_searchers, "awaits_shard": has_searchers and attempt > 1}
-        with contextlib.closing(StoredExperience(store, buffer, attempt, alarms, **waits)) as experience:
+        experience = StoredExperience(
+            store, buffer, attempt, alarms, has_searchers=has_searchers, awaits_shard=has_searchers and attempt > 1
+        )
+        with contextlib.closing(experience):
             train(trainer, experience, outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"
 

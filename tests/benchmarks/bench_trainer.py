@@ -92,7 +92,7 @@ def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
             rewards,
             behavior_logprobs=[[-4.0] * len(response) for response in responses],
             reference_logprobs=[[-4.0] * len(response) for response in responses],
-            is_fresh=[True] * NUM_RESPONSES,
+            is_of_newest_policy=[True] * NUM_RESPONSES,
         )
         for prompt, responses, rewards in make_groups(shape, config.eos_token_id, config.vocab_size)
     ]

@@ -53,7 +53,7 @@ def random_draws(vocabulary: int, prompts: int, responses: int, prompt_tokens: i
             reward=[float(number % 2) for number in range(responses)],
             behavior_logprobs=[[-4.0] * response_tokens] * responses,
             reference_logprobs=[[-4.0] * response_tokens] * responses,
-            is_fresh=[True] * responses,
+            is_of_newest_policy=[True] * responses,
         )
         for _ in range(prompts)
     ]
@@ -71,7 +71,7 @@ def main(
 ) -> None:
     """Profile one training step."""
     trainer = Trainer(model_folder(model), TrainSettings(), default_device())
-    draws = random_draws(trainer.vocabulary, prompts, responses, prompt_tokens, response_tokens)
+    draws = random_draws(trainer.vocabulary_size, prompts, responses, prompt_tokens, response_tokens)
     print(profile_step(trainer, draws, folder))
     print(f"Trace: {folder / 'trace.json'} (open in ui.perfetto.dev). Table: {folder / 'table.txt'}.")
 

@@ -19,7 +19,7 @@ def test_a_profiled_step_leaves_a_trace_and_a_table(tmp_path):
         tmp_path
     )
     trainer = Trainer(tmp_path, TrainSettings())
-    draws = random_draws(trainer.vocabulary, prompts=2, responses=3, prompt_tokens=4, response_tokens=5)
+    draws = random_draws(trainer.vocabulary_size, prompts=2, responses=3, prompt_tokens=4, response_tokens=5)
     table = profile_step(trainer, draws, tmp_path / "profile")
     assert "aten::mm" in table and table == (tmp_path / "profile" / "table.txt").read_text()
     assert json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]

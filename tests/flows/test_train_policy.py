@@ -1,7 +1,7 @@
 """The task of tba/train that runs the Trainer's process, with a stand-in for the process.
 
-- while the Trainer owns the run, `began` is set; once another flow's Trainer has taken the run over, `lost` is set, so
-  that the flow leaves the Searchers, which the other flow has adopted
+- while the Trainer owns the run, `owns_run` is set; once another flow's Trainer has taken the run over, `superseded` is
+  set, so that the flow leaves the Searchers, which the other flow has adopted
 - the Trainer and the flow runs of its further machines get one key, a new one for each attempt
 - a flow that gives its Searchers up says why in the heartbeat, unless another flow's Trainer writes it; what the
   Trainer said of itself stays
@@ -42,12 +42,12 @@ class Trainer:
 
     pid = os.getpid()
 
-    def __init__(self, store: RunStore, began: threading.Event, end) -> None:
+    def __init__(self, store: RunStore, owns_run: threading.Event, end) -> None:
         attempts.start_attempt(store, 0, Identity.current())
-        self._began, self._end, self._status = began, end, None
+        self._owns_run, self._end, self._status = owns_run, end, None
 
     def poll(self) -> int | None:
-        if self._began.is_set() and self._status is None:
+        if self._owns_run.is_set() and self._status is None:
             self._end()
             self._status = 1
         return self._status
@@ -73,8 +73,8 @@ class Refused:
 
 
 @pytest.mark.parametrize("is_taken_over", [False, True])
-def test_a_flow_that_was_superseded_knows_it(local_store, monkeypatch, is_taken_over):
-    began, lost, over = threading.Event(), threading.Event(), threading.Event()
+def test_a_superseded_flow_leaves_the_run_and_does_not_restart_its_trainer(local_store, monkeypatch, is_taken_over):
+    owns_run, superseded, ending = threading.Event(), threading.Event(), threading.Event()
     started = []
 
     def end() -> None:
@@ -87,15 +87,15 @@ def test_a_flow_that_was_superseded_knows_it(local_store, monkeypatch, is_taken_
     monkeypatch.setenv(KEY_VARIABLE, "of an earlier attempt")
     monkeypatch.setattr(train, "start_machines", lambda config, attempt, key: started.append((attempt, key)))
     keys = []
-    monkeypatch.setattr(train.subprocess, "Popen", lambda command, env: Trainer(local_store, began, end))
+    monkeypatch.setattr(train.subprocess, "Popen", lambda command, env: Trainer(local_store, owns_run, end))
     error = AlreadyTraining if is_taken_over else RuntimeError
     with pytest.raises(error):
-        train.run_trainer(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
-    assert (began.is_set(), lost.is_set()) == (not is_taken_over, is_taken_over)
+        train.run_trainer(RunConfig(run=local_store.run, store=local_store.url), owns_run, superseded, ending)
+    assert (owns_run.is_set(), superseded.is_set()) == (not is_taken_over, is_taken_over)
+    monkeypatch.setattr(train.subprocess, "Popen", lambda command, env: Refused())
     with pytest.raises(AlreadyTraining):  # it is not started again: another Trainer keeps it out
-        monkeypatch.setattr(train.subprocess, "Popen", lambda command, env: Refused())
-        train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), began, lost, over)
-    assert lost.is_set()
+        train.train_policy.fn(RunConfig(run=local_store.run, store=local_store.url), owns_run, superseded, ending)
+    assert superseded.is_set()
     assert started == [(1, keys[0])], "both sides of the Trainer's machines have the same key"
 
 
@@ -154,7 +154,7 @@ def test_a_store_that_is_away_hides_neither_the_trainer_nor_its_failure(local_st
     monkeypatch.setattr(attempts, "newest_attempt", away)
     monkeypatch.setattr(attempts, "read_heartbeat", away)
     assert train.attempt_of(local_store, os.getpid()) is None
-    assert "ended without a message" in train.last_words(local_store)
+    assert "ended without a message" in train.failure_message(local_store)
 
 
 @pytest.mark.parametrize("is_taken_over", [False, True])
@@ -164,12 +164,12 @@ def test_a_flow_whose_searchers_fail_too_often_says_so_once_its_trainer_has_ende
     """Not over the heartbeat of another flow's Trainer."""
     config, events = RunConfig(run=local_store.run, store=local_store.url), []
 
-    def submit(config: RunConfig, began: threading.Event, lost: threading.Event, over: threading.Event):
+    def submit(config: RunConfig, owns_run: threading.Event, superseded: threading.Event, ending: threading.Event):
         attempts.start_attempt(local_store, 0, Identity.current())
-        lost.set() if is_taken_over else None
+        superseded.set() if is_taken_over else None
 
         def wait() -> None:
-            assert over.is_set()
+            assert ending.is_set()
             if not events:
                 attempts.heartbeat(local_store, {"state": "stopped", "step": 3})
             events.append("trainer ended")
@@ -183,7 +183,7 @@ def test_a_flow_whose_searchers_fail_too_often_says_so_once_its_trainer_has_ende
     for name, stand_in in {
         "continued": lambda config: config,
         "prepare_task": lambda *_: local_store,
-        "take_over_task": lambda *_: None,
+        "copy_sources_task": lambda *_: None,
         "Page": lambda *_: None,
         "look_after": fail,
         "end_searchers": lambda searchers: events.append("searchers ended"),
@@ -236,13 +236,13 @@ def test_training_goes_on_while_server_or_store_is_away(monkeypatch, error, capl
 
     monkeypatch.setattr(train, "end_if_suspended", lambda: None)
     monkeypatch.setattr(train, "get_run_logger", lambda: logging.getLogger("test"))
-    searchers, began = SimpleNamespace(keep_up=fail, is_away=False), threading.Event()
-    began.set()
+    searchers, owns_run = SimpleNamespace(keep_up=fail, is_away=False), threading.Event()
+    owns_run.set()
     for _ in range(3):
-        train.look_after(searchers, began)
+        train.look_after(searchers, owns_run)
     assert searchers.is_away and len(caplog.records) == 1, "one warning"
     searchers.keep_up = lambda: None
-    train.look_after(searchers, began)
+    train.look_after(searchers, owns_run)
     assert not searchers.is_away
 
 
@@ -251,7 +251,7 @@ def test_a_flow_run_that_was_deleted_goes_on_training(monkeypatch):
         raise ObjectNotFound(RuntimeError("404"))
 
     monkeypatch.setattr(train, "end_if_suspended", deleted)
-    looked, began = [], threading.Event()
-    began.set()
-    train.look_after(SimpleNamespace(keep_up=lambda: looked.append(1), is_away=False), began)
+    looked, owns_run = [], threading.Event()
+    owns_run.set()
+    train.look_after(SimpleNamespace(keep_up=lambda: looked.append(1), is_away=False), owns_run)
     assert looked == [1]

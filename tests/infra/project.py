@@ -49,7 +49,7 @@ def {function}(store: str, run: str) -> None:
 COMMAND = """
 import sys, types
 passes = lambda config: []
-sys.modules["flows.run.preflight"] = types.SimpleNamespace(check_apart=passes, check_memory=passes)
+sys.modules["flows.run.preflight"] = types.SimpleNamespace(check_inputs_in_a_process=passes, check_memory=passes)
 from flows.cli.app import main
 main()
 """

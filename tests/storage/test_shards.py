@@ -6,7 +6,7 @@
 - finding what is new lists nothing that was seen
 - a torn shard, and one of another version, is named
 - a quarantined shard is kept with its reasons, and does not use up its round
-- files named otherwise are in nobody's way
+- files with other names are ignored
 - searcher ids are checked: no tool may take the folder's name for a number or a date
 - a round's trajectories get their ids as they become a shard; an id tells searcher and round
 - plain DuckDB reads all shards with one glob, searcher stays text
@@ -147,7 +147,7 @@ def test_the_next_round_follows_the_last_committed(store):
     assert next_round(store, "s0") == 2
 
 
-def test_what_is_named_otherwise_is_in_nobodys_way(store):
+def test_files_with_other_names_are_ignored(store):
     commit_shard(store, make_shard("s0", 0))
     names = [
         "notes.txt",

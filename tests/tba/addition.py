@@ -52,5 +52,5 @@ def _draw(problem: Problem, chance: random.Random, num_responses: int) -> Draw:
         reward=[float(response in right) for response in responses],
         behavior_logprobs=[[-2.0] * len(response) for response in responses],
         reference_logprobs=[[-3.0] * len(response) for response in responses],
-        is_fresh=[True] * num_responses,
+        is_of_newest_policy=[True] * num_responses,
     )

@@ -247,14 +247,17 @@ def test_system_prompts_that_do_nothing_are_refused(settings, reason):
         SearchSettings(**settings)
 
 
-def test_a_range_that_is_none_is_refused():
+def test_an_exploration_top_p_above_one_is_refused():
     with pytest.raises(ValueError, match=r"search\.exploration_top_p: got 0\.9, 1\.2"):
         SearchSettings(exploration_top_p=(0.9, 1.2))
 
 
 def test_evaluation_is_greedy_and_means_the_reward(tokenizer, reference):
-    result = make_searcher(tokenizer, reference).evaluate(3)
-    assert result["accuracy"] == 1.0 and result["num_problems"] == 3
+    engine, task = Parrot(), Counting()
+    task.heldout = (*Counting.heldout[:2], Problem("wrong", "two", "five"))  # Parrot says "three"
+    result = make_searcher(tokenizer, reference, task, engine=engine).evaluate(3)
+    assert {(asked.temperature, asked.num_samples) for asked in engine.asked} == {(0.0, 1)}
+    assert result["accuracy"] == pytest.approx(2 / 3) and result["num_problems"] == 3
 
 
 @pytest.mark.parametrize(

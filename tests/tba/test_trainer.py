@@ -79,16 +79,16 @@ def test_a_group_is_split_into_parts_that_fit():
 def test_copies_that_were_taken_do_not_stay_in_memory(model_folder):
     """While the Trainer waits for data it may publish a lost policy again and again."""
     trainer = make_trainer(model_folder)
-    copy = weakref.ref(trainer.beside(lambda: torch.zeros(1)).result())
-    trainer.beside(lambda: None).result()
+    copy = weakref.ref(trainer.start_copy(lambda: torch.zeros(1)).result())
+    trainer.start_copy(lambda: None).result()
     assert copy() is None
 
 
 def test_a_step_does_not_change_what_is_still_read(model_folder, tmp_path):
     trainer, unread = make_trainer(model_folder), threading.Event()
     before = weights_of(trainer)
-    copied = trainer.beside(lambda: (unread.wait(), weights_of(trainer))[1])
-    saved = trainer.beside(lambda: trainer.save(tmp_path))
+    copied = trainer.start_copy(lambda: (unread.wait(), weights_of(trainer))[1])
+    saved = trainer.start_copy(lambda: trainer.save(tmp_path))
     with ThreadPoolExecutor(1) as other_thread:
         step = other_thread.submit(trainer.train_step, DRAWS)
         with pytest.raises(TimeoutError):
@@ -265,7 +265,7 @@ def test_a_trajectory_drawn_twice_counts_twice(model_folder):
 def test_a_step_says_how_far_its_batch_is_from_the_policy(model_folder, max_tokens):
     trainer = make_trainer(model_folder, micro_batch_tokens=max_tokens)
     fresh = [True, False]  # of each prompt's responses; the third of the second prompt is not
-    draws = [replace(draw, is_fresh=[*fresh, False][: len(draw.group.responses)]) for draw in DRAWS]
+    draws = [replace(draw, is_of_newest_policy=[*fresh, False][: len(draw.group.responses)]) for draw in DRAWS]
     ratios, away, weighs_less = [], [], []
     for draw, logprobs in zip(draws, sequence_logprobs(trainer._policy, [d.group for d in draws], 1.0), strict=True):
         log_p, behavior = logprobs.tolist(), [sum(tokens) for tokens in draw.behavior_logprobs]
@@ -275,7 +275,7 @@ def test_a_step_says_how_far_its_batch_is_from_the_policy(model_folder, max_toke
         residuals = [sum(gap) / len(gap) - value for value in gap]
         weighs_less += [e > 0 and value < 1 for e, value in zip(residuals, ratio, strict=True)]
         lengths = [len(response) for response in draw.group.responses]
-        away += [abs(log_p[u] - behavior[u]) / lengths[u] for u in draw.slot if draw.is_fresh[u]]
+        away += [abs(log_p[u] - behavior[u]) / lengths[u] for u in draw.slot if draw.is_of_newest_policy[u]]
         ratios += ratio
     found = trainer.train_step(draws)
     expected = sum(ratios) ** 2 / (len(ratios) * sum(value**2 for value in ratios))

@@ -58,7 +58,9 @@ def checked(monkeypatch):
     """The configurations that were handed to the input check, which finds nothing here: the real one needs a model."""
     configs = []
     monkeypatch.setitem(
-        sys.modules, "flows.run.preflight", SimpleNamespace(check_apart=lambda config: configs.append(config) or [])
+        sys.modules,
+        "flows.run.preflight",
+        SimpleNamespace(check_inputs_in_a_process=lambda config: configs.append(config) or []),
     )
     return configs
 
@@ -187,14 +189,16 @@ def test_what_the_check_refuses_is_the_message(project, monkeypatch):
     def refuse(config):
         raise ValueError("task: got 'chess'; known tasks: arithmetic, gsm8k")
 
-    monkeypatch.setitem(sys.modules, "flows.run.preflight", SimpleNamespace(check_apart=refuse))
+    monkeypatch.setitem(sys.modules, "flows.run.preflight", SimpleNamespace(check_inputs_in_a_process=refuse))
     result = tba("train", "--task", "chess")
     assert (result.exit_code, result.stderr) == (2, "task: got 'chess'; known tasks: arithmetic, gsm8k\n")
 
 
 def test_what_the_check_warns_of_is_printed(project, monkeypatch):
     RunStore((project / ".tba").as_uri(), "done").put("summary.json", json.dumps({"run": "done"}).encode())
-    warns = SimpleNamespace(check_apart=lambda config: ["store: s3://bucket does not honour create-if-absent"])
+    warns = SimpleNamespace(
+        check_inputs_in_a_process=lambda config: ["store: s3://bucket does not honour create-if-absent"]
+    )
     monkeypatch.setitem(sys.modules, "flows.run.preflight", warns)
     result = tba("train", "done")
     assert (result.exit_code, result.stderr) == (0, "WARNING: store: s3://bucket does not honour create-if-absent\n")

@@ -67,7 +67,7 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
         ({"lags": [-1, 4], "arms": {"a": {}}}, "lags: got -1; samples are of this policy step, 0, or of an earlier"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(changes, message):
+def test_a_mistake_in_a_study_is_refused_with_its_arm_and_setting(changes, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         Study(**ONE_ARM | changes)
 

@@ -60,7 +60,7 @@ def begin(config: RunConfig) -> RunStore:
     check_inputs(config)
     store.create_run(config.recorded())
     with disable_run_logger():
-        warm_start.take_over(store, config)
+        warm_start.copy_sources(store, config)
     return store
 
 

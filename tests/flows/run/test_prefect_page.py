@@ -41,7 +41,7 @@ STEPS = 12
 TRAIN = """
 import subprocess, sys, types
 passes = lambda config: []
-sys.modules["flows.run.preflight"] = types.SimpleNamespace(check_apart=passes, check_memory=passes)
+sys.modules["flows.run.preflight"] = types.SimpleNamespace(check_inputs_in_a_process=passes, check_memory=passes)
 from flows import train
 from flows.run import prefect_page
 

@@ -43,7 +43,9 @@ def tokenizer_only(monkeypatch, tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
     monkeypatch.setattr("flows.run.preflight.model_folder", lambda name: folder)
-    monkeypatch.setattr("flows.run.preflight.check_apart", check_inputs)  # another process would not have the folder
+    monkeypatch.setattr(
+        "flows.run.preflight.check_inputs_in_a_process", check_inputs
+    )  # another process would not have the folder
     return folder
 
 

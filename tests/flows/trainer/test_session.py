@@ -105,7 +105,7 @@ def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, hea
     experience.sync(1)
     monkeypatch.setattr("tba.alarms.SEARCHERS_SILENT_S", 1.0)  # a busy machine takes part of it for the last draw
     time.sleep(1.0)
-    with caplog.at_level(logging.WARNING, logger="tba.learn"):
+    with caplog.at_level(logging.WARNING, logger="tba.trainer"):
         for _ in range(3):
             experience.sync(2)
     assert [record.message[:15] for record in caplog.records] == ["no new shard fo"]
@@ -144,7 +144,7 @@ def test_responses_of_a_policy_that_a_resume_undid_are_not_the_newest_policys():
     rows = make_batch([40, 25])
     rows = rows.set_column(rows.schema.get_field_index("ages_from"), "ages_from", pa.array([10, 25]))
     (draw,) = make_draws(rows)
-    assert draw.is_fresh == [False, True]
+    assert draw.is_of_newest_policy == [False, True]
 
 
 def test_what_the_newest_sync_took_in_is_in_the_metrics(store, alarms):
@@ -169,7 +169,7 @@ def mismatched(step: int) -> dict:
 
 
 def test_an_alarm_is_in_the_log_once_and_in_the_heartbeat(store, outbox, heart, caplog):
-    with caplog.at_level(logging.WARNING, logger="tba.learn"):
+    with caplog.at_level(logging.WARNING, logger="tba.trainer"):
         for step in range(1, 8):
             outbox.status("training", step, {"logprob_mismatch": 0.9})
     (record,) = caplog.records
@@ -227,7 +227,7 @@ def test_a_checkpoint_follows_the_ledger(store, outbox, monkeypatch):
     metrics = {k: v for k, v in make_training_step(1, 1).items() if k not in ("attempt", "step")}
     outbox.record(1, Batch([], {}, make_batch([0])), metrics)
     save = lambda folder: (folder / "state.json").touch()  # noqa: E731
-    trainer = SimpleNamespace(save=save, beside=lambda read: done(read()), checkpoint_bytes=1000)
+    trainer = SimpleNamespace(save=save, start_copy=lambda read: done(read()), checkpoint_bytes=1000)
     outbox.checkpoint(1, trainer)  # returns: training goes on
     time.sleep(0.3)
     assert written == []
