@@ -165,7 +165,7 @@ clean:  ## Remove the environment and caches; runs in .tba/ stay
 # The stamp comes last, so an interrupted install is continued. Bytecode is compiled here, on all cores, and not by the first
 # processes that import torch and vLLM. The embedded model is converted here, once.
 $(STAMP): pyproject.toml infra/constraints.txt infra/overrides.txt
-	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), f"Python 3.11 or 3.12 is needed, this is {sys.version}; name one: make PYTHON=python3.11 ..."'
+	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), f"Python 3.11 or 3.12 is needed, this is {sys.version}; name one: make PYTHON=python3.11 ... (uv python install 3.12 brings one)"'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c infra/constraints.txt uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --overrides infra/overrides.txt -c infra/constraints.txt $(TORCH) -e ".[$(EXTRA),dev]"

@@ -15,6 +15,7 @@ from prefect import flow, get_run_logger, task
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
+from prefect.utilities.annotations import opaque
 
 from flows.config import StoreUrl, load_run
 from flows.run.prefect_page_lineage import asset_key
@@ -88,27 +89,22 @@ def search_round(
     for _ in range(MAX_SPOILED_ROUNDS):
         sampled = sample()
         held.check()
-        finish = as_asset(store, held.name, sampled.number, feed.paths(sampled.policies))(finish_round)
-        if not reports.is_due():
-            finish = or_else(finish_round, finish)
-        if finish(store, searcher, sampled):
+        finish_task = as_asset(store, held.name, sampled.number, feed.paths(sampled.policies))(finish_round)
+        as_task = partial(finish_task, store, searcher, opaque(sampled))  # Prefect would look at each of its tokens
+        if as_task() if reports.is_due() else or_else(partial(finish_round, store, searcher, sampled), as_task):
             return
     raise RuntimeError(
         f"searcher: round {sampled.number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/"
     )
 
 
-def or_else(first: Callable, second: Callable) -> Callable:
-    """A function that calls `first`, and `second` with the same arguments if that failed."""
-
-    def call(*arguments):
-        try:
-            return first(*arguments)
-        except Exception as error:
-            get_run_logger().warning("this is tried again, as a task: %r", error)
-        return second(*arguments)
-
-    return call
+def or_else(first: Callable[[], bool], second: Callable[[], bool]) -> bool:
+    """The result of `first`, or of `second` if that failed."""
+    try:
+        return first()
+    except Exception as error:
+        get_run_logger().warning("this is tried again, as a task: %r", error)
+    return second()
 
 
 def as_asset(store: RunStore, name: str, number: int, sampled_by: list[str]):
@@ -196,7 +192,7 @@ def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
         ledger.record_search_round(store, metrics)
     get_run_logger().log(
         logging.INFO if TaskRunContext.get() else logging.DEBUG,  # only a reported round is worth the server's time
-        "round %d: %d trajectories, begun at policy step %d, mean reward %.3f",
+        "round %d: %d trajectories, turned to at policy step %d, mean reward %.3f",
         metrics["round"], metrics["num_trajectories"], metrics["policy_step"], metrics["reward_mean"],
     )  # fmt: skip
 

@@ -180,7 +180,9 @@ def check_disks(project: Path, store: str) -> Iterator[Finding]:
         folders = {"the store": Path(url2pathname(urlsplit(store).path))} | folders
     seen = set()
     for purpose, wanted in folders.items():
-        folder = next(parent for parent in (wanted, *wanted.parents) if parent.is_dir())
+        folder = next(
+            parent for parent in (wanted, *wanted.parents) if os.path.isdir(parent)
+        )  # Path.is_dir raises in a folder that may not be read
         if (device := os.stat(folder).st_dev) in seen:
             continue
         seen.add(device)

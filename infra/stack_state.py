@@ -34,9 +34,18 @@ class State:
 
 @contextlib.contextmanager
 def locked_state(folder: Path) -> Iterator[State]:
-    """The state without dead processes; written back at the end, or removed if no process is left. Takes a lock."""
-    server_access.make_private(folder)
-    with open(folder / "stack.lock", "w") as lock:
+    """The state without dead processes; written back at the end, or removed if no process is left. Takes a lock.
+
+    Raises: StackError: the folder cannot be written to, or the file is damaged.
+    """
+    try:
+        server_access.make_private(folder)
+        lock = open(folder / "stack.lock", "w")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise StackError(
+            f"{folder} cannot be written to ({error}). Is it another account's, or the disk full?"
+        ) from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         state = read_state(folder)
         state.users = [user for user in state.users if user.find()]
@@ -49,7 +58,7 @@ def locked_state(folder: Path) -> Iterator[State]:
 
 
 def read_state(folder: Path) -> State:
-    """Raises: StackError: the file is damaged."""
+    """Raises: StackError: the file is damaged, or cannot be read."""
     path = folder / "stack.json"
     try:
         stored = json.loads(path.read_text())
@@ -58,6 +67,8 @@ def read_state(folder: Path) -> State:
         return State(stored["url"], stored["own_server"], stored["keep"], users, processes)
     except FileNotFoundError:
         return State()
+    except OSError as error:
+        raise StackError(f"{path} cannot be read ({error}). Is it another account's?") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StackError(
             f"{path} is damaged ({error!r}), so the processes that were started here are not known. Delete it, end "

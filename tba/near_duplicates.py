@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 # Number of the best responses to each prompt that new ones are compared with; each comparison takes time in each round.
 REMEMBERED = 1000
+REMEMBERED_IN_ALL = 100_000  # of these; the prompts that were asked last keep theirs
 
 
 class NearDuplicates:
@@ -17,7 +18,7 @@ class NearDuplicates:
     def __init__(self, distance: float) -> None:
         """`distance`: as a share of both lengths' sum, in (0, 1)."""
         self._distance = distance
-        # by prompt_id: reward, text and round, the best first
+        # by prompt_id, the one asked last at the end: reward, text and round, the best first
         self._kept: dict[str, list[tuple[float, str, int]]] = {}
         self._newest_round = None
 
@@ -31,12 +32,15 @@ class NearDuplicates:
         self._newest_round = number
         keeps = [False] * len(texts)
         for index in sorted(range(len(texts)), key=lambda index: -rewards[index]):
-            known = self._kept.setdefault(prompt_ids[index], [])
+            known = self._kept[prompt_ids[index]] = self._kept.pop(prompt_ids[index], [])
             if not any(reward >= rewards[index] and self._is_near(texts[index], text) for reward, text, _ in known):
                 keeps[index] = True
                 known.append((rewards[index], texts[index], number))
                 known.sort(key=lambda entry: -entry[0])
                 del known[REMEMBERED:]
+        num_remembered = sum(map(len, self._kept.values()))
+        while num_remembered > REMEMBERED_IN_ALL:
+            num_remembered -= len(self._kept.pop(next(iter(self._kept))))
         return keeps
 
     def _is_near(self, one: str, other: str) -> bool:

@@ -73,7 +73,7 @@ class FunctionReward:
                     for problem, text in zip(problems, responses, strict=True)
                 ],
                 "completion_ids": [list(of_response) for of_response in tokens],
-                "prompt_id": [problem.prompt_id for problem in problems],
+                "prompt_id": [problem.columns.get("prompt_id", problem.prompt_id) for problem in problems],
                 "answer": [problem.given_answer for problem in problems],
             }
         )

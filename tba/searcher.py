@@ -169,8 +169,10 @@ class Searcher:
         responses, ended = pending.batch.result()
         if ahead:
             self._feed(number + 1)
-        # Prompts begin in order, so the engine has worked on this round since the last one was sampled.
-        began, self._sampled_until = max(pending.began_at, self._sampled_until), ended
+        # Prompts begin in order, so the engine has worked on this round since the last one was sampled, unless that one
+        # had a response that took longer than this whole round.
+        began = min(max(pending.began_at, self._sampled_until), ended)
+        self._sampled_until = max(self._sampled_until, ended)
         times = {"policy_step": policy.step, "started_at": started, "sampling_started_at": began}
         return SampledRound(number, pending.questions, responses, times | {"sampling_ended_at": ended})
 

@@ -52,6 +52,7 @@ def compare(
         fail("compare draws its plot with matplotlib, which is not installed: pip install matplotlib", status=2)
     root, numbers = store_url(store or ".tba/compare"), None
     try:
+        out.mkdir(parents=True, exist_ok=True)  # before runs that take hours
         if read is None:
             page = turns.turns(root, out, turns.conditions(model or EMBEDDED_MODEL, seeds or 3, steps or 50), say)
         else:
@@ -59,8 +60,10 @@ def compare(
     except RunConfigMismatch as error:
         differs = str(error).partition(". ")[0]
         fail(f"compare: {differs}. Give another --store, or the settings and --steps of the runs in this one", status=2)
-    except (StoreError, ValueError) as error:
+    except (StoreError, ValueError, OSError) as error:
         fail(str(error))
+    except RuntimeError as error:  # an engine's, or that of a process that was killed
+        fail(f"compare: a run failed: {error}. The same command continues")
     say(f"Written: {page}")
     if numbers:
         typer.echo(json.dumps(numbers))

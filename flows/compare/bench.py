@@ -62,8 +62,8 @@ class Bench:
         return [outcomes[place] for place in range(len(jobs))]
 
     def _run_store(self, arm: Arm, seed: int) -> RunStore:
-        rate = arm.settings["train"]["learning_rate"]
-        return RunStore(self._store, f"{self._study}-{arm.name}-rate{rate:.2e}-seed{seed}")
+        rate = f"{arm.settings['train']['learning_rate']:.2e}".replace("+", "")  # which a run's name may not have
+        return RunStore(self._store, f"{self._study}-{arm.name}-rate{rate}-seed{seed}")
 
     def tune(self, arms: list[Arm]) -> list[Arm]:
         """Each arm with its best step size, by one run for each arm and step size."""

@@ -41,8 +41,11 @@ class OnModel:
         for section, name in _SET_BY_STUDY:
             if name in settings.get(section, {}):
                 raise ValueError(f"{section}.{name} cannot be an arm's: the study sets steps and age of samples")
-        if settings.get("searchers", 1) < 1:
-            raise ValueError("searchers is 0, so no samples would come")
+        searchers = settings.get("searchers", 1)
+        if type(searchers) is not int or searchers < 1:
+            raise ValueError(
+                f"searchers is {searchers!r}; give a whole number of at least 1: otherwise no samples come"
+            )
         # A sync behind each step, so that the age of samples is exact.
         train = {"steps": steps, "sync_interval": 1, "checkpoint_interval": steps}
         sections = {name: settings.get(name, {}) for name in ("train", "sampling")}

@@ -45,6 +45,9 @@ class Study(Settings):
     @model_validator(mode="after")
     def _arms_are_configurations(self) -> "Study":
         for label in self.arms:
+            lags = self.lags_of(label)
+            if not isinstance(lags, list | tuple) or not all(type(lag) is int for lag in lags):
+                raise ValueError(f"arm {label}: lags is {lags!r}; give a list of policy steps, such as [1, 4]")
             if not _LABEL.fullmatch(label):
                 raise ValueError(f"arm {label!r}: a label has small letters, digits and '_', and begins with a letter")
             try:

@@ -29,6 +29,7 @@ class Loop:
     batch_size: int  # trajectories
     min_size: int
     samples_per_insert: float | None
+    evaluate_share: float = 0.0
 
     @staticmethod
     def of(config: RunConfig, round_size: int) -> "Loop":
@@ -53,6 +54,7 @@ class Loop:
             batch_size=sampling.prompts_per_batch * sampling.responses_per_prompt,
             min_size=sampling.min_size,
             samples_per_insert=sampling.samples_per_insert,
+            evaluate_share=config.evaluate_share,
         )
 
 
@@ -77,6 +79,7 @@ class _Simulation:
         self._searchers = [(self._begin_round(0.0, 0), 0) for _ in range(loop.searchers)]
         self._num_rounds = 0  # taken in
         self._newest: list[int] = []  # policy steps of the newest sync's rounds
+        self._evaluated_s = 0.0
 
     def run(self) -> Outcome:
         loop, now, waited_s, staleness = self._loop, 0.0, 0.0, []
@@ -115,9 +118,19 @@ class _Simulation:
         for number, (looks_at, served) in enumerate(self._searchers):
             while looks_at <= now:
                 _, newest = self._published[bisect_right(self._published, (looks_at, math.inf)) - 1]
-                load_s = self._draw(self._times.loads) if newest > served else 0.0
-                looks_at, served = self._begin_round(looks_at + load_s, newest), newest
+                if newest > served:
+                    looks_at += self._draw(self._times.loads)
+                    looks_at += self._evaluate(looks_at) if number == 0 else 0.0
+                looks_at, served = self._begin_round(looks_at, newest), newest
             self._searchers[number] = (looks_at, served)
+
+    def _evaluate(self, now: float) -> float:
+        """Seconds that the first Searcher evaluates its new policy, if `evaluate_share` allows it (flows/search.py)."""
+        seconds = self._draw(self._times.evaluations) if self._times.evaluations else 0.0
+        if self._evaluated_s + seconds > self._loop.evaluate_share * (now + seconds):
+            return 0.0
+        self._evaluated_s += seconds
+        return seconds
 
     def _begin_round(self, at: float, policy_step: int) -> float:
         """Returns when its Searcher looks for the next policy."""

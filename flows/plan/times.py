@@ -23,6 +23,7 @@ class Times:
     rounds: list[float]  # from a Searcher's turn to a round until it is scored; the engine may have begun it before
     pauses: list[float]  # between two rounds of a Searcher: it commits a shard and looks for a policy
     loads: list[float]  # further seconds where it found a new policy
+    evaluations: list[float]  # of policies after the first one; none: they were not evaluated
     publish: float  # from a step's end until Searchers find its policy
 
 
@@ -59,7 +60,7 @@ def measured_times(store: RunStore) -> Times:
     rounds = query(
         store, "SELECT searcher, round, policy_step, started_at, ended_at FROM search_rounds ORDER BY searcher, round"
     ).to_pylist()
-    evaluations = query(store, "SELECT created_at, seconds FROM evaluations WHERE seconds > 0").to_pylist()
+    evaluations = query(store, "SELECT policy_step, created_at, seconds FROM evaluations WHERE seconds > 0").to_pylist()
     resumed = resumes(store)
     between = [
         (a, b)
@@ -79,8 +80,9 @@ def measured_times(store: RunStore) -> Times:
             "and a Searcher that has changed its policy between two rounds. Wait, or plan with another run."
         )
     keeping = [(a, b) for a, b in between if a["policy_step"] == b["policy_step"]]
-    swaps = [_without(evaluations, a["ended_at"], b["started_at"]) for a, b in swapping]
-    pauses = [_without(evaluations, a["ended_at"], b["started_at"]) for a, b in keeping] or [min(swaps)]
+    evaluator = rounds[0]["searcher"]  # the first one, as the run's flow starts them
+    swaps = [_without(evaluations if a["searcher"] == evaluator else [], a, b) for a, b in swapping]
+    pauses = [_without(evaluations if a["searcher"] == evaluator else [], a, b) for a, b in keeping] or [min(swaps)]
     loads = [max(0.0, seconds - median(pauses)) for seconds in swaps]
     # The shortest time from a policy's step to the moment when a Searcher found it.
     ended = {row["step"]: row["ended_at"] for row in steps}
@@ -94,6 +96,7 @@ def measured_times(store: RunStore) -> Times:
         rounds=[_seconds(row["started_at"], row["ended_at"]) for row in rounds],
         pauses=pauses,
         loads=loads,
+        evaluations=[row["seconds"] for row in evaluations if row["policy_step"] > 0],
         publish=max(0.0, min(found, default=0.0)),
     )
 
@@ -110,8 +113,9 @@ def resumes(store: RunStore) -> list[datetime]:
     return found["created_at"].to_pylist()
 
 
-def _without(evaluations: list[dict], begin: datetime, end: datetime) -> float:
-    """Seconds of an interval, less those of the evaluations that ended in it."""
+def _without(evaluations: list[dict], before: dict, after: dict) -> float:
+    """Seconds between two rounds of a Searcher, less those of the evaluations that ended between them."""
+    begin, end = before["ended_at"], after["started_at"]
     evaluating = sum(row["seconds"] for row in evaluations if begin <= row["created_at"] <= end)
     return max(SHORTEST_S, _seconds(begin, end) - evaluating)
 

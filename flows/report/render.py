@@ -4,6 +4,7 @@ storage/report_tables.py computes the numbers in DuckDB, flows/report/figures.py
 page. Responses are untrusted text: the template escapes everything, and the page's policy forbids scripts and network.
 """
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.resources import files
 
@@ -77,19 +78,24 @@ def _state(config: dict, summary: dict | None, totals: dict) -> dict:
     return {"word": "not finished", "kind": "neutral", "text": f"{text} when this page was made"}
 
 
-def _since(before: float | None, newest: dict | None) -> str:
+def _accuracies(evaluations: list[dict]) -> Callable[[float], str]:
+    """How to write them: as shares, unless a reward is not between 0 and 1."""
+    return percent if all(0 <= row["accuracy"] <= 1 for row in evaluations) else number
+
+
+def _since(before: float | None, newest: dict | None, write: Callable[[float], str]) -> str:
     """The remark on the newest evaluation. before: accuracy of policy step 0, which a warm start may leave out."""
     if newest is None:
         return "not evaluated"
     if newest["policy_step"] == 0:
         return "before training"
-    return f"policy step {newest['policy_step']:,}" if before is None else f"from {percent(before)} before training"
+    return f"policy step {newest['policy_step']:,}" if before is None else f"from {write(before)} before training"
 
 
 def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | None) -> list[dict]:
     """The numbers at the top of the page: label, value and remark of each."""
     evaluations = tables["evaluations"]
-    newest = evaluations[-1] if evaluations else None
+    newest, write = evaluations[-1] if evaluations else None, _accuracies(evaluations)
     before = next((row["accuracy"] for row in evaluations if row["policy_step"] == 0), None)
     moments = [totals[name] for name in ("first_round_at", "first_step_at", "last_round_at", "last_step_at")]
     there = [moment for moment in moments if moment]
@@ -99,9 +105,9 @@ def _tiles(tables: dict, totals: dict, summary: dict | None, best: BestPolicy | 
     attempts = f"{totals['num_attempts'] or 0} {'attempt' if totals['num_attempts'] == 1 else 'attempts'}"
     tiles = [
         {
-            "label": "held-out accuracy",
-            "value": percent(newest["accuracy"]) if newest else "–",
-            "remark": _since(before, newest) + (f"; best policy {percent(best.accuracy)}" if best else ""),
+            "label": "held-out accuracy" if write is percent else "held-out reward",
+            "value": write(newest["accuracy"]) if newest else "–",
+            "remark": _since(before, newest, write) + (f"; best policy {write(best.accuracy)}" if best else ""),
         },
         {
             "label": "newest sampled reward",

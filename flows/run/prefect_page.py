@@ -36,6 +36,7 @@ class Page:
         self._store = store
         self._artifacts, self._policies = Artifacts(store, config), PublishedPolicies(store)
         self._waiting: tuple[int, float] | None = None  # the step that the Trainer waits for, and since when
+        self._attempt, self._begun_at = None, 0  # the Trainer's, and the step at which it was first seen
         self._starved = False
         self._alarms: set[str] = set()  # alarms that were on at the last look
         self._updated_at = float("-inf")
@@ -69,7 +70,10 @@ class Page:
         emit_event("tba.run.finished", resource=run_resource(self._store), payload=summary)
 
     def _tell_if_starved(self, beat: dict) -> None:
-        if beat.get("state") != "waiting" or beat["step"] == 0:
+        if beat.get("state") in ("waiting", "training") and beat.get("attempt") != self._attempt:
+            self._attempt, self._begun_at = beat.get("attempt"), beat["step"]
+        # for its first batch, also of an attempt that resumed, it waits until engines are loaded
+        if beat.get("state") != "waiting" or beat["step"] == self._begun_at:
             self._waiting, self._starved = None, False
             return
         if self._waiting is None or self._waiting[0] != beat["step"]:

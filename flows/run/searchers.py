@@ -69,7 +69,7 @@ class Searchers:
                 _end(run, ended[run.id])
         for name, run in list(self._runs.items()):
             with contextlib.suppress(StoreError):  # the store is unreachable: try again later
-                if run.id in ended and self._has_failed(run, ended[run.id]):
+                if run.id in ended and self._has_failed(run):
                     self._replace(name, ended[run.id])
 
     def stop(self) -> None:
@@ -155,14 +155,10 @@ class Searchers:
             timeout=0,
         )
 
-    def _has_failed(self, run: FlowRun, state: State) -> bool:
-        """Whether the Searcher ended before the final policy, or could not evaluate that one. Raises: StoreError."""
-        if state.is_completed():
-            final = self._final_step()
-            return final is None or (
-                bool(run.parameters.get("evaluates")) and final not in ledger.evaluations(self._store)
-            )
-        return state.is_failed() or state.is_crashed() or state.is_cancelled()
+    def _has_failed(self, run: FlowRun) -> bool:
+        """Whether the Searcher ended before the final policy, or before it evaluated that one. Raises: StoreError."""
+        final = self._final_step()
+        return final is None or (bool(run.parameters.get("evaluates")) and final not in ledger.evaluations(self._store))
 
     def _final_step(self) -> int | None:
         """The final policy's step; None: it is not published yet."""

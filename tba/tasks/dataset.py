@@ -8,7 +8,7 @@
 continued as it is; messages are rendered by the policy's chat template.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tba.tasks.base import Problem
 from tba.tasks.rows import digest, load_problems
@@ -48,7 +48,8 @@ def _problem(row: Mapping, where: str) -> Problem:
 
 
 def _messages(prompt: object, where: str) -> tuple[Mapping[str, str], ...]:
-    messages = list(prompt) if isinstance(prompt, list) else []
+    is_list = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping)  # pandas has arrays
+    messages = list(prompt) if is_list else []
     known = all(
         isinstance(message, Mapping) and message.get("role") in ROLES and isinstance(message.get("content"), str)
         for message in messages

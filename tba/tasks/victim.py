@@ -56,6 +56,7 @@ class Victim:
             )  # fmt: skip
             return computed.logits[:, -1]
 
+        ends = torch.tensor(end_tokens(tokenizer, model), dtype=torch.long, device=model.device)
         answers: list[list[int]] = [[] for _ in range(len(prompts) * num_answers)]
         unfinished = torch.arange(len(answers), device=model.device)  # [N]
         with torch.inference_mode():
@@ -70,7 +71,7 @@ class Victim:
                 tokens = draw(logits)  # [N]
                 for answer, token in zip(unfinished.tolist(), tokens.tolist(), strict=True):
                     answers[answer].append(token)
-                going = (tokens != tokenizer.eos_token_id).nonzero()[:, 0]
+                going = (~torch.isin(tokens, ends)).nonzero()[:, 0]
                 if not len(going) or len(answers[unfinished[going[0]]]) == MAX_ANSWER_TOKENS:
                     return answers
                 if len(going) < len(tokens):
@@ -86,12 +87,12 @@ class Victim:
         """
         import torch
 
-        tokenizer, model = self._loaded
+        _, model = self._loaded
         columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)  # a token of each prompt remains
         prefix = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
         rest = [prompt[len(prefix) :] for prompt in prompts]
         padding = [max(map(len, rest)) - len(tokens) for tokens in rest]  # so all answers begin at one column
-        ids = [[tokenizer.eos_token_id] * n + tokens for n, tokens in zip(padding, rest, strict=True)]
+        ids = [[0] * n + tokens for n, tokens in zip(padding, rest, strict=True)]  # masked, so any token
         mask = [[1] * len(prefix) + [0] * n + [1] * len(tokens) for n, tokens in zip(padding, rest, strict=True)]
         return (torch.tensor(values, device=model.device) for values in ([prefix], ids, mask))
 
@@ -112,6 +113,13 @@ class Victim:
             AttentionMaskInterface.register("grouped", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
             model.set_attn_implementation("grouped")
         return tokenizer, model.to(device).eval()
+
+
+def end_tokens(tokenizer, model) -> list[int]:
+    """The tokens that end an answer: the tokenizer's end of sequence, and the model's, as of a turn in a chat."""
+    of_model = model.generation_config.eos_token_id
+    found = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
+    return sorted({token for token in found if token is not None})
 
 
 def draw(logits):

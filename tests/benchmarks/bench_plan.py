@@ -106,7 +106,7 @@ def published() -> list[dict]:
     found = []
     for model, (synchronous_h, shortest_h, hours) in PUBLISHED.items():
         step_s, turn_s = shortest_h * 3600 / 5000, synchronous_h * 3600 / 5000
-        times = Times(steps=[step_s], rounds=[turn_s - step_s], pauses=[0.0], loads=[0.0], publish=0.0)
+        times = Times(steps=[step_s], rounds=[turn_s - step_s], pauses=[0.0], loads=[0.0], evaluations=[], publish=0.0)
         for searchers, published_h in hours.items():
             loops = [Loop(searchers, 5000, 10, 128, 128, 1, draws) for draws in (None, 1.0)]
             replayed_h, once_h = (simulate(times, loop).seconds / 3600 for loop in loops)

@@ -35,7 +35,9 @@ from prefect.client.schemas.actions import DeploymentUpdate
 
 from flows.run import flow_runs
 from infra import prefect_server, processes, stack, stack_state
+from infra.prefect_server import StackError
 from infra.processes import stop_processes
+from infra.stack_state import locked_state, read_state
 from storage.process_identity import Process
 from tests import postgres
 from tests.infra.project import make_project, processes_of, states, string_of, tba, unused_url, wait_for
@@ -164,6 +166,17 @@ def test_a_server_is_stopped_though_the_disk_is_full(project, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         stack._stop(project, state)
     assert server.wait(30) is not None
+
+
+def test_a_folder_that_is_not_ours_is_named(tmp_path):
+    (tmp_path / ".tba").write_text("a file where the folder would be")  # root, as which tests may run, may write all
+    with (
+        pytest.raises(StackError, match=r"/\.tba/\.local cannot be written to"),
+        locked_state(tmp_path / ".tba/.local"),
+    ):
+        pass
+    with pytest.raises(StackError, match=r"stack\.json cannot be read"):
+        read_state(tmp_path / ".tba" / ".local")
 
 
 def test_a_folders_queue_has_a_name_that_prefect_takes():

@@ -28,7 +28,7 @@ from tba.logprobs import Group, response_logprobs
 from tba.models import resolve_model
 from tba.trainer import Trainer
 from tba.transformers_engine import TransformersEngine
-from tba.vllm_engine import _is_fast
+from tba.vllm_engine import _has_fast_adapter_kernels
 from tba.weights import fingerprint, read_weights, write_weights
 from tests.character_model import save_character_model
 from tests.tba.engines import LIMITS, compute_in_float32, greedy_tokens, run_apart, sample, save_small_llama
@@ -268,8 +268,10 @@ def check_merging(base: Path, policies: dict[str, Path], tokens: list[list[int]]
 
 
 def test_vllm_serves_adapters_where_it_has_fast_kernels():
-    assert _is_fast(is_cpu=False, dtype=torch.bfloat16) and not _is_fast(is_cpu=False, dtype="float32")
-    assert not _is_fast(is_cpu=True, dtype=torch.bfloat16)
+    assert _has_fast_adapter_kernels(is_cpu=False, dtype=torch.bfloat16) and not _has_fast_adapter_kernels(
+        is_cpu=False, dtype="float32"
+    )
+    assert not _has_fast_adapter_kernels(is_cpu=True, dtype=torch.bfloat16)
 
 
 @pytest.mark.slow

@@ -82,6 +82,13 @@ def test_a_function_gets_what_trl_hands_over():
     }
 
 
+def test_a_column_prompt_id_of_the_dataset_reaches_the_function_as_it_is():
+    seen = []
+    problems = [Problem("p3", "6 * 7 =", None, None, {"prompt_id": "row 12"}), Problem("p4", "1 + 1 =", None)]
+    FunctionReward(lambda prompt_id, **_: seen.extend(prompt_id) or [1.0, 1.0]).values(problems, ["42", "2"], [[1]] * 2)
+    assert seen == ["row 12", "p4"]
+
+
 def test_an_answer_that_is_no_text_reaches_the_function_as_it_is():
     seen = []
     problem = Problem("p3", "6 * 7 =", None, None, {"answer": 42})

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.compare import study_page, turns
 from flows.compare.arm import Arm, Outcome
-from flows.compare.bench import Bench, rates_to_try, run_arm, with_rate
+from flows.compare.bench import LARGEST_RATE, Bench, rates_to_try, run_arm, with_rate
 from flows.compare.on_testbed import Configuration, OnTestbed, experience
 from flows.compare.results import confidence_interval, file_name, hardware, paired_differences
 from flows.compare.study import Study, read_study
@@ -87,6 +87,21 @@ def test_step_sizes_are_tried_until_the_best_is_at_no_edge(accuracies, next_rate
 
 def outcome(arm: str, seed: int, accuracy: float, rate: float = 1e-3) -> Outcome:
     return Outcome(arm, seed, rate, 0.4, accuracy, 3.0, 1.0, 1.0, "code", [0.4])
+
+
+def test_a_place_for_the_page_that_cannot_be_is_refused_before_any_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_page, "run_study", lambda *_: pytest.fail("a run was begun"))
+    (tmp_path / "results").write_text("a file")
+    result = CliRunner().invoke(
+        app, ["compare", "beta", "--out", str(tmp_path / "results"), "--store", str(tmp_path / "runs")]
+    )
+    assert result.exit_code and "results" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_largest_step_size_has_a_name_that_a_run_may_have(tmp_path):
+    arm = with_rate(Arm("a", 1, {"train": {}}), LARGEST_RATE)
+    with Bench(tmp_path.as_uri(), "mine", OnTestbed(), print) as bench:
+        assert bench._run_store(arm, 0).run == "mine-a-lag1-rate1.00e00-seed0"
 
 
 def test_each_arm_gets_the_step_size_that_is_best_for_it(monkeypatch):

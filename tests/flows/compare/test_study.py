@@ -64,6 +64,8 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
             {"model": "m", "arms": {"a": {}, "b": {"sampling": {"max_age": 4}}}},
             "arm b: sampling.max_age cannot be an arm's: the study sets steps and age",
         ),
+        ({"model": "m", "arms": {"a": {}, "b": {"searchers": "4"}}}, "arm b: searchers is '4'; give a whole number"),
+        ({"arms": {"a": {}, "b": {"lags": 1}}}, r"arm b: lags is 1; give a list of policy steps, such as \[1, 4\]"),
         ({"lags": [-1, 4], "arms": {"a": {}}}, "lags: got -1; samples are of this policy step, 0, or of an earlier"),
     ],
 )

@@ -7,6 +7,7 @@
 """
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -26,7 +27,7 @@ TICK_S = 0.01
 
 
 def constant(steps: float, rounds: float, pauses: float, loads: float, publish: float) -> Times:
-    return Times([steps], [rounds], [pauses], [loads], publish)
+    return Times([steps], [rounds], [pauses], [loads], [], publish)
 
 
 def by_ticks(times: Times, loop: Loop) -> tuple[float, int, float]:
@@ -84,6 +85,16 @@ def test_twice_as_many_searchers_halve_the_wait_of_a_trainer_that_draws_each_tra
     one, two = (simulate(times, Loop(number, 50, 2, 8, 8, 8, 1.0)) for number in (1, 2))
     assert one.seconds == pytest.approx(50 * 4, rel=0.05) and one.trainer_wait_share > 0.95
     assert two.seconds == pytest.approx(one.seconds / 2, rel=0.05)
+
+
+def test_the_first_searcher_spends_the_share_that_evaluations_may_have():
+    times = replace(constant(0.01, 4.0, 0.01, 0.01, 0.0), evaluations=[3.0])
+    shares = (0.0, 0.1, 0.2)
+    of_one, of_four = (
+        [simulate(times, Loop(number, 400, 2, 8, 8, 8, 1.0, share)).seconds for share in shares] for number in (1, 4)
+    )
+    assert [seconds / of_one[0] for seconds in of_one] == pytest.approx([1 / (1 - share) for share in shares], rel=0.02)
+    assert of_four[2] / of_four[0] == pytest.approx(4 / 3.8, rel=0.02)
 
 
 def test_turns_take_the_sum_of_their_parts():

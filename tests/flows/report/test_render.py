@@ -67,6 +67,15 @@ def test_an_accuracy_is_called_that_before_training_for_the_first_policy_alone(t
     assert "before training" not in page and "policy step 8" in page
 
 
+def test_a_reward_that_is_no_share_is_written_as_it_is(tmp_path):
+    store = RunStore(tmp_path.as_uri(), "redteam")
+    generate_run(store, 256, rows_per_shard=64, num_steps=8, num_response_tokens=8)
+    tables = rows_of(store)
+    tables["evaluations"] = [row | {"accuracy": row["accuracy"] - 25} for row in tables["evaluations"]]
+    (tile, *_) = _tiles(tables, tables["totals"][0], None, None)
+    assert tile["label"] == "held-out reward" and "%" not in tile["value"] + tile["remark"]
+
+
 def test_the_page_is_one_file_with_everything(page):
     assert len(page) < 1_000_000
     assert "<script" not in page and "default-src 'none'" in page

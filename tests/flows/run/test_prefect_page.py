@@ -284,9 +284,9 @@ def test_a_trainer_that_waits_in_mid_training_is_starved_once(tmp_path, monkeypa
     monkeypatch.setattr(prefect_page.time, "monotonic", lambda: clock[0])
     shown = prefect_page.Page(RunStore(tmp_path.as_uri(), "some"), RunConfig(run="some"))
 
-    def after(seconds: float, state: str, step: int) -> int:
+    def after(seconds: float, state: str, step: int, attempt: int = 1) -> int:
         clock[0] += seconds
-        shown._tell_if_starved({"state": state, "step": step, "message": "too early"})
+        shown._tell_if_starved({"state": state, "step": step, "attempt": attempt, "message": "too early"})
         return len(told)
 
     assert after(0, "waiting", 0) == after(1000, "waiting", 0) == 0, "the first fill takes as long as it takes"
@@ -298,6 +298,10 @@ def test_a_trainer_that_waits_in_mid_training_is_starved_once(tmp_path, monkeypa
     ]  # fmt: skip
     assert after(1, "training", 2) == after(1, "waiting", 2) == 1
     assert after(60, "waiting", 2) == 2
+    assert after(1, "starting", 0, attempt=2) == after(1, "waiting", 2, attempt=2) == 2
+    assert after(1000, "waiting", 2, attempt=2) == 2, "a resumed Trainer waits until its engines are loaded"
+    assert after(1, "training", 3, attempt=2) == after(1, "waiting", 3, attempt=2) == 2
+    assert after(60, "waiting", 3, attempt=2) == 3
 
 
 def test_a_resumed_flow_shows_its_own_policies_only(tmp_path, monkeypatch):

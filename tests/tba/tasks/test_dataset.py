@@ -11,6 +11,7 @@ python -m pytest tests/tba/tasks/test_dataset.py
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -129,6 +130,15 @@ def test_a_key_that_parquet_adds_to_a_message_is_absent(tmp_path):
     assert {frozenset(problem.messages[0]) for problem in task.train + task.heldout} == {
         frozenset({"role", "content", "name"}), frozenset({"role", "content"}),
     }  # fmt: skip
+
+
+def chats_of_pandas() -> list:
+    return [{"prompt": np.array([{"role": "user", "content": f"Hi {n}."}], dtype=object)} for n in range(20)]
+
+
+def test_a_chat_may_be_an_array_as_pandas_has_it():
+    task = Dataset(data=f"{__name__}:chats_of_pandas")
+    assert {problem.messages[0]["role"] for problem in task.train} == {"user"}
 
 
 def column_names() -> list:

@@ -24,13 +24,19 @@ from tests.character_model import save_character_model
 TEMPLATE = "{{% for message in messages %}}{}{{{{ message['content'] }}}}={{% endfor %}}"
 
 
-@pytest.mark.parametrize("begin", ["", "12 + "], ids=["nothing in common", "one beginning"])
-def test_answers_are_those_to_each_attack_alone(begin, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("begin", "end_of_turn"),
+    [("", None), ("12 + ", None), ("", "7")],
+    ids=["nothing in common", "one beginning", "a turn's end of the model's own"],
+)
+def test_answers_are_those_to_each_attack_alone(begin, end_of_turn, tmp_path, monkeypatch):
     folder = save_character_model(
         tmp_path, chat_template=TEMPLATE.format(begin), initializer_range=0.5, num_hidden_layers=2
     )
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     model.lm_head.weight.data[tokenizer.eos_token_id] *= 2  # so answers end after different numbers of tokens
+    if end_of_turn:
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_of_turn)]
     model.save_pretrained(folder)
     monkeypatch.setattr("tba.precision.compute_dtype", lambda device: torch.float32)
     monkeypatch.setattr(victim, "TOP_P", 1e-6)  # the most probable token alone
