@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # its import takes seconds
     from vllm.lora.request import LoRARequest
 
 # Policies by adapters that responses in flight may have begun with. vLLM has memory for so many, and keeps the newest
-# besides. Prompts of a further one would wait in vLLM while their policy grows older.
+# besides. While there are so many, further responses begin with the newest of these.
 ADAPTERS_IN_FLIGHT = 8
 # Responses that vLLM samples at a time; the others of a round wait here. It refuses more than the tokens of a step, by
 # default 4,096 on a CPU, and tries the sampler with so many rows of logits when it starts.
@@ -42,13 +42,21 @@ ENVIRONMENT = {  # of vLLM, unless the user has set a variable
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The policy that a response begins with."""
+
+    policy: ServedPolicy
+    version: str  # its name in vLLM
+    adapters: "LoRARequest | None"  # of the policy, with which all of the response is sampled; None: it has none
+
+
+@dataclass(frozen=True)
 class Asked:
     """A response that vLLM samples, or is to sample."""
 
     prompt: list[int]
     sampling: Sampling
-    policy: ServedPolicy  # served when it was handed over
-    adapters: "LoRARequest | None"  # of that policy, which all of its response is sampled with; None: it has none
+    beginning: Beginning
 
 
 class VllmEngine:
@@ -137,7 +145,7 @@ class VllmEngine:
             self._of_all_workers("check_base", self._folder)
             self._is_compared = True
         name = next(self._adapter_names)
-        fingerprint = self._of_all_workers("load_adapters", name, folder, self._folder, self._adapters_in_flight())
+        fingerprint = self._of_all_workers("load_adapters", name, folder, self._folder, set(self._in_flight()))
         self._adapters = LoRARequest(str(name), name, folder)
         return fingerprint
 
@@ -196,22 +204,24 @@ class VllmEngine:
         The salt keeps the keys and values that another policy computed for the same prompt from a new response. So a
         load takes back those that wait in vLLM.
         """
-        while self._waiting and self._has_room():
+        while self._waiting and self._engine.get_num_unfinished_requests() < self._max_sequences:
+            beginning = self._beginning()
             name, prompt, sampling = self._waiting.popleft()
-            asked = {"prompt_token_ids": prompt, "cache_salt": self._version}
-            self._engine.add_request(name, asked, self._parameters(sampling), lora_request=self._adapters)
-            self._asked[name] = Asked(prompt, sampling, self._policies[-1], self._adapters)
+            asked = {"prompt_token_ids": prompt, "cache_salt": beginning.version}
+            self._engine.add_request(name, asked, self._parameters(sampling), lora_request=beginning.adapters)
+            self._asked[name] = Asked(prompt, sampling, beginning)
 
-    def _has_room(self) -> bool:
-        if self._engine.get_num_unfinished_requests() >= self._max_sequences:
-            return False
-        if self._adapters is None:
-            return True
-        in_flight = self._adapters_in_flight()
-        return self._adapters.lora_int_id in in_flight or len(in_flight) < ADAPTERS_IN_FLIGHT
+    def _beginning(self) -> Beginning:
+        """The served policy; if vLLM has no memory for its adapters, the newest policy in flight."""
+        in_flight = self._in_flight() if self._adapters else {}
+        if len(in_flight) < ADAPTERS_IN_FLIGHT or self._adapters.lora_int_id in in_flight:
+            return Beginning(self._policies[-1], self._version, self._adapters)
+        return in_flight[max(in_flight)]
 
-    def _adapters_in_flight(self) -> set[int]:
-        return {asked.adapters.lora_int_id for asked in self._asked.values() if asked.adapters}
+    def _in_flight(self) -> dict[int, Beginning]:
+        """The policies by adapters that responses in flight began with, by their adapters' numbers, which rise."""
+        begun = (asked.beginning for asked in self._asked.values())
+        return {beginning.adapters.lora_int_id: beginning for beginning in begun if beginning.adapters}
 
     @staticmethod
     def _parameters(sampling: Sampling):
@@ -249,10 +259,10 @@ class VllmEngine:
     def _response(self, completion, asked: Asked) -> Response:
         tokens = list(completion.token_ids)
         logprobs = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
-        if asked.adapters is None:
+        if asked.beginning.adapters is None:
             policies = [(span.start, self._policies[int(span.version)]) for span in completion.weight_versions]
         else:
-            policies = [(0, asked.policy)]
+            policies = [(0, asked.beginning.policy)]
         return Response(tokens, [min(value, 0.0) for value in logprobs], completion.finish_reason, policies)
 
 

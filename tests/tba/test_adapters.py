@@ -13,14 +13,16 @@ python -m pytest tests/tba/test_adapters.py
 
 import json
 import shutil
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from tba import lora
+from tba import lora, vllm_engine
 from tba.config import TrainSettings
 from tba.engine import Response, Sampling, ServedPolicy
 from tba.engines import make_engine
@@ -28,7 +30,7 @@ from tba.logprobs import Group, response_logprobs
 from tba.models import resolve_model
 from tba.trainer import Trainer
 from tba.transformers_engine import TransformersEngine
-from tba.vllm_engine import _has_fast_adapter_kernels
+from tba.vllm_engine import VllmEngine, _has_fast_adapter_kernels
 from tba.weights import fingerprint, read_weights, write_weights
 from tests.character_model import save_character_model
 from tests.tba.engines import LIMITS, compute_in_float32, greedy_tokens, run_apart, sample, save_small_llama
@@ -250,6 +252,32 @@ def check_refusal(engine, policies: dict[str, Path]) -> None:
     with pytest.raises(FileNotFoundError):
         engine.load(policies["first"] / "pruned", 10)
     assert engine.load(policies["second"], 11).step == 11
+
+
+def test_responses_go_on_beginning_while_many_policies_are_in_flight(monkeypatch):
+    """vLLM has no memory for a further policy's adapters, so they begin with the newest one that it has."""
+    monkeypatch.setattr(vllm_engine, "ADAPTERS_IN_FLIGHT", 2)
+    monkeypatch.setattr(VllmEngine, "_parameters", lambda self, sampling: None)
+    begun = []
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._engine = SimpleNamespace(
+        get_num_unfinished_requests=lambda: len(engine._asked),
+        add_request=lambda name, asked, _, lora_request: begun.append((asked["cache_salt"], lora_request.lora_int_id)),
+    )
+    engine._max_sequences, engine._asked, engine._policies, engine._waiting = 8, {}, [], deque()
+
+    def load_and_ask(number: int) -> None:
+        engine._policies.append(ServedPolicy(number, str(number)))
+        engine._adapters = SimpleNamespace(lora_int_id=number)
+        engine._waiting.append((f"{number}/0/0", [5], SAMPLING))
+        engine._fill()
+
+    for number in (1, 2, 3):
+        load_and_ask(number)
+    assert begun == [("0", 1), ("1", 2), ("1", 2)] and engine._asked["3/0/0"].beginning.policy.step == 2
+    del engine._asked["1/0/0"]
+    load_and_ask(4)
+    assert begun[-1] == ("3", 4)
 
 
 @pytest.mark.slow
