@@ -1,6 +1,7 @@
 """The Searchers of a run, which its flow starts, adopts and restarts."""
 
 import contextlib
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from prefect.deployments import run_deployment
 from prefect.states import Cancelling, Crashed
 
 from flows.config import RunConfig
-from flows.run.flow_runs import is_of, queue_of_child
+from flows.run.flow_runs import is_of, queue_of_child, unfinished
 from infra.prefect_server import PAGE, read_all
 from storage import leases, ledger, policies, requests, shards
 from storage.errors import StoreError
@@ -82,13 +83,26 @@ class Searchers:
 
     def _add(self, names: list[str]) -> None:
         """Adopts the living Searchers of these names, which an earlier flow started, and starts the others."""
+        if not self._num_names:  # the first ones of this flow
+            self._num_names = self._dismiss_others(names)
         living = self._claim(names, evaluator=next(iter([*self._runs, *names])))
         for name in names:
             if name in living:
                 requests.welcome(self._store, name)
                 get_run_logger().info("searcher %s, which an earlier flow started, goes on", name)
             self._runs[name] = living.get(name) or self._start(name, evaluates=not self._runs)
-            self._num_names += 1
+        self._num_names = max(self._num_names, 1 + max(number_of(name) for name in names))
+
+    def _dismiss_others(self, names: list[str]) -> int:
+        """Asks Searchers of other names to leave, which an earlier flow has started. Returns the first unused number.
+
+        That flow's number of Searchers had been lowered and raised, so its names have gaps.
+        """
+        others = [run for run in started_by_flows(self._config) if run.parameters.get("name", "s0") not in names]
+        for run in others:
+            requests.ask_to_leave(self._store, run.parameters["name"])
+        self._leaving += others
+        return 1 + max((number_of(run.parameters["name"]) for run in others), default=-1)
 
     def _claim(self, names: list[str], evaluator: str) -> dict[str, FlowRun]:
         """The flow runs of living Searchers of these names. Every other owner loses the name.
@@ -201,6 +215,18 @@ class Renewals:
         if found is None or found.is_released:
             return None
         return found, looks + 1 if found == lease else 0
+
+
+def number_of(name: str) -> int:
+    """Of a Searcher that a run's flow has named: s0, s1, …; -1 of any other one."""
+    return int(name[1:]) if re.fullmatch("s[0-9]+", name) else -1
+
+
+def started_by_flows(config: RunConfig) -> list[FlowRun]:
+    """The unfinished flow runs of the Searchers that the run's flows have started, and not a person."""
+    with get_client(sync_client=True) as client:
+        found = [run for run in unfinished(client, config, ["search"]) if run.parent_task_run_id]
+    return [run for run in found if number_of(run.parameters.get("name", "s0")) >= 0]
 
 
 def _end(run: FlowRun, state: State) -> None:

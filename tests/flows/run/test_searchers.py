@@ -80,6 +80,7 @@ def server(monkeypatch) -> Server:
     monkeypatch.setattr(of_run, "run_deployment", server.run_deployment)
     monkeypatch.setattr(of_run, "queue_of_child", lambda deployment: f"the flow's, for {deployment}")
     monkeypatch.setattr(of_run, "read_flow_runs", server.read_flow_runs)
+    monkeypatch.setattr(of_run, "started_by_flows", lambda config: list(server.runs.values()))
     monkeypatch.setattr(of_run, "read_ended", server.read_ended)
     monkeypatch.setattr(of_run, "_end", server.end)
     monkeypatch.setattr(leases, "WATCH_S", 0.3)
@@ -138,6 +139,18 @@ def test_a_resumed_flow_adopts_the_living_and_starts_the_missing(store, server):
     server.end(living, Crashed())
     keep_up(searchers)
     assert server.names[3:] == ["s0"], "an adopted one is replaced like the others"
+
+
+def test_a_searcher_of_an_earlier_flow_that_is_not_wanted_leaves(store, server):
+    """Of three Searchers one was asked to leave, and another came under a new name, before the flow's machine died."""
+    s2 = server.add(Running(), store=store.url, run=store.run, name="s2", evaluates=False)
+    searchers = make_searchers(store, 2)
+    keep_up(searchers)
+    assert server.names == ["s0", "s1"] and requests.is_to_leave(store, "s2")
+    requests.want_searchers(store, 3)
+    keep_up(searchers)
+    assert server.names == ["s0", "s1", "s3"], "the name of one that leaves is not used again"
+    assert s2 in searchers._leaving
 
 
 def test_whoever_took_the_name_meanwhile_is_adopted(store, server):
