@@ -180,9 +180,8 @@ def check_disks(project: Path, store: str) -> Iterator[Finding]:
         folders = {"the store": Path(url2pathname(urlsplit(store).path))} | folders
     seen = set()
     for purpose, wanted in folders.items():
-        folder = next(
-            parent for parent in (wanted, *wanted.parents) if os.path.isdir(parent)
-        )  # Path.is_dir raises in a folder that may not be read
+        # os.path's, because that of Path raises below a folder that may not be read
+        folder = next(parent for parent in (wanted, *wanted.parents) if os.path.isdir(parent))
         if (device := os.stat(folder).st_dev) in seen:
             continue
         seen.add(device)

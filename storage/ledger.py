@@ -43,9 +43,7 @@ NEEDED = {
     "rewards": ("trajectory_id", "reward"),
     "diversity": ("metric", "value"),
 }
-MOST_ROUNDS_IN_SYNC = (
-    1_000_000  # rounds of one Searcher in a sync; a larger number is damaged, and readers count up to it
-)
+MOST_ROUNDS_IN_SYNC = 1_000_000  # of one Searcher; a larger number is damaged, and readers count up to it
 _NUMBERS = {"attempt", "step", "sync", "round", "first_round", "last_round"}
 
 

@@ -189,7 +189,7 @@ class SearchSettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="A response closer than this to one as good goes (edit distance by both lengths); None: off.",
+        description="Edit distance by sum of lengths, under which the worse of two responses is dropped; None: off.",
     )
     exploration_probability: float = Field(
         0.0,

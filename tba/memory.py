@@ -131,10 +131,8 @@ def trainer_parts(shape: Shape, settings: TrainSettings, largest: Pass, machine:
         "activations": _activations(shape, settings, largest, machine),
         "logits": _logits(shape, machine),
     }
-    if stage:  # it copies its partition of the weights
-        of_head = (
-            4 * shape.V * shape.D if stage >= 2 and not settings.lora_rank else 0
-        )  # its gradient, until it is reduced
+    if stage:  # it copies its partition of the weights, and has the output layer's gradient whole until it is reduced
+        of_head = 4 * shape.V * shape.D if stage >= 2 and not settings.lora_rank else 0
         gathered = 4 * min(shape.num_parameters, GATHERED) if stage == 3 else 0
         parts["DeepSpeed's weights and bucket"] = 4 * trained // size + BUCKET + of_head + gathered
     if settings.reference_reset_interval:  # each process has it whole
@@ -176,9 +174,8 @@ def _activations(shape: Shape, settings: TrainSettings, largest: Pass, machine: 
     if machine.has_bfloat16 and checkpointing != "layers" and (is_one or settings.zero_stage < 3):
         copies = 0 if settings.lora_rank and shape.is_bfloat16 and is_one else 2 * shape.num_in_layers
     of_token = shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I
-    short_pass = (
-        copies + min(largest.num_tokens, CAST_AGAIN_TOKENS - 1) * of_token
-    )  # of what is left over, if not of all
+    # of the tokens that are left over, if not of all
+    short_pass = copies + min(largest.num_tokens, CAST_AGAIN_TOKENS - 1) * of_token
     # Attention copies the prompt's keys and values for each response, for all heads; they, queries and results have
     # gradients. The MLP of that layer then has its gradients no more.
     of_attention = 4 * wide * shape.Q * largest.num_responses * (largest.prompt + 2 * largest.response)

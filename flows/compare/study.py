@@ -20,7 +20,7 @@ from tba.config import Settings
 
 _FOLDER = files("flows.compare") / "studies"
 _LABEL = re.compile("[a-z][a-z0-9_]*")
-SECTIONS = {"task", "search", "sampling", "train"}  # sections; the other settings of an arm are values
+SECTIONS = {"task", "search", "sampling", "train"}  # the other settings of an arm are values
 
 
 class Study(Settings):
