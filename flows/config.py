@@ -276,6 +276,6 @@ def _explain(mistake: dict, model: type[BaseModel]) -> str:
         names = ", ".join(model.model_fields)
         return f"{field}: got {mistake['input']!r}; it is a group of settings: name one of {names}, as {field}.NAME"
     if mistake["type"] == "tuple_type":
-        return f"{field}: got {mistake['input']!r}; give a list as JSON, such as [0.8,1]"
+        return f"{field}: got {mistake['input']!r}; give a list, such as [0.8,1]"
     message = mistake["msg"].removeprefix("Value error, ")
     return message if mistake["type"] == "value_error" else f"{field}: got {mistake['input']!r}; {message}"

@@ -192,7 +192,7 @@ def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:
         ledger.record_search_round(store, metrics)
     get_run_logger().log(
         logging.INFO if TaskRunContext.get() else logging.DEBUG,  # only a reported round is worth the server's time
-        "round %d: %d trajectories, turned to at policy step %d, mean reward %.3f",
+        "round %d: %d trajectories, policy step %d, mean reward %.3f",
         metrics["round"], metrics["num_trajectories"], metrics["policy_step"], metrics["reward_mean"],
     )  # fmt: skip
 

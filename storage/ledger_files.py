@@ -131,8 +131,8 @@ def numbers_in(store: RunStore, folder: str, path: str) -> set[int]:
     column, data = KEYS[folder][1], store.get(path)
     try:
         numbers = set(pq.ParquetFile(pa.BufferReader(data)).read([column])[column].unique().to_pylist())
-        if not all(isinstance(number, int) and 0 <= number <= LARGEST_NUMBER for number in numbers):
-            raise ValueError(f"{column} has {sorted(numbers, key=str)[-1]!r}, which is no number of an entry")
+        if odd := [number for number in numbers if not isinstance(number, int) or not 0 <= number <= LARGEST_NUMBER]:
+            raise ValueError(f"{column} has {odd[0]!r}, which is no number of an entry")
         return numbers
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DamagedRecord(

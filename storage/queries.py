@@ -127,12 +127,12 @@ def ask(
         except duckdb.InvalidInputException as error:
             # where a file cannot be read, the message names its table; that of an error in the SQL names none
             named = [name for name in tables if f"stored_{name}" in str(error)]
-            found = torn_files(store, named)
-            if not found.keys() - torn.keys():
+            found = {path: reason for path, reason in torn_files(store, named).items() if path not in torn}
+            if not found:
                 raise
-            torn |= found
         for reason in found.values():
             logger.warning("a torn file is left out of the answer: %s", reason)
+        torn |= found
 
 
 def torn_files(store: RunStore, tables: Collection[str] = STORED) -> dict[str, StoreError]:

@@ -224,7 +224,7 @@ class SearchSettings(Settings):
                 raise ValueError(f"search.engine: argument {name} may not be given; allowed: {', '.join(close)}")
             if not isinstance(value, bool | int | float | str):
                 raise ValueError(f"search.engine: {name} is {value!r:.80}; give a number or a word")
-        for name in PARALLEL_SIZES:
+        for name in (*PARALLEL_SIZES, "kv_cache_memory_bytes"):
             if not (isinstance(engine.get(name, 1), int) and engine.get(name, 1) >= 1):
                 raise ValueError(f"search.engine: {name} is {engine[name]!r}; give a whole number of at least 1")
         return engine

@@ -26,7 +26,7 @@ CAST_AGAIN_TOKENS = 1024  # of a pass, from which no bfloat16 copy of a weight i
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
 PASS_TOKENS = 4096  # of the reference policy (tba/reference_policy.py)
 GATHERED = 1_000_000_000  # parameters that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters
-# By public reports CUDA's context takes 0.5 to 0.6 GiB; the libraries' workspaces come to it. Not measured here.
+# By public reports CUDA's context takes 0.5 to 0.6 GiB; the libraries' workspaces are added. Not measured here.
 CUDA = GIB
 # Measured on Linux: what Python, torch and this project's packages take before a model is loaded; and what they and a
 # Searcher's engine, Prefect's client and a round's tensors take.
@@ -176,8 +176,8 @@ def _activations(shape: Shape, settings: TrainSettings, largest: Pass, machine: 
     of_token = shape.L * of_layer + behind + again + MLP_GRADIENTS * wide * shape.I
     # of the tokens that are left over, if not of all
     short_pass = copies + min(largest.num_tokens, CAST_AGAIN_TOKENS - 1) * of_token
-    # Attention copies the prompt's keys and values for each response, for all heads; they, queries and results have
-    # gradients. The MLP of that layer then has its gradients no more.
+    # Attention copies the prompt's keys and values for each response, for all heads. These copies, the queries and the
+    # results each have a gradient as large. By then the MLP's gradients are freed.
     of_attention = 4 * wide * shape.Q * largest.num_responses * (largest.prompt + 2 * largest.response)
     more = max(0, of_attention - largest.num_tokens * MLP_GRADIENTS * wide * shape.I)
     return max(largest.num_tokens * of_token + more, short_pass)

@@ -32,7 +32,7 @@ ATTENTION = "tba_shared_prefix"  # its name in transformers
 TOGETHER_TOKENS = 256
 MAX_SCORES = 1 << 23  # of the responses and heads that attend in one call, at once: in bfloat16 17 MB
 # Responses of a large group attend in one call, padded to the longest, while that one is at most so much longer than
-# the shortest: padding costs memory and time, a further call some of a CPU's.
+# the shortest. Padding costs memory and time; each further call costs a CPU time.
 LONGER, MORE_TOKENS = 1.5, 64
 Item = TypeVar("Item")
 

@@ -55,7 +55,7 @@ class Trainer:
         self.settings = settings
         self.step = 0  # policy steps done
         self._skipped_in_a_row = 0
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="copier")
         self._copies: list[Future] = []
         # DeepSpeed was not tried with weights of two types.
         dtype = lora.dtype_of_weights(model) if settings.lora_rank and device else torch.float32
@@ -373,8 +373,8 @@ def _with_off_policy_metrics(totals: dict[str, float]) -> Metrics:
     second is the mean of |log ratio| a token over the slots that the batch's newest policy sampled.
     """
     of_ratios = ("ratio_mean", "ratio_square_mean", "newest_policy_disagreement", "newest_policy_slots")
-    mean, square_mean, disagreement, fresh = map(totals.pop, of_ratios)
+    mean, square_mean, disagreement, newest_slots = map(totals.pop, of_ratios)
     return totals | {
         "effective_sample_size": mean**2 / square_mean,
-        "logprob_mismatch": disagreement / fresh if fresh else None,
+        "logprob_mismatch": disagreement / newest_slots if newest_slots else None,
     }

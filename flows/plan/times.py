@@ -8,6 +8,7 @@ from statistics import median
 from storage.queries import query
 from storage.store import RunStore
 
+EVALUATOR = "s0"  # the Searcher that evaluates: the first one that a run's flow starts
 SHORTEST_S = 1e-3  # of a duration: a clock may have been set back
 
 
@@ -80,9 +81,8 @@ def measured_times(store: RunStore) -> Times:
             "and a Searcher that has changed its policy between two rounds. Wait, or plan with another run."
         )
     keeping = [(a, b) for a, b in between if a["policy_step"] == b["policy_step"]]
-    evaluator = rounds[0]["searcher"]  # the first one, as the run's flow starts them
-    swaps = [_without(evaluations if a["searcher"] == evaluator else [], a, b) for a, b in swapping]
-    pauses = [_without(evaluations if a["searcher"] == evaluator else [], a, b) for a, b in keeping] or [min(swaps)]
+    swaps = [_without(evaluations if a["searcher"] == EVALUATOR else [], a, b) for a, b in swapping]
+    pauses = [_without(evaluations if a["searcher"] == EVALUATOR else [], a, b) for a, b in keeping] or [min(swaps)]
     loads = [max(0.0, seconds - median(pauses)) for seconds in swaps]
     # The shortest time from a policy's step to the moment when a Searcher found it.
     ended = {row["step"]: row["ended_at"] for row in steps}

@@ -51,6 +51,8 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
             if time.monotonic() - said_at > PROGRESS_S:
                 said_at = time.monotonic()
                 say(f"{num_scored:,} trajectories scored")
+    if not num_scored:
+        reward_versions.begin_version(store, version, name, rewarding.version)
     if num_unknown:
         say(
             f"WARNING: {num_unknown:,} of these trajectories have prompts that task {task.name} does not have now: "

@@ -52,8 +52,7 @@ class RunSource:
     digest = None  # shards are immutable
 
     def __init__(self, url: str, config: RunConfig) -> None:
-        """Raises: ValueError: no such run, another model or task, or no such reward version. NotFound: shards have no
-        rewards of it."""
+        """Raises: ValueError: no such run, another model or task, or no such reward version."""
         self.url, self._version = url, config.reward_version
         root, _, run = url.rpartition("/")
         self._store = RunStore(root, run)
@@ -78,10 +77,13 @@ class RunSource:
                 f"reward_version: run {run!r} has no rewards of version {self._version!r}; score it first: "
                 f"{self._store.command(f'rescore {run} --version {self._version} --reward ...')}"
             )
-        if self._version is not None:
-            reward_versions.check_scored(self._store, self._version)
         # stored reference log-probabilities are those at the other run's train.temperature
         self._has_other_reference = theirs.train.temperature != config.train.temperature
+
+    def check_scored(self) -> None:
+        """Raises: NotFound: shards have no rewards of the version."""
+        if self._version is not None:
+            reward_versions.check_scored(self._store, self._version)
 
     @property
     def shards_at_once(self) -> int:
@@ -165,6 +167,9 @@ class FileSource:
                 f"warm_start: {url} must have both of prompt_tokens and response_tokens or neither, and "
                 "reference_logprobs only with both; missing columns are computed, so leave these out"
             )
+
+    def check_scored(self) -> None:
+        """A file has its rewards, or the task's."""
 
     def compare_model(self, fingerprint: str) -> None:
         """A file has no model."""

@@ -36,8 +36,16 @@ PLAN, DONE = "warm_start/plan.json", "warm_start/done.json"
 def check_sources(store: RunStore, config: RunConfig) -> None:
     """Raises: ValueError, StoreError: a source is missing or does not fit this run."""
     if not store.exists(DONE):
-        for url in config.warm_start:
-            open_source(url, config)
+        open_sources(store, config)
+
+
+def open_sources(store: RunStore, config: RunConfig) -> list[RunSource | FileSource]:
+    """Raises: ValueError, StoreError: a source is missing or does not fit this run."""
+    sources = [open_source(url, config) for url in config.warm_start]
+    if not store.exists(PLAN):  # a source that grows later may have shards that are not scored, and not in the plan
+        for source in sources:
+            source.check_scored()
+    return sources
 
 
 def copy_sources(store: RunStore, config: RunConfig) -> None:
@@ -47,7 +55,7 @@ def copy_sources(store: RunStore, config: RunConfig) -> None:
     """
     if not config.warm_start or store.exists(DONE):
         return
-    sources = [open_source(url, config) for url in config.warm_start]
+    sources = open_sources(store, config)
     copy, plan = Copy(store, config), make_plan(store, sources)
     taken = [
         {"url": source.url} | copy.all_of(source, shards.warm_start_name(index), parts)

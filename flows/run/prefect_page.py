@@ -36,7 +36,7 @@ class Page:
         self._store = store
         self._artifacts, self._policies = Artifacts(store, config), PublishedPolicies(store)
         self._waiting: tuple[int, float] | None = None  # the step that the Trainer waits for, and since when
-        self._attempt, self._begun_at = None, 0  # the Trainer's, and the step at which it was first seen
+        self._attempt, self._begun_at = None, 0  # the Trainer's, and the step behind which it waits for its first batch
         self._starved = False
         self._alarms: set[str] = set()  # alarms that were on at the last look
         self._updated_at = float("-inf")
@@ -71,7 +71,8 @@ class Page:
 
     def _tell_if_starved(self, beat: dict) -> None:
         if beat.get("state") in ("waiting", "training") and beat.get("attempt") != self._attempt:
-            self._attempt, self._begun_at = beat.get("attempt"), beat["step"]
+            is_waiting = beat["state"] == "waiting"
+            self._attempt, self._begun_at = beat.get("attempt"), beat["step"] if is_waiting else None
         # for its first batch, also of an attempt that resumed, it waits until engines are loaded
         if beat.get("state") != "waiting" or beat["step"] == self._begun_at:
             self._waiting, self._starved = None, False

@@ -49,6 +49,7 @@ class Searchers:
         self._renewals = Renewals(self._store)
         self.is_away = False  # Prefect's server or the store, at the last look
         self._num_names = 0  # no name is used twice: a Searcher told to leave may still run
+        self._unused: int | None = None  # the first number behind those of an earlier flow's Searchers
 
     def keep_up(self) -> None:
         """Starts missing Searchers, restarts failed, silent and cancelled ones, and asks surplus ones to leave.
@@ -83,15 +84,16 @@ class Searchers:
 
     def _add(self, names: list[str]) -> None:
         """Adopts the living Searchers of these names, which an earlier flow started, and starts the others."""
-        if not self._num_names:  # the first ones of this flow
-            self._num_names = self._dismiss_others(names)
+        if self._unused is None:  # the first ones of this flow
+            self._unused = self._dismiss_others(names)
         living = self._claim(names, evaluator=next(iter([*self._runs, *names])))
         for name in names:
             if name in living:
                 requests.welcome(self._store, name)
                 get_run_logger().info("searcher %s, which an earlier flow started, goes on", name)
             self._runs[name] = living.get(name) or self._start(name, evaluates=not self._runs)
-        self._num_names = max(self._num_names, 1 + max(number_of(name) for name in names))
+            self._num_names = number_of(name) + 1
+        self._num_names = max(self._num_names, self._unused)
 
     def _dismiss_others(self, names: list[str]) -> int:
         """Asks Searchers of other names to leave, which an earlier flow has started. Returns the first unused number.

@@ -65,7 +65,7 @@ GATEWAY_DOWN_S = 3.0
 CELL_TIMEOUT_S = 600  # of a machine that others keep busy
 STOP_TIMEOUT_S = 120
 WITHOUT_VLLM = "import sys\n\nsys.modules['vllm'] = None\n"  # every Python process of the project begins with it
-ACKNOWLEDGED = re.compile(r"round (\d+): (\d+) trajectories, turned to at policy step")
+ACKNOWLEDGED = re.compile(r"round (\d+): (\d+) trajectories, policy step")
 
 
 class CrashTest:

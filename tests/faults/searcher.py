@@ -42,6 +42,7 @@ def main(store: str, run: str, name: str, acknowledged: str) -> None:
         module.get_run_logger = lambda: log
     search.start_searcher_task, search.evaluate_task = start_searcher, search.evaluate
     search.as_asset = lambda *_: lambda search_round: search_round
+    search.opaque = lambda sampled: sampled  # Prefect's tasks unwrap it
     shards.commit_shard = acknowledging
     search.search.fn(store, run, name, evaluates=name == "s0")
 

@@ -95,7 +95,7 @@ def finished(store, monkeypatch) -> list[tuple[str, int]]:
         return sampled.number != 8 or len(found) > 1
 
     def as_asset(*_):
-        return lambda _: lambda store, searcher, sampled: found.append(("as a task", sampled.number)) or True
+        return lambda _: lambda store, searcher, sampled: found.append(("as a task", sampled.unwrap().number)) or True
 
     monkeypatch.setattr(search, "finish_round", finish_round)
     monkeypatch.setattr(search, "as_asset", as_asset)

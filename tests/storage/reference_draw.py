@@ -35,13 +35,13 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
     is_recent = [
         bool(recent_pool) and uniform_number(step, "recent", place) < sampling.recent_probability for place in places
     ]
-    first = {name for name in whole_pool if rewards_differ(trajectories, name)}
-    recent_first = {name for name in recent_pool if rewards_differ(trajectories, name, newest_sync)}
+    preferred = {name for name in whole_pool if rewards_differ(trajectories, name)}
+    recent_preferred = {name for name in recent_pool if rewards_differ(trajectories, name, newest_sync)}
     if not sampling.differing_rewards_first:
-        first = recent_first = set()
+        preferred = recent_preferred = set()
 
     def recent_order(name: str) -> tuple:
-        return name not in recent_first, uniform_number(step, "recent prompt", key_of(name))
+        return name not in recent_preferred, uniform_number(step, "recent prompt", key_of(name))
 
     recents = sorted(recent_pool, key=recent_order)
     num_recent = sum(is_recent)
@@ -49,7 +49,7 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
     taken = set(prompts[True])
 
     def order(name: str) -> tuple:
-        return name in taken, name not in first, uniform_number(step, "prompt", key_of(name))
+        return name in taken, name not in preferred, uniform_number(step, "prompt", key_of(name))
 
     others = sorted(whole_pool, key=order)
     prompts[False] = [others[turn % len(others)] for turn in range(len(places) - num_recent)]

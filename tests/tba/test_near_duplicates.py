@@ -29,7 +29,7 @@ def test_prompts_that_were_asked_long_ago_are_forgotten(monkeypatch):
     monkeypatch.setattr(near_duplicates, "REMEMBERED_IN_ALL", 3)
     near = NearDuplicates(0.25)
     for number, prompt in enumerate("abca"):
-        near.keep(number, [prompt], [f"response {number}, all of its own {prompt * 20}"], [0.5])
+        near.keep(number, [prompt], [str(number) * 40], [0.5])
     assert list(near._kept) == ["c", "a"] and len(near._kept["a"]) == 2, "the prompt asked last keeps its responses"
 
 

@@ -68,6 +68,7 @@ def start_in_state(monkeypatch, state: State) -> list[dict]:
         return SimpleNamespace(id=len(parameters), parameters=given["parameters"])
 
     monkeypatch.setattr(of_run, "run_deployment", run_deployment)
+    monkeypatch.setattr(of_run, "started_by_flows", lambda config: [])
     monkeypatch.setattr(of_run, "read_ended", lambda ids: dict.fromkeys(ids, state) if state.is_final() else {})
     return parameters
 

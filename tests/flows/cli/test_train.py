@@ -88,7 +88,7 @@ def tba(*arguments: str):
         (["--set", "beta=0.1"], "beta: there is no such setting; there is train.beta"),
         (
             ["--set", "search.exploration_top_p=0.8,1"],
-            "search.exploration_top_p: got '0.8,1'; give a list as JSON, such as [0.8,1]",
+            "search.exploration_top_p: got '0.8,1'; give a list, such as [0.8,1]",
         ),
         (
             ["--data", "s3://bucket/train.json"],

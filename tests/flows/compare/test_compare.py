@@ -65,7 +65,9 @@ def test_runs_of_another_number_of_steps_ask_for_another_store(tmp_path, monkeyp
             run_store.create_run({"steps": steps})
 
     monkeypatch.setattr(study_page, "run_study", found_another)
-    result = CliRunner().invoke(app, ["compare", "staleness", "--store", str(tmp_path)])
+    result = CliRunner().invoke(
+        app, ["compare", "staleness", "--store", str(tmp_path), "--out", str(tmp_path / "results")]
+    )
     assert result.exit_code == 2
     message = " ".join(result.output.split())
     assert "steps" in message and "Give another --store" in message and "tba train" not in message

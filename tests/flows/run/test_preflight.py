@@ -109,7 +109,7 @@ print("torch" in sys.modules)
     ("changes", "message"),
     [
         ({"task": {"name": "reasoning_gym", "generator": "chain_sum", "data": "mine.jsonl"}}, "task.data is 'mine.jso"),
-        ({"task": {"name": "arithmetic", "reward_model": "x"}}, "task.reward_model is 'x', and task arithm"),
+        ({"task": {"name": "arithmetic", "reward_model": "x"}}, "task.reward_model is 'x', but task arithm"),
         ({"sampling": {"uniform_fraction": 0.5}}, "uniform_fraction is 0.5, .*without sampling.reward_temperature"),
         ({"train": {"fluency_steps": 9}}, "train.fluency_steps is 9, .* without train.fluency_temperature: set both"),
     ],
