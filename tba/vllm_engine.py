@@ -71,9 +71,9 @@ class VllmEngine:
         **options: Unpack[EngineOptions],
     ) -> None:
         """Arguments as of tba.engines.make_engine."""
-        for name, value in ENVIRONMENT.items():
+        of_threads = {"OMP_NUM_THREADS": str(options["threads"])}  # read by the CPU backend only
+        for name, value in (ENVIRONMENT | of_threads).items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("OMP_NUM_THREADS", str(options["threads"]))  # read by the CPU backend only
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -88,9 +88,8 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         usual |= arguments
-        self._max_sequences = min(
-            options["max_sequences"], MAX_SEQUENCES, arguments.get("max_num_batched_tokens", 4096)
-        )
+        tokens_of_a_step = arguments.get("max_num_batched_tokens", 4096)
+        self._max_sequences = min(options["max_sequences"], MAX_SEQUENCES, tokens_of_a_step)
         serves_adapters = usual.pop("enable_lora", _has_fast_adapter_kernels(is_cpu, usual["dtype"]))  # tests give it
         usual |= _room_for_adapters(folder, lora_rank, serves_adapters)
         self._llm = LLM(
@@ -103,15 +102,13 @@ class VllmEngine:
             worker_extension_cls="tba.vllm_weights.PolicyLoader",
         )
         self._engine = self._llm.llm_engine
-        self._folder, self._has_own_weights = str(folder), True  # whether its weights are still the folder's
-        self._is_compared = False  # whether they were compared with the folder
+        self._folder, self._has_own_weights, self._is_compared = str(folder), True, False  # with the folder's weights
         self._serves_adapters = self._engine.vllm_config.lora_config is not None
         self._adapters: LoRARequest | None = None  # of the served policy; None: its weights have them
         self._adapter_names = count(1)
         self._policies: list[ServedPolicy] = []  # each that was loaded; its place is its version's name in vLLM
         self._numbers = count()
-        # Responses that vLLM does not have yet: name (batch/prompt/sample), prompt, sampling.
-        self._waiting: deque[tuple[str, list[int], Sampling]] = deque()
+        self._waiting: deque[tuple[str, list[int], Sampling]] = deque()  # not in vLLM yet; batch/prompt/sample
         self._asked: dict[str, Asked] = {}  # by name
         self._batches: dict[int, list[list[Response | None]]] = {}  # each prompt's responses; None: not sampled yet
         self._finished: list = []  # outputs of vLLM that `step` has not taken in

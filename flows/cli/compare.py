@@ -30,12 +30,11 @@ def compare(
 ) -> None:
     """Train configurations with several seeds; write tables and a plot with confidence intervals.
 
-    A study trains a small policy, or a model, on samples of enforced ages. A run takes seconds, or minutes. If
-    interrupted, the same command continues. The last line is a JSON object. Studies: beta,
-    beta_embedded, capacity, losses, prompts, recency, recency_dense, redteam_searchers, replay, responses, samples,
-    searchers, searchers_equal, searchers_sparse, staleness, staleness_embedded.
-    sync: asynchronous and synchronous training by tba train, and the time of each to equal accuracy. A run that was
-    interrupted has a pause in its times: the command names its folder, which must be deleted.
+    A study trains a small policy, or a model, on samples of enforced ages. If interrupted, the same command continues.
+    The last line is a JSON object. Studies: beta, beta_embedded, capacity, losses, prompts, recency, recency_dense,
+    redteam_searchers, replay, responses, samples, searchers, searchers_equal, searchers_sparse, staleness,
+    staleness_embedded. sync: asynchronous and synchronous training by tba train, and the time of each to equal
+    accuracy. The command names the folder of a run that was interrupted, which must be deleted.
 
     Example: tba compare staleness --seeds 3
     """
@@ -60,10 +59,8 @@ def compare(
     except RunConfigMismatch as error:
         differs = str(error).partition(". ")[0]
         fail(f"compare: {differs}. Give another --store, or the settings and --steps of the runs in this one", status=2)
-    except (StoreError, ValueError, OSError) as error:
+    except (StoreError, ValueError, OSError, RuntimeError) as error:  # the last: an engine's, or of a killed process
         fail(str(error))
-    except RuntimeError as error:  # an engine's, or that of a process that was killed
-        fail(f"compare: a run failed: {error}. The same command continues")
     say(f"Written: {page}")
     if numbers:
         typer.echo(json.dumps(numbers))

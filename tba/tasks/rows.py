@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from tba.imports import FILES, is_function_name, is_users_own, load_function
@@ -126,14 +125,14 @@ def _read_parquet(file: Path) -> Rows:
 
 
 def _read_hub(dataset: str, columns: Sequence[str], config: str | None) -> tuple[Rows, Rows | None]:
-    if find_spec("datasets") is None:
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
         raise ValueError(
             f"task.data: {dataset!r} is no .jsonl or .parquet file, and all else needs the package datasets, which is "
             "not installed; install it, or tba's extra tasks"
-        )
+        ) from error
     try:
-        from datasets import load_dataset
-
         splits = load_dataset(dataset, config)
     except Exception as error:  # datasets raises exceptions of its own, of the hub and of the network
         raise ValueError(

@@ -280,7 +280,7 @@ def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, m
     monkeypatch.setattr(session, "model_folder", lambda model: Path("unused"))
     monkeypatch.setattr(session, "base_fingerprint", lambda folder: "a1")
     monkeypatch.setattr(
-        session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary=10))
+        session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary_size=10))
     )
     with pytest.raises(TooEarly, match=r"^resumed"):
         session.train_run(store, RunConfig(), 2, checkpoints.FROM_SCRATCH, heart)

@@ -235,7 +235,22 @@ def test_a_datasets_own_test_split_is_held_out_and_not_trained_on(monkeypatch):
 
 def test_without_the_datasets_package_a_file_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # import datasets -> ModuleNotFoundError
+    with pytest.raises(
+        ValueError, match=r"'openai/gsm8k' is no \.jsonl or \.parquet file, .*needs the package datasets"
+    ):
+        load_task(TaskSettings(name="gsm8k"), seed=0)
+
+
+def test_a_dataset_that_cannot_be_loaded_or_has_no_split_train_is_named(monkeypatch):
+    def load_dataset(*arguments):
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match=r"'openai/gsm8k' cannot be loaded here .*give a local JSONL file"):
+        load_task(TaskSettings(name="gsm8k"), seed=0)
+    only_sft = SimpleNamespace(load_dataset=lambda *_: {"train_sft": SAMPLE})
+    monkeypatch.setitem(sys.modules, "datasets", only_sft)
+    with pytest.raises(ValueError, match=r"'openai/gsm8k' has no split train, but train_sft"):
         load_task(TaskSettings(name="gsm8k"), seed=0)
 
 
