@@ -20,7 +20,7 @@ class TooFewTimes(ValueError):
 class Times:
     """Seconds. A list has one entry for each time that was measured."""
 
-    steps: list[float]  # from a training step's start to the next one's, less the wait for a batch
+    steps: list[float]  # from a training step's start to the next one's, less the wait for a batch; with its draw
     rounds: list[float]  # from a Searcher's turn to a round until it is scored; the engine may have begun it before
     pauses: list[float]  # between two rounds of a Searcher: it commits a shard and looks for a policy
     loads: list[float]  # further seconds where it found a new policy
@@ -70,8 +70,9 @@ def measured_times(store: RunStore) -> Times:
         and not any(a["ended_at"] < at < b["started_at"] for at in resumed)
     ]
     swapping = [(a, b) for a, b in between if a["policy_step"] != b["policy_step"]]
+    draw_s = min((row["wait_s"] for row in steps), default=0.0)  # the shortest wait: the batch could be drawn at once
     of_steps = [
-        max(SHORTEST_S, _seconds(a["started_at"], b["started_at"]) - b["wait_s"])
+        max(SHORTEST_S, _seconds(a["started_at"], b["started_at"]) - b["wait_s"] + draw_s)
         for a, b in pairwise(steps)
         if (a["attempt"], a["step"] + 1) == (b["attempt"], b["step"])
     ]
