@@ -102,7 +102,7 @@ class VllmEngine:
             worker_extension_cls="tba.vllm_weights.PolicyLoader",
         )
         self._engine = self._llm.llm_engine
-        self._folder, self._has_own_weights, self._is_compared = str(folder), True, False  # with the folder's weights
+        self._folder, self._has_own_weights, self._is_compared = str(folder), True, False  # compared: its weights
         self._serves_adapters = self._engine.vllm_config.lora_config is not None
         self._adapters: LoRARequest | None = None  # of the served policy; None: its weights have them
         self._adapter_names = count(1)
