@@ -116,7 +116,7 @@ def test_it_ends_as_a_user_with_a_fixed_uid_and_shows_the_help():
     assert max(i for i, (name, _) in enumerate(final) if name == "RUN") < final.index(["USER", "1000:1000"])
     assert final[-1] == ["CMD", '["tba", "--help"]']
     assert "ENTRYPOINT" not in {name for name, _ in instructions()}  # Prefect's worker gives a whole command
-    # With VOLUME, a pod that mounts /work/.tba would get the volume's folder inside it, owned by root.
+    # With VOLUME, a pod that mounts a parent of the volume's folder would get that folder inside it, owned by root.
     assert "VOLUME" not in {name for name, _ in instructions()}
 
 

