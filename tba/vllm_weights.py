@@ -43,7 +43,7 @@ class PolicyLoader:
             served = other_thread.submit(fingerprint, read_weights(folder) if is_adapted else weights.items())
             self.reload_weights(weights_iterator=iter(weights.items()))
             model = self.model_runner.get_model()
-            _pack_tied_head(model)
+            _refresh_tied_head(model)
             if differs := _first_difference(model, weights):
                 raise RuntimeError(_differs(differs, folder))
             return served.result()
@@ -121,18 +121,20 @@ def _holds(held: Tensor, tensor: Tensor, side: str) -> bool:
     return torch.equal(held[:rows, :columns].cpu(), wanted)
 
 
-def _pack_tied_head(model: nn.Module) -> None:
-    """Packs an output layer that shares the embedding's weights again.
+def _refresh_tied_head(model: nn.Module) -> None:
+    """Gives an output layer that shares the embedding's weights the matrix that vLLM packed for the embedding.
 
-    vLLM 0.32 does so for layers whose own weights were loaded. On a CPU this one would keep the first policy's weights.
+    vLLM 0.32 packs those of layers whose own weights were loaded. On a CPU this one would keep the first policy's.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        for layer in model.modules():
-            if isinstance(layer, ParallelLMHead):
-                layer.quant_method.process_weights_after_loading(layer)
+        layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+        packed = {id(layer.weight): layer.cpu_linear for layer in layers if layer not in heads}
+        for head in heads:
+            head.cpu_linear = packed.get(id(head.weight), head.cpu_linear)
 
 
 def _first_difference(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
@@ -222,6 +224,8 @@ def _same_rows(served: Tensor, whole: Tensor, is_part: bool) -> bool:
 
     Rows of zeros may come in addition: the output layer has rows for padding.
     """
+    if torch.equal(served[: len(whole)], whole):
+        return True
     key = torch.randint(-(2**62), 2**62, (whole.shape[1],))
     bits, tiny = torch.int16 if whole.element_size() == 2 else torch.int32, torch.finfo(whole.dtype).tiny
 

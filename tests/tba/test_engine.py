@@ -240,21 +240,21 @@ def check_vllm(base: Path, other: Path, moved: Path, tokens: list[list[int]]) ->
 
 def check_refusals(engine, base: Path, moved: Path) -> None:
     """One layer keeps the first policy's matrix, as the output layer did under vLLM 0.32."""
-    pack = tba.vllm_weights._pack_tied_head
+    refresh = tba.vllm_weights._refresh_tied_head
     for name in ("lm_head", "model.layers.3.mlp.gate_up_proj", "model.layers.29.self_attn.o_proj"):
         kept = []
 
         def keep(model, name=name, kept=kept) -> None:
-            pack(model)
+            refresh(model)
             layer = model.get_submodule(name)
             kept.append(layer.cpu_linear)
             layer.cpu_linear = kept[0]
 
-        tba.vllm_weights._pack_tied_head = keep
+        tba.vllm_weights._refresh_tied_head = keep
         engine.load(base, 1)
         with pytest.raises(RuntimeError, match=f"{name} differs"):
             engine.load(moved, 2)
-    tba.vllm_weights._pack_tied_head = pack
+    tba.vllm_weights._refresh_tied_head = refresh
     assert engine.load(moved, 3).fingerprint == fingerprint(read_weights(moved))
 
 
