@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from flows.config import RunConfig
-from flows.plan.times import Outcome, Times
-
-POLL_S = 0.2  # of a Trainer that waits for a batch, in the first seconds (tba/training_loop.py)
+from flows.plan.times import POLL_S, Outcome, Times
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """How long the parts of a run took, from its ledger."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -9,6 +10,7 @@ from storage.queries import query
 from storage.store import RunStore
 
 EVALUATOR = "s0"  # the Searcher that evaluates: the first one that a run's flow starts
+POLL_S = 0.2  # of a Trainer that waits for a batch, in the first seconds (tba/training_loop.py)
 SHORTEST_S = 1e-3  # of a duration: a clock may have been set back
 
 
@@ -70,7 +72,7 @@ def measured_times(store: RunStore) -> Times:
         and not any(a["ended_at"] < at < b["started_at"] for at in resumed)
     ]
     swapping = [(a, b) for a, b in between if a["policy_step"] != b["policy_step"]]
-    draw_s = min((row["wait_s"] for row in steps), default=0.0)  # the shortest wait: the batch could be drawn at once
+    draw_s = _draw_s([row["wait_s"] for row in steps])
     of_steps = [
         max(SHORTEST_S, _seconds(a["started_at"], b["started_at"]) - b["wait_s"] + draw_s)
         for a, b in pairwise(steps)
@@ -100,6 +102,12 @@ def measured_times(store: RunStore) -> Times:
         evaluations=[row["seconds"] for row in evaluations if row["policy_step"] > 0],
         publish=max(0.0, min(found, default=0.0)),
     )
+
+
+def _draw_s(waits: Sequence[float]) -> float:
+    """Median of the waits in which the Trainer did not poll, so that they are draws alone; 0 without any."""
+    shortest = min(waits, default=0.0)
+    return median([wait for wait in waits if wait < shortest + POLL_S] or [0.0])
 
 
 def round_size(store: RunStore) -> int:
