@@ -23,7 +23,7 @@ from flows.searcher.start import EVALUATE, start_searcher_task
 from infra.machine import policy_cache
 from storage import kept_policies, policies
 from storage.store import RunStore
-from tba.evaluation import attack_success_rate, pass_at_k, perplexity, succeeds, success_reward, win_rate
+from tba.evaluation import pass_at_k, perplexity, succeeds, success_reward, win_rate
 from tba.tasks.tldr import Overlap, judge
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
@@ -136,7 +136,7 @@ def measure_attacks(searcher: "Searcher", samples: int) -> dict:
     successes = [place for place, of_attack in enumerate(toxicity) if succeeds(of_attack)]
     return {
         "num_attacks": len(attacks),
-        "attack_success_rate": attack_success_rate(toxicity),
+        "attack_success_rate": len(successes) / len(attacks),
         "cosine_distance": diversity.cosine_distance(embeddings) if len(attacks) > 1 else None,
         "success_clusters": diversity.count_clusters(embeddings[successes]),
     }

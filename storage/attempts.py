@@ -22,13 +22,13 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, Field
 
 from storage.errors import AlreadyExists, AlreadyTraining, DamagedRecord, NotFound, Superseded
-from storage.paths import LARGEST_NUMBER, first_stray
+from storage.paths import LARGEST_NUMBER, newest_number
 from storage.process_identity import Identity, Pulse
 from storage.store import RESTORE, RunStore, transfer_all
 
 HEARTBEAT = "trainer/heartbeat.json"
 ENDED = ("finished", "stopped", "failed")  # states in the last heartbeat of a Trainer
-_NAME = re.compile(r"trainer/attempt=(?P<attempt>[0-9]{8})\.json")
+_NAME = re.compile(r"trainer/attempt=(?P<number>[0-9]{8})\.json")
 
 
 def _is_time(text: str) -> str:
@@ -129,13 +129,7 @@ def counts(attempt: int, step: int, records: list[Attempt]) -> bool:
 
 def latest_attempt(store: RunStore) -> int:
     """The newest attempt's number; 0 before the first."""
-    names = map(_NAME.fullmatch, store.list("trainer"))
-    numbers = [int(name["attempt"]) for name in names if name]
-    stray = first_stray(numbers, after=0)
-    latest = max((number for number in numbers if number < stray), default=0)
-    while is_superseded(store, latest):  # a listing may lack an entry, which must not undo a takeover
-        latest += 1
-    return latest
+    return newest_number(store.list("trainer"), _NAME, lambda number: store.exists(_path(number)))
 
 
 def newest_attempt(store: RunStore) -> Attempt | None:

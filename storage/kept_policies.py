@@ -73,7 +73,7 @@ def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
 
 def release_policy(store: RunStore, searcher: str) -> None:
     """Ends this Searcher's hold. After that only best.json can keep the policy."""
-    store.discard(_held_path(searcher))
+    store.delete(_held_path(searcher))
 
 
 def keep_if_best(
@@ -185,7 +185,7 @@ def _delete_weights(store: RunStore, folder: str, files: list[str]) -> None:
     store.put_json(manifest, (published or {}) | {"pruned": True})
     for path in files:
         if path != manifest:
-            store.discard(path)
+            store.delete(path)
 
 
 def _evaluated(store: RunStore) -> set[str]:

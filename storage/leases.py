@@ -21,7 +21,7 @@ from uuid import UUID
 from pydantic import AfterValidator
 
 from storage.errors import AlreadyExists, DamagedRecord, NameTaken, Superseded
-from storage.paths import first_stray
+from storage.paths import newest_number
 from storage.process_identity import SHORTEST_PAUSE_S, Identity
 from storage.shards import check_searcher_id
 from storage.store import RunStore
@@ -110,15 +110,9 @@ def check_name(store: RunStore, lease: Lease) -> None:
 
 def newest(store: RunStore, searcher: str) -> Lease | None:
     """The newest lease of a name; None: no process has ever had it. One that cannot be read has no owner."""
-    names = map(_LEASE_NAME.fullmatch, store.list(f"searchers/{searcher}"))
-    numbers = [int(name["number"]) for name in names if name]
-    stray = first_stray(numbers, after=0)
-    number = max((number for number in numbers if number < stray), default=0)
-    while store.exists(_path(searcher, number + 1)):  # a listing may lack an entry, which must not undo a takeover
-        number += 1
-    if number == 0:
-        return None
-    return read(store, searcher, number)
+    listed = store.list(f"searchers/{searcher}")
+    number = newest_number(listed, _LEASE_NAME, lambda number: store.exists(_path(searcher, number)))
+    return read(store, searcher, number) if number else None
 
 
 def read(store: RunStore, searcher: str, number: int) -> Lease:

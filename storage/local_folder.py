@@ -159,10 +159,6 @@ class LocalFolder:
 
     @patient("delete")
     def delete(self, path: str) -> None:
-        self._path(path).unlink()
-
-    @patient("delete")
-    def discard(self, path: str) -> None:
         self._path(path).unlink(missing_ok=True)
 
     @patient("delete")

@@ -30,10 +30,7 @@ def choose_diversity_sample(
     )
 
 
-def record_diversity(store: RunStore, rows: list[dict]) -> pa.Table:
-    """Stores a measurement: DIVERSITY rows with one `measured_at`. Returns the stored table."""
-    table = to_table(rows, DIVERSITY)
-    if rows:
-        name = f"{rows[0]['measured_at']:%Y%m%dT%H%M%S.%fZ}"
-        store.put_new(f"diversity/measured={name}.parquet", parquet_bytes(table))
-    return table
+def record_diversity(store: RunStore, rows: list[dict]) -> None:
+    """Stores a measurement: DIVERSITY rows with one `measured_at`."""
+    name = f"{rows[0]['measured_at']:%Y%m%dT%H%M%S.%fZ}"
+    store.put_new(f"diversity/measured={name}.parquet", parquet_bytes(to_table(rows, DIVERSITY)))

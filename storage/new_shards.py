@@ -105,7 +105,7 @@ def restore_head(store: RunStore, searcher: str) -> int:
     for path in store.list("heads"):
         head = HEAD_NAME.fullmatch(path)
         if head and head["searcher"] == searcher and int(head["through"]) != number - 1:
-            store.discard(path)
+            store.delete(path)
     return number
 
 

@@ -5,7 +5,8 @@ Any writer may have chosen the keys of a bucket, a policy's list of files and th
 
 import math
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from storage.errors import UnsafePath
@@ -13,10 +14,8 @@ from storage.errors import UnsafePath
 LARGEST_GAP = 1_000  # files that a listing may forget, or that were lost, before a later one
 
 
-def is_plain(path: object) -> bool:
+def is_plain(path: str) -> bool:
     """Whether it is a relative path that leads into its folder: no `..`, no empty part, no backslash, all printable."""
-    if not isinstance(path, str):
-        return False
     inside = f"/{path}/"
     return (
         "//" not in inside and "/../" not in inside and "/./" not in inside and "\\" not in path and path.isprintable()
@@ -48,6 +47,20 @@ def first_stray(numbers: Iterable[int], after: int) -> float:
             return number
         after = max(after, number)
     return math.inf
+
+
+def newest_number(paths: Iterable[str], name: re.Pattern, exists: Callable[[int], bool]) -> int:
+    """The newest of files that are numbered from 1 without gaps; 0: there is none.
+
+    paths: as listed. name: of such a file, with a group `number`. exists: looks a number up, because a listing may lack
+    the newest, which would undo a takeover.
+    """
+    numbers = [int(match["number"]) for match in map(name.fullmatch, paths) if match]
+    stray = first_stray(numbers, after=0)
+    newest = max((number for number in numbers if number < stray), default=0)
+    while exists(newest + 1):
+        newest += 1
+    return newest
 
 
 def inside(folder: Path, name: str) -> Path:

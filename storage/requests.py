@@ -6,13 +6,12 @@ control/searchers.json    number of Searchers that the flow keeps running, also 
 control/leaving/<name>    this Searcher ends after the rounds that it has sampled
 """
 
-import contextlib
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from storage.errors import DamagedRecord, NotFound
+from storage.errors import DamagedRecord
 from storage.store import RunStore
 
 STOP = "control/stop.json"
@@ -37,12 +36,9 @@ def is_to_stop(store: RunStore) -> bool:
     return store.exists(STOP)
 
 
-def take_back_stop(store: RunStore) -> bool:
-    """Clears the stop request; returns whether there was one."""
-    with contextlib.suppress(NotFound):
-        store.delete(STOP)
-        return True
-    return False
+def take_back_stop(store: RunStore) -> None:
+    """Clears the stop request, if there is one."""
+    store.delete(STOP)
 
 
 def want_searchers(store: RunStore, number: int) -> None:
@@ -76,7 +72,7 @@ def is_to_leave(store: RunStore, searcher: str) -> bool:
 
 def welcome(store: RunStore, searcher: str) -> None:
     """Clears a request to leave that was made to an earlier Searcher of this name."""
-    store.discard(_leaving(searcher))
+    store.delete(_leaving(searcher))
 
 
 def _leaving(searcher: str) -> str:

@@ -177,17 +177,13 @@ class S3Prefix:
                 raise OddAnswer(f"the listing of {prefix} is not complete, but has no token for the next page")
             arguments["ContinuationToken"] = token
 
-    def delete(self, path: str) -> None:
-        self._head(path)  # S3 deletes a missing object without an error
-        self.discard(path)
-
     @patient("delete")
-    def discard(self, path: str) -> None:
+    def delete(self, path: str) -> None:
         self._fs.rm_file(f"{self._root}/{path}")
 
     def delete_folder(self, folder: str) -> None:
         for path in self.files(folder, ""):
-            self.discard(path)
+            self.delete(path)
         self._abort_uploads(folder)
 
     def _abort_uploads(self, folder: str) -> None:

@@ -195,7 +195,7 @@ def advance_head(store: RunStore, searcher: str, round_number: int) -> None:
     """Says that this round of a searcher and all before it are committed, for storage/new_shards.py."""
     store.put(head_path(searcher, round_number), b"")
     if round_number:
-        store.discard(head_path(searcher, round_number - 1))
+        store.delete(head_path(searcher, round_number - 1))
 
 
 def head_path(searcher: str, round_number: int) -> str:

@@ -179,20 +179,14 @@ class RunStore:
             return [name for name in self._files.folders(folder) if is_plain(name)]
 
     def delete(self, path: str) -> None:
-        """Deletes a file. Raises: NotFound."""
-        with self._errors("delete", path):
-            self._files.delete(path)
-
-    def discard(self, path: str) -> None:
         """Deletes a file if it exists, in one request."""
         with self._errors("delete", path):
-            self._files.discard(path)
+            self._files.delete(path)
 
     def delete_folder(self, folder: str, *, first: str) -> None:
         """Deletes every file in a folder. `first`, whose presence means "complete", is deleted before the others."""
         with self._errors("delete", folder):
-            if self._files.exists(f"{folder}/{first}"):
-                self._files.delete(f"{folder}/{first}")
+            self._files.delete(f"{folder}/{first}")
             self._files.delete_folder(folder)
 
     def upload_folder(

@@ -5,13 +5,14 @@ Dimensions: B prompts, K responses drawn for a prompt, U <= K distinct ones amon
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
+
+import pyarrow as pa
 
 from tba.logprobs import Group
 from tba.shared_prefix import in_passes
 
 Metrics: TypeAlias = dict[str, float | None]  # columns of the training ledger; None: not measured
-Record_co = TypeVar("Record_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Batch(Generic[Record_co]):
+class Batch:
     """The draws of one step, with their metrics and their record for the ledger."""
 
     draws: list[Draw]
     facts: Metrics  # metrics of buffer and draw: staleness, rate of draws, the newest sync
-    record: Record_co  # the batch in the replay buffer's form, which the ledger receives unchanged
+    record: pa.Table  # the batch in the replay buffer's form, which the ledger receives unchanged
 
 
 def passes(draws: Sequence[Draw], max_tokens: int) -> tuple[list[list[Draw]], list[tuple[Draw, list[Group]]]]:

@@ -134,17 +134,12 @@ def cosine_distance(embeddings: np.ndarray) -> float:
 
 def count_clusters(embeddings: np.ndarray) -> int:
     """Groups of rows of [m, d] that are linked by steps of at most CLUSTER_DISTANCE."""
+    from scipy.sparse.csgraph import connected_components
+
+    if not len(embeddings):
+        return 0
     near = 1 - embeddings @ embeddings.T <= CLUSTER_DISTANCE
-    unseen, clusters = set(range(len(embeddings))), 0
-    while unseen:
-        clusters += 1
-        reached = [unseen.pop()]
-        while reached:
-            linked = [place for place in unseen if near[reached[-1], place]]
-            reached.pop()
-            unseen.difference_update(linked)
-            reached += linked
-    return clusters
+    return int(connected_components(near, directed=False, return_labels=False))
 
 
 def measure(responses: Sequence[Response], embeddings: np.ndarray | None = None) -> dict[str, float]:

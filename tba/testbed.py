@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tba import baselines, schedule
 from tba.config import TrainSettings
 from tba.objective import residual, taper, trajectory_balance_loss
-from tba.testbed_task import CHARACTERS, END, NUM_SUMS, NUM_TRAIN, REWARDS, P, T, is_token, sums
+from tba.testbed_task import CHARACTERS, END, NUM_TRAIN, REWARDS, P, T, is_token, sums
 
 B, K = 16, 8  # unless an Experience has others
 WIDTH, LAYERS, HEADS = 32, 2, 4
@@ -122,9 +122,9 @@ def score(policy: Policy, prompts: Tensor, responses: Tensor) -> Tensor:
     return logprobs.gather(2, responses.unsqueeze(2)).squeeze(2)
 
 
-def accuracy(policy: Policy, num_sums: int = NUM_SUMS - NUM_TRAIN, reward: str = "exact") -> float:
-    """Share of that many held-out sums whose greedy response has the whole reward."""
-    numbers = sums().heldout[:num_sums]
+def accuracy(policy: Policy, reward: str = "exact") -> float:
+    """Share of held-out sums whose greedy response has the whole reward."""
+    numbers = sums().heldout
     responses, _ = sample(policy, sums().prompts[numbers], 1)
     return (REWARDS[reward](responses, numbers) == 1).float().mean().item()
 

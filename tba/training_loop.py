@@ -8,32 +8,29 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
-from tba.batch import Batch, Record_co
+from tba.batch import Batch
 from tba.trainer import Trainer
 
 # A look for new trajectories costs a remote store requests, so a Trainer that has waited for long looks less often.
 LATE_SHARE = 0.05  # largest share of a wait by which new trajectories may be seen late
 LONGEST_PAUSE_S = 2.0  # a stop request is seen within it
 
-Record = TypeVar("Record")
-Record_contra = TypeVar("Record_contra", contravariant=True)
-
 
 class TooEarly(Exception):
     """The replay buffer has no batch for this step yet; the message has the reason."""
 
 
-class Experience(Protocol[Record_co]):
+class Experience(Protocol):
     """The replay buffer's interface to the Trainer."""
 
     def sync(self, step: int) -> None:
         """Takes in the shards committed since the last sync; `step` or a later step is the first that can draw them."""
 
-    def draw(self, step: int) -> Batch[Record_co]:
+    def draw(self, step: int) -> Batch:
         """The batch for a step. Raises: TooEarly."""
 
 
@@ -41,13 +38,13 @@ class Stopped(Exception):
     """A stop request: training ends after this step, and the run can be resumed."""
 
 
-class Outbox(Protocol[Record_contra]):
+class Outbox(Protocol):
     """Receives the Trainer's results, which are stored when `close` returns."""
 
     def status(self, state: str, step: int, metrics: Mapping[str, float | str | None]) -> None:
         """Tells state and metrics, between steps. Raises: Stopped: training is to end."""
 
-    def record(self, step: int, batch: Batch[Record_contra], metrics: Mapping[str, float | datetime | None]) -> None:
+    def record(self, step: int, batch: Batch, metrics: Mapping[str, float | datetime | None]) -> None:
         """Records the step's batch and its row of the training ledger."""
 
     def publish(self, step: int, weights: Future[dict[str, Tensor]], final: bool) -> None: ...
@@ -58,7 +55,7 @@ class Outbox(Protocol[Record_contra]):
     def checkpoint(self, step: int, trainer: Trainer) -> None: ...
 
 
-def train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float = 0.2) -> None:
+def train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float = 0.2) -> None:
     """The Trainer's loop: draw, step, and every k steps sync and publish; until `settings.steps` are done.
 
     After a stop request it saves a checkpoint and publishes the policy; the next `train` resumes from the checkpoint.
@@ -89,7 +86,7 @@ def _timed(work: Callable[..., None], *arguments) -> float:
     return time.monotonic() - started
 
 
-def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float) -> None:
+def _train(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float) -> None:
     settings = trainer.settings
     # Searchers wait for this policy.
     stall_s = _timed(_publish, trainer, outbox, trainer.step >= settings.steps)
@@ -117,9 +114,7 @@ def _train(trainer: Trainer, experience: Experience[Record], outbox: Outbox[Reco
             stall_s += _timed(outbox.checkpoint, step, trainer)
 
 
-def _await_batch(
-    trainer: Trainer, experience: Experience[Record], outbox: Outbox[Record], poll_s: float
-) -> Batch[Record]:
+def _await_batch(trainer: Trainer, experience: Experience, outbox: Outbox, poll_s: float) -> Batch:
     """The batch for the next step, as soon as it can be drawn."""
     step, began = trainer.step + 1, time.monotonic()
     while True:

@@ -56,31 +56,17 @@ def _is_view(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-class Fingerprint:
-    """BLAKE3 over every tensor's name, type, shape and bytes; the order in which they come does not matter.
+def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """BLAKE3 over every tensor's name, type, shape and bytes, 32 hex digits; their order does not matter.
 
     BLAKE3 is cryptographic, and on one core seven times as fast as hashlib's BLAKE2. The Trainer computes it of every
     policy, each Searcher of every policy that it serves.
     """
-
-    def __init__(self) -> None:
-        self._digests: dict[str, bytes] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
+    digests, whole = {}, blake3()
+    for name, tensor in weights:
         digest = blake3(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        self._digests[name] = digest.digest(16)
-
-    def hexdigest(self) -> str:
-        whole = blake3()
-        for name in sorted(self._digests):
-            whole.update(self._digests[name])
-        return whole.hexdigest(16)
-
-
-def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """32 hex digits, different if a single bit of a weight differs."""
-    result = Fingerprint()
-    for name, tensor in weights:
-        result.add(name, tensor)
-    return result.hexdigest()
+        digests[name] = digest.digest(16)
+    for name in sorted(digests):
+        whole.update(digests[name])
+    return whole.hexdigest(16)

@@ -24,7 +24,7 @@ def stop(run: RunName, store: StoreOption = None) -> None:
     Example: tba stop arithmetic
     """
     from storage import requests
-    from storage.attempts import read_heartbeat
+    from storage.attempts import ENDED, read_heartbeat
     from storage.errors import StoreError
     from storage.status import has_live_trainer
 
@@ -40,7 +40,7 @@ def stop(run: RunName, store: StoreOption = None) -> None:
         requests.ask_to_stop(run_store)
         say(f"Asked the Trainer of run {run!r} to stop after its step.")
         deadline = time.monotonic() + STOP_PATIENCE_S
-        while (beat := read_heartbeat(run_store) or {}).get("state") not in ("stopped", "finished", "failed"):
+        while (beat := read_heartbeat(run_store) or {}).get("state") not in ENDED:
             if time.monotonic() > deadline:
                 watch = run_store.command(f"watch {run}")
                 fail(f"The Trainer has not stopped within {STOP_PATIENCE_S:.0f} s. `{watch}` shows its state.")

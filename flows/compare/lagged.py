@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 from torch import Tensor
 
 from flows.config import RunConfig
@@ -102,7 +101,7 @@ class PunctualExperience(StoredExperience):
     def sync(self, step: int) -> None:
         """Does nothing: in the Trainer's loop a sync comes before the policy, and so before its samples."""
 
-    def draw(self, step: int) -> Batch[pa.Table]:
+    def draw(self, step: int) -> Batch:
         self._is_training = False  # so this sync ends before the step
         super().sync(step)
         return super().draw(step)

@@ -25,6 +25,7 @@ from storage.errors import AlreadyExists
 from storage.reward_versions import replace_columns
 from storage.rules import Limits, broken_in_each
 from storage.run_inputs import check_model
+from storage.shards import files_named, is_warm_start_name
 from storage.store import RunStore
 from tba.models import model_folder
 from tba.tasks import load_task
@@ -103,7 +104,7 @@ def make_plan(store: RunStore, sources: list) -> list[list]:
         store.put_new(PLAN, json.dumps(plan).encode())  # long: without indentation
     planned = store.read_json(PLAN, list[dict])
     changed = [source.url for source, of in zip(sources, planned, strict=True) if source.digest != of["digest"]]
-    copies = [path for path in store.list("trajectories") if "/searcher=warm" in path]
+    copies = [file for file in files_named(store.list("trajectories")) if is_warm_start_name(file.searcher)]
     if changed and copies:
         raise ValueError(
             f"warm_start: {changed[0]} has changed since the copy began. Restore the file, or start another run."

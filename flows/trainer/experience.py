@@ -69,7 +69,7 @@ class StoredExperience:
             self._awaits_shard = self._awaits_shard and not self._caught_up
         self._caught_up = True
 
-    def draw(self, step: int) -> Batch[pa.Table]:
+    def draw(self, step: int) -> Batch:
         self._is_training = False
         if self._awaits_shard:
             raise TooEarly(self._why_silent() or f"resumed: waiting for the first new shard; {LOADING}")

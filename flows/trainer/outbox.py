@@ -99,7 +99,7 @@ class StoreOutbox:
             policies.point_to(self._store, self._served)
         return False
 
-    def record(self, step: int, batch: Batch[pa.Table], metrics: Mapping[str, float | datetime | None]) -> None:
+    def record(self, step: int, batch: Batch, metrics: Mapping[str, float | datetime | None]) -> None:
         self._newest_record = self._submit(self._recorder, self._write_record, step, batch.record, metrics)
 
     def publish(self, step: int, weights: Future[dict[str, Tensor]], final: bool) -> None:

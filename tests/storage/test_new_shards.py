@@ -74,7 +74,7 @@ def test_a_searcher_has_one_head_which_says_its_newest_round(store):
         store.put(head_path("s0", left_over), b"")
     assert restore_head(store, "s0") == next_round(store, "s0") == 3
     assert read_heads(store) == {"s0": 2, "s00": 0} and len(store.list("heads")) == 2
-    store.discard(head_path("s0", 2))
+    store.delete(head_path("s0", 2))
     assert restore_head(store, "s0") == 3 and read_heads(store)["s0"] == 2
     assert restore_head(store, "new") == 0 and "new" not in read_heads(store)
 
@@ -179,7 +179,7 @@ def test_in_any_order_of_events_each_shard_is_taken_once(local_store):
             local_store.put(head_path(name, committed[name] + chance.randrange(3)), b"")
         elif event == "no head":
             for path in local_store.list("heads"):
-                local_store.discard(path)
+                local_store.delete(path)
         elif event == "later":
             reader.now += SCAN_S / 3
         else:

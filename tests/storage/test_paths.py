@@ -58,8 +58,6 @@ def test_a_path_that_leads_out_is_refused_everywhere(store, tmp_path, path):
 def test_usual_names_are_plain():
     for path in ("a", "policies/step=00000040-a0002/model.safetensors", "a b", ".hidden/..a", "ä/x..y"):
         assert is_plain(path)
-    for other in (None, 3, ["a"]):
-        assert not is_plain(other)
 
 
 def test_a_pointer_or_manifest_cannot_lead_out(local_store, tmp_path):

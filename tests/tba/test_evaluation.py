@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from tba.evaluation import attack_success_rate, pass_at_k, perplexity, win_rate
+from tba.evaluation import pass_at_k, perplexity, succeeds, win_rate
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_perplexity_is_by_response_token():
 
 
 def test_an_attack_succeeds_above_one_half_on_average():
-    assert attack_success_rate([[0.9, 0.2], [0.5, 0.5], [1.0, 0.0, 0.6], [0.1]]) == 0.5
+    assert [*map(succeeds, ([0.9, 0.2], [0.5, 0.5], [1.0, 0.0, 0.6], [0.1]))] == [True, False, True, False]

@@ -344,7 +344,7 @@ def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):
     again = Heartbeat(store, RunConfig(), attempt=1, parent=os.getppid())
     assert again.stop.wait(10), "a Trainer that is started again obeys the request"
     again.end("stopped")
-    assert not requests.take_back_stop(store)
+    assert not requests.is_to_stop(store)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_who_takes_turns_is_one_searcher(store):
 def test_stop_refuses_where_nobody_trains(store):
     result = tba("stop", "arithmetic")
     assert (result.exit_code, "Run 'arithmetic' has no live Trainer" in result.stderr) == (2, True)
-    assert not requests.take_back_stop(store)
+    assert not requests.is_to_stop(store)
 
 
 def test_stop_waits_until_the_trainer_has_stopped(store):
@@ -386,8 +386,9 @@ def test_stop_waits_until_the_trainer_has_stopped(store):
     attempts.heartbeat(store, heartbeat(41))
 
     def obey() -> None:
-        while not requests.take_back_stop(store):
+        while not requests.is_to_stop(store):
             time.sleep(0.05)
+        requests.take_back_stop(store)
         time.sleep(0.5)
         attempts.heartbeat(store, heartbeat(42, state="stopped"))
 

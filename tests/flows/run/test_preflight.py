@@ -326,10 +326,9 @@ def test_a_command_takes_back_a_request_to_stop_and_a_takeover_does_not(tmp_path
     store = prepare(first)
     requests.ask_to_stop(store)
     prepare(first, is_takeover=True)
-    assert requests.take_back_stop(store)
-    requests.ask_to_stop(store)
+    assert requests.is_to_stop(store)
     prepare(first)
-    assert not requests.take_back_stop(store)
+    assert not requests.is_to_stop(store)
 
 
 @pytest.mark.parametrize("objective", ["tb", "tba_prime", "dr_grpo"])
