@@ -114,6 +114,6 @@ def delete_compacted(store: RunStore, grace: timedelta) -> int:
         for cover, paths in replaced.items():
             with suppress(NotFound, DamagedRecord):  # it must be whole to the last row
                 read_entry(store, cover.path, COLUMNS[folder], NEEDED[folder])
-                transfer_all(store.discard, paths)
+                transfer_all(store.delete, paths)
                 num_files += len(paths)
     return num_files

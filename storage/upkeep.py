@@ -164,7 +164,7 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
     replaced_marks = set(marks) - set(last_marks.values())
     paths += [path for path in replaced_marks if path.split("/")[1].removeprefix("searcher=") in expired]
 
-    transfer_all(store.discard, set(paths))  # another process may have deleted some
+    transfer_all(store.delete, set(paths))  # another process may have deleted some
     return num_files
 
 

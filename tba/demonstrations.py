@@ -19,6 +19,10 @@ class Demonstrations:
         self._stop_tokens = stop_tokens(task, tokenizer)
         self._problems = {problem.prompt: problem for problem in [*task.train, *task.heldout]}
 
+    def reference_logprobs(self, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+        """The reference policy's log-probability of each response token."""
+        return self._reference.logprobs(prompts, responses, self._temperature)
+
     def complete(self, rows: list[dict]) -> list[dict]:
         """The rows with prompt_id, tokens, log-probabilities, reward and finish_reason; a row's own values stay.
 
@@ -28,7 +32,7 @@ class Demonstrations:
         rows = [self._with_tokens(row) for row in rows]
         if "reference_logprobs" not in rows[0]:
             tokens = ([row[name] for row in rows] for name in ("prompt_tokens", "response_tokens"))
-            for row, logprobs in zip(rows, self._reference.logprobs(*tokens, self._temperature), strict=True):
+            for row, logprobs in zip(rows, self.reference_logprobs(*tokens), strict=True):
                 row["reference_logprobs"] = logprobs
         # No policy sampled a demonstration. It counts as sampled by the reference policy, so the taper lowers its
         # weight once the response is less probable under the policy than under the reference.

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -24,21 +23,11 @@ from storage.store import RunStore, read_file
 
 if TYPE_CHECKING:
     from tba.demonstrations import Demonstrations
-    from tba.reference_policy import ReferencePolicy
 
 log = logging.getLogger("tba.reuse")
 
 ROWS_PER_SHARD = 500  # demonstrations in a shard; interrupted scoring loses at most one shard
 SHARDS_AT_ONCE = 32  # another run's shards that are checked together, in about the time of one
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """Completes trajectories of other sources: adds the columns that a source lacks."""
-
-    reference: "ReferencePolicy"
-    temperature: float
-    demonstrations: "Demonstrations"
 
 
 def open_source(url: str, config: RunConfig):
@@ -128,10 +117,11 @@ class RunSource:
             return TRAJECTORY.empty_table()
         return shard
 
-    def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
+    def trajectories(self, rows: pa.Table, demonstrations: "Demonstrations") -> pa.Table:
+        """The rows as they are to be stored, with reference log-probabilities of this run."""
         if self._has_other_reference:
             tokens = (rows[name].to_pylist() for name in ("prompt_tokens", "response_tokens"))
-            rows = replace_columns(rows, {"reference_logprobs": scorer.reference.logprobs(*tokens, scorer.temperature)})
+            rows = replace_columns(rows, {"reference_logprobs": demonstrations.reference_logprobs(*tokens)})
         return rows
 
 
@@ -180,7 +170,8 @@ class FileSource:
     def read(self, parts: list[list]) -> Iterator[pa.Table]:
         return (self._rows.slice(*part) for part in parts)
 
-    def trajectories(self, rows: pa.Table, scorer: "Scorer") -> pa.Table:
+    def trajectories(self, rows: pa.Table, demonstrations: "Demonstrations") -> pa.Table:
+        """The rows as they are to be stored, with the columns that the file lacks."""
         of_all = dict.fromkeys(TRAJECTORY.names) | {
             "policy_fingerprint": "demonstration",
             "last_policy_fingerprint": "demonstration",
@@ -192,5 +183,5 @@ class FileSource:
             "schema_version": SCHEMA_VERSION,
             "created_at": datetime.now(UTC),
         }
-        completed = scorer.demonstrations.complete(rows.to_pylist())
+        completed = demonstrations.complete(rows.to_pylist())
         return to_table([of_all | {"rewards": {"given": row["reward"]}} | row for row in completed], TRAJECTORY)

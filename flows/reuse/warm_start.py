@@ -19,7 +19,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
-from flows.reuse.sources import FileSource, RunSource, Scorer, open_source
+from flows.reuse.sources import FileSource, RunSource, open_source
 from storage import shards
 from storage.errors import AlreadyExists
 from storage.reward_versions import replace_columns
@@ -136,9 +136,7 @@ class Copy:
             for name in ("prompt", "prompt_id")
         }
         self._texts = {problem.prompt_id: problem.prompt for problem in task_.train}
-        reference, temperature = ReferencePolicy(folder), config.train.temperature
-        demonstrations = Demonstrations(task_, tokenizer, reference, temperature)
-        self._scorer = Scorer(reference, temperature, demonstrations)
+        self._demonstrations = Demonstrations(task_, tokenizer, ReferencePolicy(folder), config.train.temperature)
 
     def all_of(self, source: RunSource | FileSource, searcher: str, parts: list) -> dict:
         """Commits a source as the shards of a searcher of that name. Returns the numbers taken and left out."""
@@ -186,7 +184,7 @@ class Copy:
             "policy_step": [0] * rows.num_rows,
             "last_policy_step": [0] * rows.num_rows,
         }
-        return replace_columns(source.trajectories(rows, self._scorer), here)
+        return replace_columns(source.trajectories(rows, self._demonstrations), here)
 
     def _commit(self, source: RunSource | FileSource, made: list[pa.Table]) -> None:
         for shard, reasons in zip(made, broken_in_each(made, self._limits), strict=True):

@@ -14,7 +14,7 @@ __all__ = ["Problem", "Task", "load_task"]
 
 # By name, which is its module's, too: a task's class, and what it is made from: settings of `task`, and the run's seed.
 _CLASSES = {
-    "arithmetic": ("Arithmetic", ("data", "seed")),  # it refuses `data`, and says why
+    "arithmetic": ("Arithmetic", ("seed",)),
     "dataset": ("Dataset", ("data",)),
     "gsm8k": ("GSM8K", ("data",)),
     "math": ("Math", ("data",)),

@@ -30,10 +30,8 @@ class Arithmetic:
     stop = ("\n",)
     max_response_tokens = 8  # a sum takes five tokens; longer responses get reward 0
 
-    def __init__(self, *, data: str | None, seed: int) -> None:
-        """`seed` decides which sums are held out. Raises: ValueError: `data` is given."""
-        if data is not None:
-            raise ValueError(f"task.data: got {data!r}; arithmetic is generated and reads no data: leave it out")
+    def __init__(self, *, seed: int) -> None:
+        """`seed` decides which sums are held out."""
         rng = random.Random(f"arithmetic/{seed}")  # noqa: S311 - repeatable
         sums = [(a, b) for a in range(10, 100) for b in range(10, a + 1) if (a, b) not in NOT_ASKED]
         rng.shuffle(sums)

@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
+from tba.tasks.base import TODAY
+
 MAX_ANSWER_TOKENS = 30
 TEMPERATURE, TOP_P = 0.7, 0.92  # as chat models are commonly served
 ANSWERS_AT_ONCE = 160
@@ -37,7 +39,12 @@ class Victim:
         if not tokenizer.chat_template:
             return tokenizer.encode(ALPACA.format(attack))
         messages = [{"role": "user", "content": attack}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        chat = {
+            "tokenize": False,
+            "add_generation_prompt": True,
+            "strftime_now": TODAY.strftime,
+        }  # one date, one reward
+        text = tokenizer.apply_chat_template(messages, **chat)
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _generate(self, prompts: list[list[int]], num_answers: int) -> list[list[int]]:
@@ -56,7 +63,7 @@ class Victim:
             )  # fmt: skip
             return computed.logits[:, -1]
 
-        ends = torch.tensor(end_tokens(tokenizer, model), dtype=torch.long, device=model.device)
+        ends = torch.tensor(_end_tokens(tokenizer, model), dtype=torch.long, device=model.device)
         answers: list[list[int]] = [[] for _ in range(len(prompts) * num_answers)]
         unfinished = torch.arange(len(answers), device=model.device)  # [N]
         with torch.inference_mode():
@@ -115,7 +122,7 @@ class Victim:
         return tokenizer, model.to(device).eval()
 
 
-def end_tokens(tokenizer, model) -> list[int]:
+def _end_tokens(tokenizer, model) -> list[int]:
     """The tokens that end an answer: the tokenizer's end of sequence, and the model's, as of a turn in a chat."""
     of_model = model.generation_config.eos_token_id
     found = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]

@@ -63,7 +63,7 @@ def trl(folder: Path) -> dict:
     from tba.precision import compute_dtype, default_device
     from tba.tasks.arithmetic import Arithmetic
 
-    problems = Arithmetic(data=None, seed=0).train
+    problems = Arithmetic(seed=0).train
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokenizer.encode("\n"))[0]  # a line's end ends the response
     seen, samples, started = [], [], time.monotonic()

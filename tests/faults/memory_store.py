@@ -52,10 +52,6 @@ class MemoryFiles:
         return sorted({path.split("/")[0] for path in rest if "/" in path})
 
     def delete(self, path: str) -> None:
-        self.get(path)
-        del self.data[path]
-
-    def discard(self, path: str) -> None:
         self.data.pop(path, None)
 
     def delete_folder(self, folder: str) -> None:

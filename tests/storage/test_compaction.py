@@ -103,7 +103,7 @@ def test_killed_between_any_two_writes_each_round_counts_once(local_store, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(upkeep, "transfer_all", lambda delete, paths: [delete(path) for path in paths])
-        for name in ("put_new", "discard"):
+        for name in ("put_new", "delete"):
             patch.setattr(local_store, name, dying(getattr(local_store, name)))
         with pytest.raises(Killed):
             upkeep.compact(local_store)

@@ -154,7 +154,7 @@ def cut_after(store: RunStore, monkeypatch, number: int):
     """The store's process ends before its change of this number."""
     changes = itertools.count()
     with monkeypatch.context() as patch:
-        for name in ("put_new", "discard"):
+        for name in ("put_new", "delete"):
             change = getattr(store, name)
 
             def change_or_end(*arguments, change=change):

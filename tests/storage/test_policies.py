@@ -222,7 +222,7 @@ def test_pruning_killed_half_way_is_finished_by_the_next(store, publish, monkeyp
     publish(store, 2)
     publish(store, 4)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store, "discard", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(store, "delete", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         prune_policies(store, keep=1)
     assert has_weights(store, "step=00000002") and published_policies(store)["policies/step=00000002"].pruned
     prune_policies(store, keep=1)

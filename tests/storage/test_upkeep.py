@@ -110,7 +110,7 @@ def test_of_a_searchers_marks_the_last_stays(run):
 
 def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
     upkeep.expire(run, None, 4, min_size=1)
-    real = run.discard
+    real = run.delete
 
     def fails_on_round_2(path):
         if path.endswith("2.parquet"):
@@ -118,7 +118,7 @@ def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
         real(path)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run, "discard", fails_on_round_2)
+        patch.setattr(run, "delete", fails_on_round_2)
         upkeep.delete_superseded(run, NOW)
     assert counted(run)["s0"] == [4]
     upkeep.delete_superseded(run, NOW)

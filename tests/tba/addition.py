@@ -35,7 +35,7 @@ def batch(step: int, num_prompts: int, num_responses: int = 4) -> list[Draw]:
 
 @functools.cache
 def problems() -> list[Problem]:
-    return Arithmetic(data=None, seed=0).train
+    return Arithmetic(seed=0).train
 
 
 def tokens(text: str) -> list[int]:

@@ -110,6 +110,7 @@ print("torch" in sys.modules)
     [
         ({"task": {"name": "reasoning_gym", "generator": "chain_sum", "data": "mine.jsonl"}}, "task.data is 'mine.jso"),
         ({"task": {"name": "arithmetic", "reward_model": "x"}}, "task.reward_model is 'x', but task arithm"),
+        ({"task": {"name": "arithmetic", "data": "sums.jsonl"}}, "task.data is .sums.jsonl., but task arithmetic does"),
         ({"sampling": {"uniform_fraction": 0.5}}, "uniform_fraction is 0.5, .*without sampling.reward_temperature"),
         ({"train": {"fluency_steps": 9}}, "train.fluency_steps is 9, .* without train.fluency_temperature: set both"),
     ],

@@ -70,7 +70,7 @@ def test_an_unknown_task_is_refused_by_name():
 
 
 def test_arithmetic_asks_every_sum_and_trains_on_a_heldout_one_in_neither_order():
-    task = Arithmetic(data=None, seed=0)
+    task = Arithmetic(seed=0)
     # 90 * 90 ordered pairs, less three that are not asked in both orders.
     assert len(task.train) + len(task.heldout) == 90 * 90 - 2 * len(NOT_ASKED)
     assert len(task.heldout) >= 1000
@@ -82,17 +82,17 @@ def test_arithmetic_asks_every_sum_and_trains_on_a_heldout_one_in_neither_order(
 
 def test_the_split_of_seed_0_stays_as_it_is():
     # Written down once: had Python's shuffle or ours changed, a resumed run would train on what it had held out.
-    task = Arithmetic(data=None, seed=0)
+    task = Arithmetic(seed=0)
     assert [problem.prompt_id for problem in task.heldout[:3]] == ["94 + 73", "84 + 77", "12 + 40"]
     assert task.heldout[0].prompt == "Addition:\n24 + 17 = 41\n63 + 21 = 84\n94 + 73 ="
 
 
 def test_another_seed_holds_out_other_sums():
-    assert prompts(Arithmetic(data=None, seed=0).heldout) != prompts(Arithmetic(data=None, seed=1).heldout)
+    assert prompts(Arithmetic(seed=0).heldout) != prompts(Arithmetic(seed=1).heldout)
 
 
 def test_every_sum_is_right():
-    for problem in Arithmetic(data=None, seed=0).train:
+    for problem in Arithmetic(seed=0).train:
         heading, *lines = (problem.prompt + problem.answer).splitlines()
         assert heading == "Addition:"
         for line in lines:
@@ -108,14 +108,9 @@ def test_every_sum_is_right():
     ],
 )  # fmt: skip
 def test_only_the_sum_alone_on_an_ended_line_is_rewarded(response, reward):
-    task = Arithmetic(data=None, seed=0)
+    task = Arithmetic(seed=0)
     problem = next(problem for problem in task.train + task.heldout if problem.prompt_id == "46 + 39")
     assert task.rewards([problem], [response]) == [reward]
-
-
-def test_arithmetic_refuses_data():
-    with pytest.raises(ValueError, match=r"task\.data: got 'sums\.jsonl'; arithmetic is generated"):
-        load_task(TaskSettings(name="arithmetic", data="sums.jsonl"), seed=0)
 
 
 # GSM8K: the grader
