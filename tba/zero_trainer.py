@@ -36,9 +36,9 @@ def _everywhere(method: Callable) -> Callable:
     """A method that all processes run as soon as the first one calls it."""
 
     @functools.wraps(method)
-    def call(self: "ShardedTrainer", *arguments):
-        self._from_first((method.__name__, arguments))
-        return method(self, *arguments)
+    def call(self: "ShardedTrainer", *arguments, **named):
+        self._from_first((method.__name__, arguments, named))
+        return method(self, *arguments, **named)
 
     return call
 
@@ -74,8 +74,8 @@ class ShardedTrainer(Trainer):
     def follow(self) -> None:
         """Repeats the first process's calls until it closes."""
         while (call := self._from_first()) != "close":
-            name, arguments = call
-            getattr(type(self), name).__wrapped__(self, *arguments)
+            name, arguments, named = call
+            getattr(type(self), name).__wrapped__(self, *arguments, **named)
 
     def close(self) -> None:
         """Lets the other processes end."""

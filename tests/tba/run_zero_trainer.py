@@ -1,23 +1,29 @@
 """Trains the addition task, on one device or many: `python -m tests.tba.run_zero_trainer JSON`, for test_sharded.py.
 
-The last line of its output is JSON: the steps' metrics, and the fingerprint of the first policy as published.
+The last line of its output is JSON: the steps' metrics, and the fingerprints of the policies as published. After a
+checkpoint the Trainer's loop goes on (tba/training_loop.py).
 """
 
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from unittest.mock import patch
+
+import pyarrow as pa
 
 from flows.trainer.meeting import Meeting
 from flows.trainer.ranks import trainer_of
 from storage.store import RunStore
 from tba import saved_state
-from tba.batch import Draw
+from tba.batch import Batch, Draw
 from tba.config import TrainSettings
 from tba.saved_state import SavedState
 from tba.trainer import Trainer
+from tba.training_loop import train
 from tba.weights import fingerprint
 from tests.tba.addition import batch
 
@@ -56,8 +62,36 @@ def run(model: str, settings: dict, save: str, load: list[str], meeting: list[st
         curves[0] += _steps(trainer, len(PROMPTS))
         for checkpoint in load:
             trainer.load(Path(checkpoint))
-            curves.append(list(_steps(trainer, len(PROMPTS))))
+            loop = Loop()
+            train(trainer, loop, loop)
+            curves.append(loop.steps)
+            published += loop.published
         return {"published": published, "curves": curves}
+
+
+class Loop:
+    """Gives the Trainer's loop its batches, and keeps the metrics of its steps and the fingerprints of its policies."""
+
+    def __init__(self) -> None:
+        self.steps, self.published = [], []
+
+    def sync(self, step: int) -> None: ...
+
+    def draw(self, step: int) -> Batch:
+        return Batch(draws_of(step - 1), {}, pa.table({}))
+
+    def status(self, state: str, step: int, metrics: dict) -> None: ...
+
+    def record(self, step: int, batch: Batch, metrics: dict) -> None:
+        self.steps.append({name: value for name, value in metrics.items() if not isinstance(value, datetime)})
+
+    def publish(self, step: int, weights: Future, final: bool) -> None:
+        self.published.append(fingerprint(weights.result().items()))
+
+    def has_lost_policy(self) -> bool:
+        return False
+
+    def checkpoint(self, step: int, trainer: Trainer) -> None: ...
 
 
 def _full_disk(*_: object) -> None:

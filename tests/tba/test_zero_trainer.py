@@ -82,15 +82,16 @@ def assert_same_curve(steps: list[dict], expected: list[dict]) -> None:
             assert step["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=ROUNDING)
 
 
-@pytest.mark.apart
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.apart)])
 def test_two_processes_train_as_one_does_and_resume_each_others_checkpoints(model, alone, zero_stage, tmp_path):
     half = tmp_path / "half"
     together = on_two(model, SETTINGS | {"zero_stage": zero_stage}, save=half, load=[alone["half"]])
     (expected,) = alone["curves"]
     curve, resumed_on_two = together["curves"]
     assert [step["skipped"] for step in curve].count(True) == 1
-    assert together["published"] == alone["published"]
+    assert together["published"][:2] == alone["published"]
+    assert len({*together["published"][2:]}) == 1 + (len(expected) - HALF) // 2  # after the checkpoint, every two steps
     assert_same_curve(curve, expected)
     assert_same_curve(resumed_on_two, expected[HALF:])
     _, resumed_alone = run(str(model), SETTINGS, save=str(tmp_path / "again"), load=[str(half)])["curves"]
