@@ -49,10 +49,14 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
     """
     run_store = RunStore(store, run)
     config = load_run(run_store)
+
+    def is_refused() -> bool:
+        return number > first and run_store.exists(shards.refusal_path(name, number - 1))
+
     with held_name(run_store, name) as held, contextlib.closing(TrainerWatch(run_store, config, get_run_logger())):
         first = number = restore_head(run_store, name)
         searcher = start_searcher_task(config, name, first, begins_ahead=True)
-        feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous)
+        feed = PolicyFeed(run_store, searcher, is_synchronous=config.synchronous, is_refused=is_refused)
         budget, reports = EvaluationBudget(config.evaluate_share), RoundReports(run_store, config.searchers)
         ahead = samples_ahead(config)
         while policy := feed.next():

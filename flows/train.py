@@ -34,8 +34,9 @@ from storage.store import RunStore
 from storage.summary import read_summary, summarise
 
 POLL_S = 2.0
-# Prefect's server does not answer, or something else answers in its place (ValueError); the store does not.
-AWAY = (httpx.HTTPError, ValueError, StoreError)
+# Prefect's server does not answer, has lost a record, or something else answers in its place (ValueError); the store
+# does not answer.
+AWAY = (httpx.HTTPError, PrefectException, ValueError, StoreError)
 # A Trainer that failed is started again, unless it failed so often without a checkpoint between.
 MAX_FAILURES = 3
 RESTART_S = 5.0
@@ -75,8 +76,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
         training.result()
         if not policies.latest_policy(store).final:
             return Completed(name="Stopped", message="The Trainer was asked to stop. The same command resumes the run.")
-        if requests.wanted_or_configured(store, config.searchers):  # otherwise there is no engine to evaluate with
-            await_evaluation_task(store, searchers)
+        await_evaluation(store, searchers, config.searchers)
     except (RuntimeError, StoreError) as error:
         ending.set()
         training.wait()
@@ -271,27 +271,24 @@ def end(process: subprocess.Popen) -> int:
         return process.wait()
 
 
-def await_evaluation(store: RunStore, searchers: Searchers) -> None:
+def await_evaluation(store: RunStore, searchers: Searchers, configured: int) -> None:
     """Waits until a Searcher has finished its round, loaded the final policy and answered the held-out problems.
 
     There is no limit: long answers to many problems take hours on a slow machine. A Searcher that dies or falls silent
-    is replaced. Raises: RuntimeError: Searchers failed too often.
+    is replaced. configured: the run's number of Searchers; if none is wanted, there is no engine to evaluate with.
+    Raises: RuntimeError: Searchers failed too often. prefect.exceptions.Pause: the flow run was suspended.
     """
     final, reminded_at = policies.latest_policy(store).step, time.monotonic()
     while True:
         with contextlib.suppress(*AWAY):  # evaluation goes on without them
-            if final in ledger.evaluations(store):
+            if final in ledger.evaluations(store) or not requests.wanted_or_configured(store, configured):
                 return
+            end_if_suspended()
             searchers.keep_up()
         if time.monotonic() - reminded_at > REMIND_S:
             reminded_at = time.monotonic()
             get_run_logger().info("policy step %s is still being evaluated", final)
         time.sleep(POLL_S)
-
-
-await_evaluation_task = task(
-    task_run_name="await evaluation", cache_policy=NO_CACHE, persist_result=False
-)(await_evaluation)  # fmt: skip
 
 
 def failure_message(store: RunStore) -> str:

@@ -34,7 +34,7 @@ def live_run(client, config: RunConfig):
 
 def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
     """Whether a flow run on another machine has died, by its record and the run's store."""
-    if flow_run.state.is_cancelling():  # it is ending, so its Trainer is not checked
+    if flow_run.state.is_cancelling() or flow_run.state.is_paused():  # it is ending, so its Trainer is not checked
         return True
     if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
         return False

@@ -82,6 +82,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     stop_tokens(task, tokenizer)
     check_rounds(config, len(task.train))
     if is_new:
+        check_age(config)
         check_context(config, task, tokenizer, context_length(model))
     with contextlib.suppress(UnknownShape):
         warnings += plan_of(config, read_shape(folder), lengths(config, task, tokenizer)).warnings
@@ -164,6 +165,17 @@ def check_rounds(config: RunConfig, num_problems: int) -> None:
         raise ValueError(
             f"synchronous: a round has {num_prompts} prompts, and {num_certain} trajectories{kept} are certain, but "
             f"sampling.min_size is {config.sampling.min_size}: training might never start; lower it to {num_certain}"
+        )
+
+
+def check_age(config: RunConfig) -> None:
+    """Raises: ValueError: a step would need a policy that is published after it, so training would wait for ever."""
+    max_age, interval = config.sampling.max_age, config.train.sync_interval
+    if max_age is not None and max_age + 1 < min(interval, config.train.steps):
+        raise ValueError(
+            f"sampling.max_age is {max_age}, but train.sync_interval is {interval}: the policy that step {max_age + 2} "
+            f"could still learn from comes after step {interval}, so training would wait for ever; raise "
+            f"sampling.max_age to {interval - 1}, or lower train.sync_interval to {max_age + 1}"
         )
 
 

@@ -41,9 +41,18 @@ class PolicyFeed:
     responses in flight go on.
     """
 
-    def __init__(self, store: RunStore, searcher: "Searcher", *, is_synchronous: bool = False) -> None:
-        """`is_synchronous`: each policy samples one round only."""
-        self._store, self._searcher, self.is_synchronous = store, searcher, is_synchronous
+    def __init__(
+        self,
+        store: RunStore,
+        searcher: "Searcher",
+        *,
+        is_synchronous: bool = False,
+        is_refused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_synchronous`: each policy samples one round. `is_refused`: whether the Trainer refused the last round; it
+        then waits for another one of the same policy."""
+        self._store, self._searcher = store, searcher
+        self._is_synchronous, self._is_refused = is_synchronous, is_refused
         self._pulse = attempts.pulse(store)
         self._policy: policies.PolicyRef | None = None  # None: the engine serves no policy, or a part of one
         self._lost: policies.PolicyRef | None = None
@@ -71,7 +80,7 @@ class PolicyFeed:
         If the load fails halfway, waits for another policy: the engine must not sample with a part of one.
         Raises: RuntimeError: the engine's weights differ from the published ones, or no other policy is published.
         """
-        if self.is_synchronous or time.monotonic() - self._loaded_at < self._load_s / LOAD_SHARE:
+        if self._is_synchronous or time.monotonic() - self._loaded_at < self._load_s / LOAD_SHARE:
             return
         newest = self._newest()
         if newest is not None and not newest.final and self._is_to_try(newest):
@@ -106,7 +115,7 @@ class PolicyFeed:
 
     def _may_go_on(self, newest: policies.PolicyRef | None) -> bool:
         """Whether the next round may be of the policy that is served already."""
-        if self._policy is None or self.is_synchronous:
+        if self._policy is None or (self._is_synchronous and not self._is_refused()):
             return False
         return newest in (None, self._policy) or not newest.final  # rounds after the final policy are not trained on
 

@@ -47,7 +47,7 @@ class StoredExperience:
         self.buffer, self._alarms, self._store = buffer, alarms, store
         self._has_searchers = has_searchers
         self._awaits_shard, self._caught_up = awaits_shard, False
-        self._arrived_at = time.monotonic()  # when a sync last inserted trajectories
+        self._arrived_at = self._looked_at = time.monotonic()  # when a sync last inserted trajectories, and last looked
         self._fresh: Fresh | None = None
         self._is_training = False
         self._background = BackgroundSync(store, buffer, attempt, self._take_note)
@@ -62,10 +62,11 @@ class StoredExperience:
 
     def _take_note(self, sync: Sync | None) -> None:
         """Called in the thread of the syncs."""
+        self._looked_at = time.monotonic()
         if sync is not None:
             self._fresh = sync.fresh
             self._has_searchers |= not all(map(is_warm_start_name, sync.rounds))
-            self._arrived_at = time.monotonic()
+            self._arrived_at = self._looked_at
             self._awaits_shard = self._awaits_shard and not self._caught_up
         self._caught_up = True
 
@@ -89,7 +90,8 @@ class StoredExperience:
         return "" if self.buffer.num_taken_in else f"; {LOADING}"
 
     def _silent_s(self) -> float:
-        return time.monotonic() - self._arrived_at if self._has_searchers else 0.0
+        """Up to the last look: between two, which are `sync_interval` steps apart, shards may lie ready."""
+        return self._looked_at - self._arrived_at if self._has_searchers else 0.0
 
     def _why_silent(self) -> str | None:
         self._alarms.see_silence(self._silent_s())

@@ -228,6 +228,7 @@ def test_a_further_machine_with_too_few_gpus_does_not_join(local_store, monkeypa
         httpx.ConnectError("the server is away"),
         ValueError("another program's page in place of an answer"),
         StoreUnreachable("the store is away"),
+        ObjectNotFound(RuntimeError("the deployment was deleted")),
     ],
 )
 def test_training_goes_on_while_server_or_store_is_away(monkeypatch, error, caplog):

@@ -27,6 +27,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from prefect.exceptions import Pause
 from prefect.logging import disable_run_logger
 from prefect.states import Completed, Crashed, Failed, Running, State, StateType
 from typer.testing import CliRunner
@@ -243,23 +244,28 @@ def test_a_searcher_that_fails_while_the_store_is_away_is_restarted_afterwards(s
     assert names(failing) == ["s0"] * 3
 
 
-def test_the_final_evaluation_goes_on_while_the_server_is_away(store, monkeypatch):
+@pytest.fixture
+def evaluating(store, monkeypatch) -> RunStore:
+    """The final policy is published."""
     monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
     monkeypatch.setattr(train, "POLL_S", 0)
+    monkeypatch.setattr(train, "end_if_suspended", lambda: None)
+    return store
+
+
+def test_the_final_evaluation_goes_on_while_the_server_is_away(evaluating):
 
     def keep_up() -> None:
         """Meanwhile the Searcher evaluates."""
         row = {"attempt": 1, "policy_step": 80, "split": "heldout", "num_problems": 8, "accuracy": 0.75}
-        ledger.record_evaluation(store, row | {"mean_response_tokens": 4.0, "seconds": 2.0, "created_at": NOON})
+        ledger.record_evaluation(evaluating, row | {"mean_response_tokens": 4.0, "seconds": 2.0, "created_at": NOON})
         raise httpx.ConnectError("the server is away")
 
-    train.await_evaluation(store, SimpleNamespace(keep_up=keep_up))
-    assert list(ledger.evaluations(store)) == [0, 80]
+    train.await_evaluation(evaluating, SimpleNamespace(keep_up=keep_up), 1)
+    assert list(ledger.evaluations(evaluating)) == [0, 80]
 
 
-def test_the_final_evaluation_goes_on_while_the_store_is_away(store, monkeypatch):
-    monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
-    monkeypatch.setattr(train, "POLL_S", 0)
+def test_the_final_evaluation_goes_on_while_the_store_is_away(evaluating, monkeypatch):
     answers = iter([StoreUnreachable("no answer"), StoreUnreachable("no answer"), [], [80]])
 
     def evaluations(_: RunStore) -> list[int]:
@@ -268,18 +274,28 @@ def test_the_final_evaluation_goes_on_while_the_store_is_away(store, monkeypatch
         return answer
 
     monkeypatch.setattr(ledger, "evaluations", evaluations)
-    train.await_evaluation(store, SimpleNamespace(keep_up=lambda: None))
+    train.await_evaluation(evaluating, SimpleNamespace(keep_up=lambda: None), 1)
     assert next(answers, None) is None
 
 
-def test_an_evaluation_may_take_hours(store, monkeypatch):
-    monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
-    monkeypatch.setattr(train, "POLL_S", 0)
+def test_the_final_evaluation_ends_without_searchers_and_when_the_run_is_suspended(evaluating, monkeypatch):
+
+    def suspended() -> None:
+        raise Pause(state=None)
+
+    monkeypatch.setattr(train, "end_if_suspended", suspended)
+    with pytest.raises(Pause):
+        train.await_evaluation(evaluating, SimpleNamespace(keep_up=lambda: None), 1)
+    requests.want_searchers(evaluating, 0)
+    train.await_evaluation(evaluating, SimpleNamespace(keep_up=lambda: None), 1)
+
+
+def test_an_evaluation_may_take_hours(evaluating, monkeypatch):
     clock, said = iter(range(0, 10**6, 500)), []
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: None))
     monkeypatch.setattr(train, "get_run_logger", lambda: SimpleNamespace(info=lambda *words: said.append(words)))
     monkeypatch.setattr(ledger, "evaluations", lambda store: [80] if len(said) == 9 else [])
-    train.await_evaluation(store, SimpleNamespace(keep_up=lambda: None))
+    train.await_evaluation(evaluating, SimpleNamespace(keep_up=lambda: None), 1)
     assert said == [("policy step %s is still being evaluated", 80)] * 9
 
 

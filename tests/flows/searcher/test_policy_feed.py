@@ -103,6 +103,15 @@ def test_a_searcher_goes_on_with_what_it_serves(local_store, publish, fetches, s
     assert feed.next() == newest and feed.is_new and engine.served.step == 2
 
 
+def test_a_synchronous_searcher_samples_another_round_if_the_trainer_refused_the_last(local_store, publish):
+    engine, answers = Engine(), iter([False, False, True])
+    feed = PolicyFeed(local_store, engine, is_synchronous=True, is_refused=lambda: next(answers))
+    first = publish(local_store, 0)
+    assert feed.next() == first and feed.is_new
+    assert feed.next() == first and not feed.is_new
+    assert next(answers, None) is None, "it waited until the round was refused"
+
+
 @pytest.mark.parametrize("is_synchronous", [False, True])
 def test_without_another_one_a_lost_policy_is_waited_for(local_store, publish, fetches, monkeypatch, is_synchronous):
     feed = PolicyFeed(local_store, Engine(), is_synchronous=is_synchronous)
