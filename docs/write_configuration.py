@@ -53,6 +53,7 @@ Rules between settings; `tba train` refuses a run that breaks one, and names it:
 | `train.reference_reset_interval`, `train.residual_weight` `plain` | only with `tb` and `tba_prime` |
 | `train.reward_tempering`, `train.fluency_temperature` other than 1 | only with `tb` and `tba_prime` |
 | `train.gradient_checkpointing` `cheap` | not with several processes and `train.zero_stage` 3 |
+| `sampling.max_age` | at least `train.sync_interval` - 1, or `train.steps` - 1 |
 | `synchronous` | `searchers` 1, and no `sampling.max_age` or `sampling.samples_per_insert` |
 | the same | one round fills `sampling.min_size` and `sampling.prompts_per_batch` |
 | `sampling.uniform_fraction` | needs `sampling.reward_temperature` |

@@ -70,7 +70,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     training = train_policy.submit(config, owns_run, superseded, ending)
     try:
         while not training.state.is_final():
-            look_after(searchers, owns_run)
+            look_after(searchers, owns_run.is_set())
             page.update()
             time.sleep(POLL_S)
         training.result()
@@ -95,20 +95,22 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     return summary
 
 
-def look_after(searchers: Searchers, owns_run: threading.Event) -> None:
-    """Keeps the Searchers running once this flow owns the run. Training goes on without Prefect's server or the store.
+def look_after(searchers: Searchers, owns_run: bool) -> None:
+    """Keeps the Searchers running, if this flow owns the run: so no other flow's Searchers commit beside them. The run
+    goes on without Prefect's server or the store.
 
     Raises: prefect.exceptions.Pause: the flow run was suspended. RuntimeError: a Searcher failed too often.
     """
     try:
         with contextlib.suppress(ObjectNotFound):  # the flow run was deleted, so nobody can suspend it
             end_if_suspended()
-        if owns_run.is_set():  # this flow owns the run: no other flow's Searchers commit beside ours
+        if owns_run:
             searchers.keep_up()
         searchers.is_away = False
     except AWAY as error:
         if not searchers.is_away:
-            get_run_logger().warning("Searchers are not being restarted, without Prefect's server or store: %r", error)
+            cause = getattr(error, "http_exc", error)  # of Prefect's ObjectNotFound, which has no text of its own
+            get_run_logger().warning("Searchers are not being restarted, without Prefect's server or store: %r", cause)
         searchers.is_away = True
 
 
@@ -280,11 +282,10 @@ def await_evaluation(store: RunStore, searchers: Searchers, configured: int) -> 
     """
     final, reminded_at = policies.latest_policy(store).step, time.monotonic()
     while True:
-        with contextlib.suppress(*AWAY):  # evaluation goes on without them
+        with contextlib.suppress(StoreError):  # evaluation goes on without it
             if final in ledger.evaluations(store) or not requests.wanted_or_configured(store, configured):
                 return
-            end_if_suspended()
-            searchers.keep_up()
+        look_after(searchers, owns_run=True)
         if time.monotonic() - reminded_at > REMIND_S:
             reminded_at = time.monotonic()
             get_run_logger().info("policy step %s is still being evaluated", final)

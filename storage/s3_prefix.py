@@ -179,7 +179,8 @@ class S3Prefix:
 
     @patient("delete")
     def delete(self, path: str) -> None:
-        self._fs.rm_file(f"{self._root}/{path}")
+        with suppress(FileNotFoundError):  # S3 deletes a missing object without an error; other servers may say 404
+            self._fs.rm_file(f"{self._root}/{path}")
 
     def delete_folder(self, folder: str) -> None:
         for path in self.files(folder, ""):

@@ -107,7 +107,11 @@ def embedded_model(cache_dir: str | os.PathLike) -> Path:
     Raises:
         ValueError: the package with the GGUF file is not installed.
     """
-    return _converted(Path(cache_dir) / EMBEDDED_MODEL, lambda partial: _dequantise(_gguf_file(), partial))
+    folder = Path(cache_dir) / EMBEDDED_MODEL
+    if folder.exists():
+        return folder
+    gguf_file = _gguf_file()
+    return _converted(folder, lambda partial: _dequantise(gguf_file, partial))
 
 
 def _converted(folder: Path, write: Callable[[Path], object]) -> Path:

@@ -131,6 +131,7 @@ def _refresh_tied_head(model: nn.Module) -> None:
 
     if current_platform.is_cpu():
         layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        layers = [layer for layer in layers if hasattr(layer, "cpu_linear")]  # quantised ones have none
         heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
         packed = {id(layer.weight): layer.cpu_linear for layer in layers if layer not in heads}
         for head in heads:

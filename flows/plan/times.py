@@ -106,8 +106,7 @@ def measured_times(store: RunStore) -> Times:
 
 def _draw_s(waits: Sequence[float]) -> float:
     """Median of the waits in which the Trainer did not poll, so that they are draws alone; 0 without any."""
-    shortest = min(waits, default=0.0)
-    return median([wait for wait in waits if wait < shortest + POLL_S] or [0.0])
+    return median([wait for wait in waits if wait < POLL_S] or [0.0])
 
 
 def round_size(store: RunStore) -> int:

@@ -34,9 +34,11 @@ def live_run(client, config: RunConfig):
 
 def _has_died_elsewhere(flow_run, store: RunStore) -> bool:
     """Whether a flow run on another machine has died, by its record and the run's store."""
-    if flow_run.state.is_cancelling() or flow_run.state.is_paused():  # it is ending, so its Trainer is not checked
+    state = flow_run.state
+    is_suspended = state.is_paused() and state.state_details.pause_reschedule
+    if state.is_cancelling() or is_suspended:  # it is ending or has ended, so its Trainer is not checked
         return True
-    if not flow_run.state.is_running() or _age(flow_run.state) < PATIENCE:
+    if not state.is_running() or _age(state) < PATIENCE:
         return False
     if (newest := attempts.newest_attempt(store)) is None:  # a warm start may take hours
         return False

@@ -171,7 +171,8 @@ def check_rounds(config: RunConfig, num_problems: int) -> None:
 def check_age(config: RunConfig) -> None:
     """Raises: ValueError: a step would need a policy that is published after it, so training would wait for ever."""
     max_age, interval = config.sampling.max_age, config.train.sync_interval
-    if max_age is not None and max_age + 1 < min(interval, config.train.steps):
+    only_copies = config.warm_start and not config.searchers  # flows/reuse/warm_start.py knows more about them
+    if max_age is not None and not only_copies and max_age + 1 < min(interval, config.train.steps):
         raise ValueError(
             f"sampling.max_age is {max_age}, but train.sync_interval is {interval}: the policy that step {max_age + 2} "
             f"could still learn from comes after step {interval}, so training would wait for ever; raise "

@@ -18,6 +18,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State
 from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling, Crashed
 
 from flows.config import RunConfig
@@ -80,7 +81,8 @@ class Searchers:
         living = started - read_ended(started).keys()
         with get_client(sync_client=True) as client:
             for flow_run_id in living:
-                client.set_flow_run_state(flow_run_id, Cancelling(message="The run has ended."), force=True)
+                with contextlib.suppress(ObjectNotFound):  # deleted meanwhile
+                    client.set_flow_run_state(flow_run_id, Cancelling(message="The run has ended."), force=True)
 
     def _add(self, names: list[str]) -> None:
         """Adopts the living Searchers of these names, which an earlier flow started, and starts the others."""
@@ -162,14 +164,21 @@ class Searchers:
     def _start(self, name: str, *, evaluates: bool) -> FlowRun:
         config = self._config
         requests.welcome(self._store, name)
-        return run_deployment(
-            DEPLOYMENT,
-            parameters={"store": config.store, "run": config.run, "name": name, "evaluates": evaluates},
-            flow_run_name=f"{config.run}/{name}",
-            tags=[f"run:{config.run}"],
-            work_queue_name=queue_of_child(DEPLOYMENT),
-            timeout=0,
-        )
+        try:
+            return run_deployment(
+                DEPLOYMENT,
+                parameters={"store": config.store, "run": config.run, "name": name, "evaluates": evaluates},
+                flow_run_name=f"{config.run}/{name}",
+                tags=[f"run:{config.run}"],
+                work_queue_name=queue_of_child(DEPLOYMENT),
+                timeout=0,
+            )
+        except ObjectNotFound as error:
+            if self._runs:  # it was there: it may come back
+                raise
+            raise RuntimeError(
+                f"{DEPLOYMENT} is not deployed on this Prefect server, so no Searcher starts: `prefect deploy --all`"
+            ) from error
 
     def _has_failed(self, run: FlowRun) -> bool:
         """Whether the Searcher ended before the final policy, or before it evaluated that one. Raises: StoreError."""

@@ -38,7 +38,7 @@ COMMENT ON COLUMN training_steps.num_prompts IS 'Prompts in the buffer.';
 COMMENT ON COLUMN training_steps.num_inserted IS 'Trajectories ever taken in, repeats included; min_size is compared with it.';
 COMMENT ON COLUMN training_steps.samples_per_insert IS 'Mean number of draws of each trajectory ever taken in.';
 COMMENT ON COLUMN training_steps.num_too_old IS 'Stored trajectories that max_age excludes from the draw.';
-COMMENT ON COLUMN training_steps.searchers_silent_s IS 'Seconds since the last sync that took in trajectories.';
+COMMENT ON COLUMN training_steps.searchers_silent_s IS 'Seconds from the last sync that took in trajectories to the newest look for some.';
 COMMENT ON COLUMN training_steps.num_response_tokens IS 'Response tokens of the batch''s distinct responses.';
 COMMENT ON COLUMN training_steps.num_unique IS 'Distinct trajectories in the batch, of B * K slots.';
 COMMENT ON COLUMN training_steps.skipped IS 'Whether the step was skipped: the gradient was not finite, and the weights did not change.';

@@ -39,12 +39,9 @@ class Victim:
         if not tokenizer.chat_template:
             return tokenizer.encode(ALPACA.format(attack))
         messages = [{"role": "user", "content": attack}]
-        chat = {
-            "tokenize": False,
-            "add_generation_prompt": True,
-            "strftime_now": TODAY.strftime,
-        }  # one date, one reward
-        text = tokenizer.apply_chat_template(messages, **chat)
+        text = tokenizer.apply_chat_template(  # with one date: the reward is the same on another day
+            messages, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime
+        )
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _generate(self, prompts: list[list[int]], num_answers: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from tests.faults.searcher import digest
 
 _SHARD = re.compile(r"trajectories/searcher=(?P<searcher>[^/]+)/round=(?P<round>\d{8})\.parquet")
 _BATCH = re.compile(r"batches/attempt=(?P<attempt>\d{8})/step=(?P<step>\d{8})\.parquet")
+_CHECKPOINT = re.compile(r"trainer/step=(?P<step>\d{8})-a(?P<attempt>\d{4,})/state\.json")
 # A put that a proxy holds back is stored this long after its process died, at most.
 LATE_S = 15.0
 
@@ -150,14 +151,20 @@ def invalid_draw(drawn: dict, stored: dict | None, attempt: int, step: int) -> s
 
 def resumed_too_early(objects: Mapping[str, bytes], stored: list[tuple[float, str]]) -> list[str]:
     """Attempts that began before the newest whole checkpoint. stored: when the store took each put, and its key."""
-    whole = [
-        (at, int(match[1])) for at, key in stored if (match := re.fullmatch(r"trainer/step=(\d{8})/state\.json", key))
-    ]
+    whole = [(at, int(m["step"]), int(m["attempt"])) for at, key in stored if (m := _CHECKPOINT.fullmatch(key))]
+    names = sorted(key for key in objects if re.fullmatch(r"trainer/attempt=\d{8}\.json", key))
+    attempts = {key: json.loads(objects[key]) for key in names}
+
+    def counts(step: int, by: int, before: int) -> bool:
+        """Whether no attempt between `by` and `before` resumed from before this step of `by`."""
+        between = [other for other in attempts.values() if by < other["attempt"] < before]
+        return by < before and all(step <= other["resumed_from"] for other in between)
+
     faults = []
-    for key in sorted(key for key in objects if re.fullmatch(r"trainer/attempt=\d{8}\.json", key)):
-        attempt = json.loads(objects[key])
-        began = datetime.fromisoformat(attempt["created_at"]).timestamp()
-        newest = max((step for at, step in whole if at < began - LATE_S), default=0)
+    for key, attempt in attempts.items():
+        began, number = datetime.fromisoformat(attempt["created_at"]).timestamp(), attempt["attempt"]
+        in_time = [(step, by) for at, step, by in whole if at < began - LATE_S]
+        newest = max((step for step, by in in_time if counts(step, by, number)), default=0)
         if attempt["resumed_from"] < newest:
             faults.append(f"{key} resumed from step {attempt['resumed_from']}, but step {newest} had a checkpoint")
     return faults

@@ -350,11 +350,17 @@ def test_a_missing_slot_is_reported(run):
 def test_a_resume_before_the_newest_checkpoint_is_reported():
     attempt = {"attempt": 2, "resumed_from": 0, "created_at": "1970-01-01T00:01:40+00:00"}
     objects = {"trainer/attempt=00000002.json": json.dumps(attempt).encode()}
-    stored = [(50.0, "trainer/step=00000020/state.json"), (99.0, "trainer/step=00000040/state.json")]
+    stored = [(50.0, "trainer/step=00000020-a0001/state.json"), (99.0, "trainer/step=00000040-a0001/state.json")]
     (fault,) = accounting.resumed_too_early(objects, stored)
     assert "from step 0, but step 20 had a checkpoint" in fault  # that of step 40 may have come after the attempt
     objects = {path: data.replace(b'"resumed_from": 0', b'"resumed_from": 20') for path, data in objects.items()}
     assert accounting.resumed_too_early(objects, stored) == []
+    # Attempt 2 undid what attempt 1 stored beyond step 20, so attempt 3 does not go on from there.
+    third = {"attempt": 3, "resumed_from": 20, "created_at": "1970-01-01T01:00:00+00:00"}
+    objects["trainer/attempt=00000003.json"] = json.dumps(third).encode()
+    assert accounting.resumed_too_early(objects, stored) == []
+    (fault,) = accounting.resumed_too_early(objects, [*stored, (200.0, "trainer/step=00000030-a0002/state.json")])
+    assert "attempt=00000003.json resumed from step 20, but step 30" in fault
 
 
 def test_a_stall_is_the_longest_time_between_two_steps_or_kills_without_outages():

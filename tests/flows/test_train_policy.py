@@ -237,13 +237,13 @@ def test_training_goes_on_while_server_or_store_is_away(monkeypatch, error, capl
 
     monkeypatch.setattr(train, "end_if_suspended", lambda: None)
     monkeypatch.setattr(train, "get_run_logger", lambda: logging.getLogger("test"))
-    searchers, owns_run = SimpleNamespace(keep_up=fail, is_away=False), threading.Event()
-    owns_run.set()
+    searchers = SimpleNamespace(keep_up=fail, is_away=False)
     for _ in range(3):
-        train.look_after(searchers, owns_run)
+        train.look_after(searchers, owns_run=True)
     assert searchers.is_away and len(caplog.records) == 1, "one warning"
+    assert str(getattr(error, "http_exc", error)) in caplog.text
     searchers.keep_up = lambda: None
-    train.look_after(searchers, owns_run)
+    train.look_after(searchers, owns_run=True)
     assert not searchers.is_away
 
 
@@ -252,7 +252,6 @@ def test_a_flow_run_that_was_deleted_goes_on_training(monkeypatch):
         raise ObjectNotFound(RuntimeError("404"))
 
     monkeypatch.setattr(train, "end_if_suspended", deleted)
-    looked, owns_run = [], threading.Event()
-    owns_run.set()
-    train.look_after(SimpleNamespace(keep_up=lambda: looked.append(1), is_away=False), owns_run)
+    looked = []
+    train.look_after(SimpleNamespace(keep_up=lambda: looked.append(1), is_away=False), owns_run=True)
     assert looked == [1]

@@ -1,4 +1,4 @@
-"""Trains the addition task, on one device or many: `python -m tests.tba.run_zero_trainer JSON`, for test_sharded.py.
+"""Trains the addition task, on one device or many: `python -m tests.tba.run_zero_trainer JSON`.
 
 The last line of its output is JSON: the steps' metrics, and the fingerprints of the policies as published. After a
 checkpoint the Trainer's loop goes on (tba/training_loop.py).

@@ -27,7 +27,6 @@ from uuid import uuid4
 
 import httpx
 import pytest
-from prefect.exceptions import Pause
 from prefect.logging import disable_run_logger
 from prefect.states import Completed, Crashed, Failed, Running, State, StateType
 from typer.testing import CliRunner
@@ -44,13 +43,14 @@ from flows.trainer.heartbeat import Heartbeat
 from flows.trainer.outbox import StoreOutbox
 from storage import attempts, ledger, policies, requests
 from storage.errors import StoreUnreachable
+from storage.intake import Refusal, refuse
 from storage.policies import PolicyRef
 from storage.process_identity import Identity
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tba.training_loop import Stopped
 from tests.flows.prepared_run import heartbeat, prepare_run
-from tests.storage.helpers import NOON, make_shard
+from tests.storage.helpers import make_shard
 
 
 @pytest.fixture
@@ -244,61 +244,6 @@ def test_a_searcher_that_fails_while_the_store_is_away_is_restarted_afterwards(s
     assert names(failing) == ["s0"] * 3
 
 
-@pytest.fixture
-def evaluating(store, monkeypatch) -> RunStore:
-    """The final policy is published."""
-    monkeypatch.setattr(policies, "latest_policy", lambda store: SimpleNamespace(step=80))
-    monkeypatch.setattr(train, "POLL_S", 0)
-    monkeypatch.setattr(train, "end_if_suspended", lambda: None)
-    return store
-
-
-def test_the_final_evaluation_goes_on_while_the_server_is_away(evaluating):
-
-    def keep_up() -> None:
-        """Meanwhile the Searcher evaluates."""
-        row = {"attempt": 1, "policy_step": 80, "split": "heldout", "num_problems": 8, "accuracy": 0.75}
-        ledger.record_evaluation(evaluating, row | {"mean_response_tokens": 4.0, "seconds": 2.0, "created_at": NOON})
-        raise httpx.ConnectError("the server is away")
-
-    train.await_evaluation(evaluating, SimpleNamespace(keep_up=keep_up), 1)
-    assert list(ledger.evaluations(evaluating)) == [0, 80]
-
-
-def test_the_final_evaluation_goes_on_while_the_store_is_away(evaluating, monkeypatch):
-    answers = iter([StoreUnreachable("no answer"), StoreUnreachable("no answer"), [], [80]])
-
-    def evaluations(_: RunStore) -> list[int]:
-        if isinstance(answer := next(answers), Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(ledger, "evaluations", evaluations)
-    train.await_evaluation(evaluating, SimpleNamespace(keep_up=lambda: None), 1)
-    assert next(answers, None) is None
-
-
-def test_the_final_evaluation_ends_without_searchers_and_when_the_run_is_suspended(evaluating, monkeypatch):
-
-    def suspended() -> None:
-        raise Pause(state=None)
-
-    monkeypatch.setattr(train, "end_if_suspended", suspended)
-    with pytest.raises(Pause):
-        train.await_evaluation(evaluating, SimpleNamespace(keep_up=lambda: None), 1)
-    requests.want_searchers(evaluating, 0)
-    train.await_evaluation(evaluating, SimpleNamespace(keep_up=lambda: None), 1)
-
-
-def test_an_evaluation_may_take_hours(evaluating, monkeypatch):
-    clock, said = iter(range(0, 10**6, 500)), []
-    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: None))
-    monkeypatch.setattr(train, "get_run_logger", lambda: SimpleNamespace(info=lambda *words: said.append(words)))
-    monkeypatch.setattr(ledger, "evaluations", lambda store: [80] if len(said) == 9 else [])
-    train.await_evaluation(evaluating, SimpleNamespace(keep_up=lambda: None), 1)
-    assert said == [("policy step %s is still being evaluated", 80)] * 9
-
-
 def test_a_server_that_is_away_at_the_end_is_a_warning(monkeypatch):
     said = []
     monkeypatch.setattr(train, "get_run_logger", lambda: SimpleNamespace(warning=lambda *words: said.append(words)))
@@ -343,6 +288,36 @@ def test_who_is_to_leave_finishes_the_rounds_that_are_sampled(store, monkeypatch
         monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
     assert search.search.fn(store.url, store.run, name="s1") == 6
     assert rounds == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_searcher_knows_whether_the_trainer_refused_its_last_round(store, monkeypatch):
+    """In a synchronous run the Trainer then waits for another round of the same policy."""
+    commit_shard(store, make_shard("s1", 0))
+    refuse(store, [Refusal("s1", 0, ["of an earlier process"])], "a test")
+    asked, rounds = [], iter(range(1, 4))
+    searcher = SimpleNamespace(drop_rounds=lambda: None, sample=print)
+    monkeypatch.setattr(search, "start_searcher_task", lambda *_, **__: searcher)
+
+    class Feed:
+        is_new, poll = False, None
+
+        def __init__(self, *_: object, is_refused: Callable[[], bool], **__: object) -> None:
+            self.is_refused = is_refused
+
+        def next(self) -> PolicyRef | None:
+            asked.append(self.is_refused())
+            return None if len(asked) == 4 else PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
+
+    def search_round(*_: object) -> None:
+        if (number := next(rounds)) == 2:
+            refuse(store, [Refusal("s1", number, ["a rule"])], "a test")
+
+    monkeypatch.setattr(search, "PolicyFeed", Feed)
+    monkeypatch.setattr(search, "search_round", search_round)
+    for module in (search, held_name):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
+    search.search.fn(store.url, store.run, name="s1")
+    assert asked == [False, False, True, False]
 
 
 def test_the_trainer_hears_that_it_is_to_stop(store, monkeypatch):

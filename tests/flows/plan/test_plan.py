@@ -121,7 +121,7 @@ def store(tmp_path) -> RunStore:
         ledger.record_search_round(store, row | times | sampling)
     evaluation = {"attempt": 1, "policy_step": 2, "split": "heldout", "num_problems": 4, "accuracy": 0.5}
     ledger.record_evaluation(store, evaluation | {"seconds": 4.0, "mean_response_tokens": 3.0, "created_at": at(12)})
-    record_steps(store, [(1, 3.5, 3.5, 4.5), (2, 5.0, 0.25, 6.0), (3, 9.0, 2.5, 10.0)])
+    record_steps(store, [(1, 3.5, 3.5, 4.5), (2, 5.0, 0.125, 6.0), (3, 9.0, 2.5, 10.0)])
     return store
 
 
@@ -135,21 +135,21 @@ def record_steps(store: RunStore, steps: list[tuple[int, float, float, float]]) 
 
 def test_times_are_those_of_the_ledger(store):
     times = measured_times(store)
-    # 1.5 less 0.25, 4.0 less 2.5; and a draw, which takes 0.25
-    assert times.steps == pytest.approx([1.5, 1.75])
+    # 1.5 less 0.125, 4.0 less 2.5; and a draw, which takes 0.125
+    assert times.steps == pytest.approx([1.5, 1.625])
     assert times.evaluations == [4.0]
     assert times.rounds == pytest.approx([3, 3, 3])
     assert times.pauses == pytest.approx([1]) and times.loads == pytest.approx([1])
     assert times.publish == pytest.approx(6)  # policy 2 at 6 s, found at 12 s, when the evaluation ended
     outcome = measured_outcome(store)
     assert (outcome.searchers, outcome.seconds, outcome.num_trajectories) == (1, pytest.approx(10), 576)
-    assert outcome.trainer_wait_share == pytest.approx((3.5 + 0.25 + 2.5) / 10)
+    assert outcome.trainer_wait_share == pytest.approx((3.5 + 0.125 + 2.5) / 10)
     assert outcome.fresh_staleness == pytest.approx(1)
 
 
 def test_a_draw_takes_the_median_of_the_waits_without_a_poll(store):
-    record_steps(store, [(4, 10.5, 0.375, 11.0), (5, 12.0, 0.4375, 13.0)])
-    assert measured_times(store).steps == pytest.approx([1.25 + 0.375, 1.5 + 0.375, 1.125 + 0.375, 1.0625 + 0.375])
+    record_steps(store, [(4, 10.5, 0.15, 11.0), (5, 12.0, 0.19, 13.0)])
+    assert measured_times(store).steps == pytest.approx([1.375 + 0.15, 1.5 + 0.15, 1.35 + 0.15, 1.31 + 0.15])
 
 
 def test_a_run_without_times_is_refused(tmp_path):

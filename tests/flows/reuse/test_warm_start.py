@@ -274,7 +274,8 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
 )
 def test_a_limit_that_nobody_would_ever_meet_is_refused(tmp_path, model, sampling, message):
     old = new_run(tmp_path, model, "old")
-    of_new = run_config(tmp_path, model, "waiting", warm_start=[url(old)])
+    train = {"steps": 2, "checkpoint_interval": 1, "sync_interval": 1}
+    of_new = run_config(tmp_path, model, "waiting", warm_start=[url(old)], train=train)
     config = of_new.model_copy(update={"sampling": of_new.sampling.model_copy(update=sampling)})
     with pytest.raises(ValueError, match=message):
         begin(config)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.states import Cancelling, Running, Scheduled
+from prefect.states import Cancelling, Paused, Running, Scheduled, Suspended
 
 from flows.config import RunConfig
 from flows.run import flow_runs
@@ -145,5 +145,8 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
     policies.publish_policy(store, tmp_path / "policy", policies.policy_ref(7, "a fingerprint", attempt=1, final=True))
     assert flow_runs.live_run(client, config) is flow  # its last evaluation has no Trainer
 
-    flow.state = Cancelling()
-    assert flow_runs.live_run(client, config) is None
+    flow.state = Paused()  # its process waits
+    assert flow_runs.live_run(client, config) is flow
+    for ending in (Suspended(), Cancelling()):
+        flow.state = ending
+        assert flow_runs.live_run(client, config) is None

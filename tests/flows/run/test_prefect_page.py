@@ -60,6 +60,7 @@ import json, signal, sys, tempfile, threading
 from datetime import UTC, datetime
 from pathlib import Path
 from storage import attempts, ledger, policies
+from storage.process_identity import Identity
 from storage.store import RunStore
 from tests.storage.helpers import make_batch, make_training_step
 

@@ -124,6 +124,14 @@ def test_a_setting_without_an_effect_is_refused_in_a_new_run(tmp_path, tokenizer
         check_inputs(config(tmp_path, **changes))
 
 
+@pytest.mark.parametrize(
+    ("max_age", "changes"),
+    [(1, {}), (0, {"train": {"sync_interval": 1}}), (1, {"train": {"sync_interval": 8, "steps": 2}})],
+)
+def test_a_limit_of_age_that_the_next_policy_meets_is_accepted(tmp_path, tokenizer_only, max_age, changes):
+    check_inputs(config(tmp_path, sampling={"max_age": max_age}, **changes))
+
+
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
 def test_prompts_and_responses_beyond_the_models_context_are_refused_in_a_new_run(tmp_path, tokenizer_only, key):
     file = tokenizer_only / "config.json"

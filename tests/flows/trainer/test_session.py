@@ -125,6 +125,14 @@ def test_searchers_that_have_stopped_are_an_alarm(store, experience, outbox, hea
     assert json.loads(store.get(attempts.HEARTBEAT))["alarms"] == {}
 
 
+def test_shards_that_came_between_two_looks_are_no_silence(store, experience):
+    commit(store, "s0", 0, distinct("ab", 4))
+    experience.sync(1)
+    time.sleep(0.5)
+    commit(store, "s0", 1, distinct("ab", 4))
+    assert experience.draw(1).facts["searchers_silent_s"] < 0.25  # nobody looked since
+
+
 def test_a_run_without_searchers_waits_for_none(store, alarms, monkeypatch):
     monkeypatch.setattr("tba.alarms.SEARCHERS_SILENT_S", 0.1)
     experience = StoredExperience(store, new_buffer(store), 1, alarms, has_searchers=False)
