@@ -4,6 +4,7 @@ The run's flow starts one for each further machine, at each attempt. It ends wit
 """
 
 import os
+from pathlib import Path
 
 from prefect import flow, get_run_logger
 
@@ -34,7 +35,11 @@ def ranks(store: StoreUrl, run: str, attempt: int, key: str, devices: dict) -> N
         return
     threads = str(cpu_threads(config.train.processes))
     os.environ |= {"OMP_NUM_THREADS": threads, **tensor_environment()}  # for the processes started here
-    folder = model_folder(config.model)
-    check_model(run_store, config.model, base_fingerprint(str(folder)))
-    if not follow(run_store, config, folder, attempt, key):
+
+    def load() -> Path:
+        folder = model_folder(config.model)
+        check_model(run_store, config.model, base_fingerprint(str(folder)))
+        return folder
+
+    if not follow(run_store, config, load, attempt, key):
         get_run_logger().info("attempt %d has ended, or began without this machine", attempt)

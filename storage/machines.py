@@ -1,6 +1,7 @@
 """The further machines of a Trainer (train.machines), and where its processes meet.
 
 machines/attempt=00000002/machine=01.json    a machine that joined the attempt; it renews the file while it lives
+machines/attempt=00000002/ready=01           it has the model, so it can take part
 machines/attempt=00000002/world.json         the machines whose processes train together, and the first one's address
 
 The first machine is the one of the attempt's record (storage/attempts.py). It decides once which machines take part.
@@ -28,6 +29,7 @@ RENEWAL_S = 5.0
 # A machine that has not renewed its file for this long has died, or is cut off.
 SILENT_S = 20.0
 _MACHINE_NAME = re.compile(r"machines/attempt=[0-9]{8}/machine=[0-9]{2,}\.json")
+_READY_NAME = re.compile(r"machines/attempt=[0-9]{8}/ready=(?P<number>[0-9]{2,})")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,16 @@ def join(store: RunStore, attempt: int, processes: int) -> Machine:
 def renew(store: RunStore, machine: Machine) -> None:
     """Tells that the machine lives."""
     store.put_json(machine.path, replace(machine, renewed_at=_now()))
+
+
+def tell_ready(store: RunStore, machine: Machine) -> None:
+    """Tells that the machine has the model."""
+    store.put(f"{_folder(machine.attempt)}/ready={machine.number:02d}", b"")
+
+
+def ready(store: RunStore, attempt: int) -> set[int]:
+    """The numbers of the machines that are ready."""
+    return {int(name["number"]) for path in store.list(_folder(attempt)) if (name := _READY_NAME.fullmatch(path))}
 
 
 def joined(store: RunStore, attempt: int) -> list[Machine]:

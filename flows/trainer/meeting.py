@@ -1,8 +1,8 @@
 """How the processes of a Trainer on several machines find each other, and notice that a machine has died.
 
 The first machine's Trainer waits for the others, which join through the store (storage/machines.py). It goes on with
-those that came in time. If one dies, or falls silent, the attempt ends, and the next one begins with those that are
-there.
+those that came in time and have the model. If one dies, or falls silent, the attempt ends, and the next one begins with
+those that are there.
 """
 
 import logging
@@ -23,6 +23,7 @@ from storage.process_identity import Pulse
 from storage.store import RunStore, transfer_all
 
 JOIN_S = 60.0  # a worker takes the flow run of a machine, and its process starts
+LOAD_S = 3600.0  # a machine that joined has the model: it is downloaded, and its fingerprint compared
 POLL_S = 0.5
 LOOPBACK = "127.0.0.1"
 KEY_VARIABLE = "TBA_MEETING_KEY"  # in the environment of the Trainer's first process
@@ -36,17 +37,21 @@ class Meeting:
     def __init__(self, store: RunStore, attempt: int, num_machines: int, key: str) -> None:
         """`num_machines`: how many are wanted, the first one included. `key`: see storage/machines.py."""
         self._store, self._attempt, self._num_others, self._key = store, attempt, num_machines - 1, key
-        self._pulses: dict[int, Pulse] = {}  # of the machines that take part
+        self._pulses: dict[int, Pulse] = {}  # of the machines that take part; before, of those that joined
 
     def form(self) -> World:
-        """Waits for the wanted machines, for up to `JOIN_S`, and tells those that joined where to meet."""
-        deadline = time.monotonic() + JOIN_S
-        while len(joined := self._joined()) < self._num_others:
-            if time.monotonic() > deadline:
-                log.warning("%d of %d further machines joined; the Trainer goes on", len(joined), self._num_others)
+        """Waits for the wanted machines, and tells those that are ready where to meet.
+
+        It waits `JOIN_S` for machines to join, and `LOAD_S` for those that joined and live to have the model.
+        """
+        began = time.monotonic()
+        while len(numbers := self._ready()) < self._num_others:
+            waited_s = time.monotonic() - began
+            if waited_s > LOAD_S or (waited_s > JOIN_S and not self._is_one_loading(numbers)):
+                log.warning("%d of %d further machines are ready; the Trainer goes on", len(numbers), self._num_others)
                 break
             time.sleep(POLL_S)
-        numbers = [machine.number for machine in joined[: self._num_others]]
+        numbers = numbers[: self._num_others]
         address = own_address() if numbers else LOOPBACK
         if numbers and ip_address(address).is_loopback:
             raise RuntimeError(
@@ -57,6 +62,17 @@ class Meeting:
         machines.form_world(self._store, self._attempt, world, self._key)
         self._pulses = self._new_pulses(numbers)
         return world
+
+    def _ready(self) -> list[int]:
+        """Numbers of the machines that joined and have the model."""
+        are_ready = machines.ready(self._store, self._attempt)
+        return [machine.number for machine in self._joined() if machine.number in are_ready]
+
+    def _is_one_loading(self, are_ready: list[int]) -> bool:
+        """Whether a machine lives that joined and is not ready."""
+        loading = [machine.number for machine in self._joined() if machine.number not in are_ready]
+        self._pulses = self._new_pulses(set(loading) - self._pulses.keys()) | self._pulses
+        return not all(self._pulses[number].is_silent(machines.SILENT_S) for number in loading)
 
     def _joined(self) -> list[machines.Machine]:
         """The machines that joined, each once. On this one the first processes have the devices already."""

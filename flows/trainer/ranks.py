@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -85,10 +85,11 @@ def check_memory(model: Path, settings: TrainSettings, num_machines: int) -> Non
             )
 
 
-def follow(store: RunStore, config: RunConfig, model: Path, attempt: int, key: str) -> bool:
+def follow(store: RunStore, config: RunConfig, load: Callable[[], Path], attempt: int, key: str) -> bool:
     """Joins this machine's processes to an attempt's Trainer, until the attempt ends.
 
-    model: folder of config.model. key: see storage/machines.py. Returns False: the Trainer began without this machine.
+    load: returns the folder of config.model, perhaps after a download, for which the Trainer waits. key: see
+    storage/machines.py. Returns False: the Trainer began without this machine.
     Raises: RuntimeError: a process failed. StoreError.
     """
     settings = config.train
@@ -97,6 +98,8 @@ def follow(store: RunStore, config: RunConfig, model: Path, attempt: int, key: s
     renewing.start()
     processes = []
     try:
+        model = load()
+        machines.tell_ready(store, machine)
         pulse = attempts.pulse(store)
         while (world := machines.read_world(store, attempt, key)) is None and not _is_over(store, attempt, pulse):
             time.sleep(POLL_S)

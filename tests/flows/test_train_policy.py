@@ -203,7 +203,8 @@ def test_a_further_machines_processes_get_the_environment_of_the_first_ones(loca
     monkeypatch.setattr("os.environ", dict(os.environ))
     monkeypatch.setattr("tba.models.model_folder", lambda name: name)
     monkeypatch.setattr("tba.lora.base_fingerprint", lambda folder: "a1")
-    monkeypatch.setattr("flows.trainer.ranks.follow", lambda *_: started.append(dict(os.environ)) or True)
+    follow = lambda store, config, load, *_: load() and not started.append(dict(os.environ))  # noqa: E731
+    monkeypatch.setattr("flows.trainer.ranks.follow", follow)
     expected = {"OMP_NUM_THREADS": str(cpu_threads(2)), **tensor_environment()}
     ranks.ranks.fn(local_store.url, local_store.run, 1, "key", {"processes": 2})
     assert {name: started[0].get(name) for name in expected} == expected

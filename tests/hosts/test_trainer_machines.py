@@ -40,7 +40,7 @@ from storage.store import RunStore
 
 url, model, settings = sys.argv[1:]
 config = RunConfig(run="run", store=url, train=json.loads(settings))
-print(follow(RunStore(url, "run"), config, Path(model), 1, "key"))
+print(follow(RunStore(url, "run"), config, lambda: Path(model), 1, "key"))
 """
 
 
@@ -114,7 +114,7 @@ def test_the_trainer_goes_on_without_a_machine_that_died(site: Site):
 
 def follow(store: RunStore, key: str = "key") -> bool:
     config = RunConfig(run=store.run, store=store.url)
-    return ranks.follow(store, config, Path("no model is needed"), 1, key)
+    return ranks.follow(store, config, lambda: Path("no model is needed"), 1, key)
 
 
 def test_nobody_with_write_access_to_the_store_sends_a_machine_elsewhere(beating: RunStore):
@@ -124,11 +124,13 @@ def test_nobody_with_write_access_to_the_store_sends_a_machine_elsewhere(beating
         follow(beating)
 
 
-def join(store: RunStore, attempt: int, **owner) -> machines.Machine:
+def join(store: RunStore, attempt: int, *, has_model: bool = True, **owner) -> machines.Machine:
     """Joins from a place that differs from this one in `owner`."""
     machine = machines.join(store, attempt, processes=2)
     machine = replace(machine, owner=replace(machine.owner, **owner))
     store.put_json(machine.path, machine)
+    if has_model:
+        machines.tell_ready(store, machine)
     return machine
 
 
@@ -148,6 +150,26 @@ def test_the_trainer_begins_with_the_machines_that_came_in_time(local_store, net
     assert machines.read_world(local_store, 3, "key") == world
     assert machines.num_processes_here(local_store, 3) == 2
     assert machines.num_processes_here(local_store, 4) == 0
+
+
+def test_the_trainer_waits_for_a_machine_that_loads_the_model_but_not_for_one_that_died(
+    local_store, network_address, monkeypatch
+):
+    monkeypatch.setattr(machines, "SILENT_S", 1.0)
+    loading = join(local_store, 1, has_model=False, boot_id="another")
+
+    def load() -> None:
+        for _ in range(15):  # three times JOIN_S
+            time.sleep(0.1)
+            machines.renew(local_store, loading)
+        machines.tell_ready(local_store, loading)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert Meeting(local_store, 1, num_machines=2, key="key").form().machines == [1]
+    thread.join()
+    join(local_store, 2, has_model=False, boot_id="another")  # and renews nothing
+    assert Meeting(local_store, 2, num_machines=2, key="key").form().machines == []
 
 
 def test_an_address_that_other_machines_cannot_reach_is_refused(local_store, network_address, monkeypatch):
