@@ -174,8 +174,8 @@ def check_age(config: RunConfig) -> None:
     only_copies = config.warm_start and not config.searchers  # flows/reuse/warm_start.py knows more about them
     if max_age is not None and not only_copies and max_age + 1 < min(interval, config.train.steps):
         raise ValueError(
-            f"sampling.max_age is {max_age}, but train.sync_interval is {interval}: the policy that step {max_age + 2} "
-            f"could still learn from comes after step {interval}, so training would wait for ever; raise "
+            f"sampling.max_age is {max_age}, but train.sync_interval is {interval}: then step {max_age + 2} "
+            f"needs a policy that is published only after step {interval}, so training would wait for ever; raise "
             f"sampling.max_age to {interval - 1}, or lower train.sync_interval to {max_age + 1}"
         )
 
