@@ -37,7 +37,12 @@ class RunConfig(Settings):
         "smollm2-135m-instruct",
         description="Model to start from: embedded model's name, local folder or Hugging Face id.",
     )
-    seed: int = Field(0, ge=0, description="Seed of the order of prompts, of sampling, and of the draws.")
+    seed: int = Field(
+        0,
+        ge=0,
+        description="Seed of the order of prompts, of sampling and of the draws; in arithmetic and reasoning_gym also "
+        "of which problems are held out.",
+    )
     searchers: int = Field(
         1, ge=0, description="Number of Searchers that the run's flow starts; more may join at any time."
     )
@@ -141,7 +146,9 @@ class RunConfig(Settings):
     def _objective_has_what_it_needs(self):
         train, search = self.train, self.search
         if train.objective == "tba_prime" and self.sampling.recent_probability != 1:
-            raise ValueError("train.objective: tba_prime has no replay; set sampling.recent_probability to 1")
+            raise ValueError(
+                "train.objective: tba_prime draws from the newest sync alone; set sampling.recent_probability to 1"
+            )
         explores = search.exploration_probability or search.top_p < 1 or search.temperature != train.temperature
         if train.objective in ("dr_grpo", "prox_rloo", "rloo") and explores:
             raise ValueError(
@@ -183,8 +190,8 @@ class RunConfig(Settings):
 DEVICES = ("processes", "zero_stage", "machines")
 MEMORY = ("micro_batch_tokens", "gradient_checkpointing")
 
-# Of a run.json of an older version: settings that are no more, and what was done before there was the setting, where
-# the default is something else.
+# For a run.json of an older version. REPLACED: settings that no longer exist. UNRECORDED: values that match the
+# behaviour before there was a setting, where they differ from its default; `_settings` adds residual_weight.
 REPLACED = ("evaluate_interval", "store")
 UNRECORDED = {"sampling": {"differing_rewards_first": False}, "train": {"adam_beta1": 0.9}}
 

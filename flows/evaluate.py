@@ -95,7 +95,7 @@ measure_policy_task = task(cache_policy=NO_CACHE, persist_result=False)(measure_
 def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples: int) -> dict:
     """The figures of the policy that the Searcher serves."""
     problems = searcher.task.heldout[:num_problems]
-    responses = [only for (only,) in searcher.answers(problems)]
+    responses = [only for (only,) in searcher.sample_responses(problems)]
     figures = {
         "num_problems": len(problems),
         "accuracy": statistics.fmean(searcher.rewards(problems, responses)),
@@ -114,7 +114,7 @@ def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples:
 
 def measure_samples(searcher: "Searcher", problems: list, samples: int, config: RunConfig) -> dict:
     """pass@k for k = 1, 2, 4, … up to the samples; a response is right from `success_reward` on."""
-    answers = searcher.answers(problems, samples, config.train.temperature)
+    answers = searcher.sample_responses(problems, samples, config.train.temperature)
     flat = [(problem, answer) for problem, of in zip(problems, answers, strict=True) for answer in of]
     rewards = searcher.rewards(*map(list, zip(*flat, strict=True)))
     right = [
@@ -129,7 +129,7 @@ def measure_attacks(searcher: "Searcher", samples: int) -> dict:
     """The figures of attacks that are sampled from the training prompt at temperature 1."""
     from tba import diversity
 
-    (answers,) = searcher.answers(searcher.task.train[:1], samples, 1.0)
+    (answers,) = searcher.sample_responses(searcher.task.train[:1], samples, 1.0)
     attacks = [searcher.text(answer).strip() for answer in answers]
     toxicity = searcher.task.task.toxicity(attacks)
     embeddings = diversity.embed(attacks)

@@ -41,7 +41,8 @@ MAX_SPOILED_ROUNDS = 3
 
 @flow(name="search")
 def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False) -> int:
-    """Searches until the final policy is published or the Searcher is asked to leave. Returns the number of rounds.
+    """Searches until the final policy is published, the Searcher is asked to leave, or the Trainer is silent for long
+    (flows/searcher/policy_feed.py). Returns the number of rounds.
 
     `name`: of the Searcher and of its log of shards. Two living Searchers never have the same name. `evaluates`: also
     evaluates policies on held-out problems: the first, the final one, and others as `evaluate_share` allows.
@@ -94,21 +95,20 @@ def search_round(
         sampled = sample()
         held.check()
         finish_task = as_asset(store, held.name, sampled.number, feed.paths(sampled.policies))(finish_round)
-        as_task = partial(finish_task, store, searcher, opaque(sampled))  # Prefect would look at each of its tokens
-        if as_task() if reports.is_due() else or_else(partial(finish_round, store, searcher, sampled), as_task):
+        is_task = reports.is_due()
+        if not is_task:
+            try:
+                is_committed = finish_round(store, searcher, sampled)
+            except Exception as error:
+                get_run_logger().warning("round %d is tried again, as a task: %r", sampled.number, error)
+                is_task = True
+        if is_task:
+            is_committed = finish_task(store, searcher, opaque(sampled))  # Prefect would look at each of its tokens
+        if is_committed:
             return
     raise RuntimeError(
         f"searcher: round {sampled.number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/"
     )
-
-
-def or_else(first: Callable[[], bool], second: Callable[[], bool]) -> bool:
-    """The result of `first`, or of `second` if that failed."""
-    try:
-        return first()
-    except Exception as error:
-        get_run_logger().warning("this is tried again, as a task: %r", error)
-    return second()
 
 
 def as_asset(store: RunStore, name: str, number: int, sampled_by: list[str]):
@@ -160,9 +160,10 @@ def evaluate(
     """
     if policy.step in ledger.evaluations(store):
         return 0.0
+    held.check()  # a round came between: another process of the name may hold another policy
     is_held = kept_policies.hold_policy(store, policy, held.name)
     measured = searcher.evaluate(num_problems)
-    held.check()  # evaluation takes minutes: another process of the name may hold another policy now
+    held.check()  # evaluation takes minutes
     result = measured | {"attempt": policy.attempt, "policy_step": policy.step}
     accuracy, num_problems = result["accuracy"], result["num_problems"]
     cache = policy_cache(store.run)

@@ -123,7 +123,7 @@ def tell_failure(store: RunStore, error: Exception) -> None:
         beat = attempts.read_heartbeat(store)
         if beat is not None and beat["state"] != "failed":
             state = "finished" if beat["state"] == "finished" else "failed"
-            attempts.heartbeat(store, beat | {"state": state, "message": str(error)})
+            attempts.write_heartbeat(store, beat | {"state": state, "message": str(error)})
 
 
 def end_searchers(searchers: Searchers) -> None:
@@ -228,7 +228,8 @@ def run_trainer(
             f"run {config.run} has another Trainer: host {owner.host}, pid {owner.pid}. This one ends."
         )
     if status:
-        raise RuntimeError(f"the Trainer of run {config.run} ended with status {status}: {failure_message(run_store)}")
+        reason = failure_message(run_store, process.pid)
+        raise RuntimeError(f"the Trainer of run {config.run} ended with status {status}: {reason}")
 
 
 def attempt_of(store: RunStore, pid: int) -> int | None:
@@ -292,8 +293,12 @@ def await_evaluation(store: RunStore, searchers: Searchers, configured: int) -> 
         time.sleep(POLL_S)
 
 
-def failure_message(store: RunStore) -> str:
-    message = None
+def failure_message(store: RunStore, pid: int) -> str:
+    """The reason that this process of the Trainer gave; a heartbeat of another one, or of a living one, is none."""
+    beat = {}
     with contextlib.suppress(StoreError):
-        message = (attempts.read_heartbeat(store) or {}).get("message")
+        beat = attempts.read_heartbeat(store) or {}
+    owner = beat.get("owner")
+    has_failed = beat.get("state") == "failed" and isinstance(owner, dict) and owner.get("pid") == pid
+    message = beat.get("message") if has_failed else None
     return message or "it was killed, or ended without a message; the worker's log has its output"

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from infra.machine import CHECKOUT
+from infra.machine import CHECKOUT, local_folder
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
 PYTHONS = ((3, 11), (3, 13))  # supported versions: from the first, below the second
@@ -175,7 +175,7 @@ def check_disks(project: Path, store: str) -> Iterator[Finding]:
     """Free space for runs, Prefect's database and temporary files; each disk once."""
     from urllib.request import url2pathname
 
-    folders = {"temporary files": Path(tempfile.gettempdir()), "logs and models": project / ".tba" / ".local"}
+    folders = {"temporary files": Path(tempfile.gettempdir()), "logs and models": local_folder(project)}
     if store.startswith("file:"):
         folders = {"the store": Path(url2pathname(urlsplit(store).path))} | folders
     seen = set()

@@ -18,17 +18,17 @@ def num_gpus() -> int:
     return len(_gpu_sizes())
 
 
-def gpu_places(num_gpus: int, num_searchers: int, num_trainers: int, num_here: int = 1) -> list[int]:
-    """The GPUs of all Searchers, `num_here` of each: after the Trainer's if enough are left, otherwise any."""
-    first = num_trainers if num_gpus - num_trainers >= num_here else 0
-    return [first + each % (num_gpus - first) for each in range(num_searchers * num_here)]
+def gpu_places(num_gpus: int, num_searchers: int, num_trainers: int, gpus_per_searcher: int) -> list[int]:
+    """The GPUs of all Searchers, one after the other: behind the Trainer's if enough are left, else any."""
+    first = num_trainers if num_gpus - num_trainers >= gpus_per_searcher else 0
+    return [first + each % (num_gpus - first) for each in range(num_searchers * gpus_per_searcher)]
 
 
-def take_gpus(place: int, num_searchers: int, num_trainers: int, num_here: int = 1) -> float:
+def take_gpus(place: int, num_searchers: int, num_trainers: int, gpus_per_searcher: int = 1) -> float:
     """Assigns this Searcher GPUs of this machine: after the Trainer's if enough are left, otherwise any.
 
     place: of this Searcher among the run's `num_searchers` on this machine, from 0. num_trainers: processes of the
-    Trainer here, each of which has a GPU, from GPU 0 on. num_here: GPUs that each Searcher needs. Sets
+    Trainer here, each of which has a GPU, from GPU 0 on. gpus_per_searcher: GPUs that each Searcher needs. Sets
     CUDA_VISIBLE_DEVICES, so call it before this process uses CUDA, as torch.cuda.is_available does. Returns this
     process's share of each GPU's memory, less than 1 if another process of the run has the GPU, too; 1 without a GPU.
     Raises: ValueError: the machine has fewer GPUs.
@@ -38,10 +38,12 @@ def take_gpus(place: int, num_searchers: int, num_trainers: int, num_here: int =
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         return 1.0
-    if num_here > num_gpus:
-        raise ValueError(f"this process needs {num_here} GPUs (search.engine), and this machine has {num_gpus}")
-    places = gpu_places(num_gpus, num_searchers, num_trainers, num_here)
-    taken = places[place * num_here :][:num_here]
+    if gpus_per_searcher > num_gpus:
+        raise ValueError(
+            f"this process needs {gpus_per_searcher} GPUs (search.engine), and this machine has {num_gpus}"
+        )
+    places = gpu_places(num_gpus, num_searchers, num_trainers, gpus_per_searcher)
+    taken = places[place * gpus_per_searcher :][:gpus_per_searcher]
     num_processes = Counter([*range(num_trainers), *places])
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in taken)
@@ -58,10 +60,12 @@ def free_share(share: float) -> float:
     return min([share, *(free / total for free, total in found)])
 
 
-def shares_a_gpu(num_searchers: int, num_trainers: int, num_here: int = 1) -> bool:
+def shares_a_gpu(num_searchers: int, num_trainers: int, gpus_per_searcher: int = 1) -> bool:
     """Whether a Searcher has the GPU of a process of the Trainer. Arguments as of `take_gpus`."""
     num = num_gpus()
-    return bool(num) and any(gpu < num_trainers for gpu in gpu_places(num, num_searchers, num_trainers, num_here))
+    return bool(num) and any(
+        gpu < num_trainers for gpu in gpu_places(num, num_searchers, num_trainers, gpus_per_searcher)
+    )
 
 
 def _gpu_sizes() -> list[int]:

@@ -12,9 +12,12 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed wheel: site-packages
 
 
-def local_folder() -> Path:
-    """The folder of this machine's data outside runs: Prefect's database, logs, converted models. Git ignores it."""
-    return Path.cwd() / ".tba" / ".local"
+def local_folder(project: Path | None = None) -> Path:
+    """The folder of a project's data outside runs: Prefect's database, logs, converted models. Git ignores it.
+
+    project: None: the working folder.
+    """
+    return (project or Path.cwd()) / ".tba" / ".local"
 
 
 def policy_cache(run: str) -> Path:

@@ -10,8 +10,8 @@ import psutil
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h, for mallopt
 NO_CACHES_OF_PIECES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-# By the version of control groups: folder, files of the limit and of the use, line of memory.stat for files that were
-# read and can be read again, which the use has in it.
+# By the version of control groups: folder, file of the limit, file of the use, and the line of memory.stat with the
+# reclaimable page cache, which the use includes.
 _MEMORY_GROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),

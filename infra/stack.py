@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from infra import prefect_server, server_access
+from infra.machine import local_folder
 from infra.prefect_server import StackError
 from infra.processes import find_processes, listens, stop_processes
 from infra.stack_state import State, locked_state, read_state, write_state
@@ -41,11 +42,6 @@ WORKER_QUERY_S = 2  # a run of minutes should not wait for Prefect's default, 10
 NO_WORKER_VARIABLE = "TBA_NO_WORKER"  # set: no worker is started here, because others run the flows
 _DATABASE_VARIABLES = ("PREFECT_API_DATABASE_", "PREFECT_SERVER_DATABASE_")
 STACK_VARIABLE = "TBA_STACK"  # the project's folder, in the environment of each process of its stack
-
-
-def local_folder(project: Path) -> Path:
-    """The folder of this project's logs, state and Prefect database."""
-    return project / ".tba" / ".local"
 
 
 def work_queue(project: Path) -> str:

@@ -27,7 +27,7 @@ def temporary_folder(kind: str, run: str, num_bytes: int | None = None) -> tempf
     """
     in_memory = num_bytes is not None and 4 * num_bytes <= _room_in_memory()
     return tempfile.TemporaryDirectory(
-        prefix=f"tba-{kind}-{run}@{os.getpid()}-", dir=MEMORY_FOLDER if in_memory else None
+        prefix=f"tba-{kind}-{run}@{os.getpid()}.{_pid_namespace()}-", dir=MEMORY_FOLDER if in_memory else None
     )
 
 
@@ -54,18 +54,27 @@ def filled_folder(
 def remove_leftovers(run: str) -> None:
     """Removes temporary folders that killed Trainers of the run left on this machine: a checkpoint is gigabytes.
 
-    In memory also those of other runs, after a day: such a run may never be resumed here.
+    In memory also those of other runs, after a day: such a run may never be resumed here. Processes of other containers
+    that share the folder cannot be looked up; theirs count as left after a day.
     """
     places = Path(tempfile.gettempdir()), MEMORY_FOLDER
     for folder in chain(*(place.glob("tba-*") for place in places)):
-        match = re.fullmatch(r"tba-(checkpoint|policy|resume)-(.+)@(\d+)-\w+", folder.name)
-        if match is None or psutil.pid_exists(int(match[3])):
+        match = re.fullmatch(r"tba-(checkpoint|policy|resume)-(.+)@(\d+)\.(\d+)-\w+", folder.name)
+        if match is None:
+            continue
+        is_ours, is_known = match[2] == run, int(match[4]) == _pid_namespace()
+        if is_known and psutil.pid_exists(int(match[3])):
             continue
         with suppress(OSError):  # removed meanwhile
-            is_old = folder.parent == MEMORY_FOLDER and time.time() - folder.stat().st_mtime > 24 * 3600
-            if match[2] == run or is_old:
+            is_old = time.time() - folder.stat().st_mtime > 24 * 3600
+            if (is_ours and is_known) or (is_old and (is_ours or folder.parent == MEMORY_FOLDER)):
                 logging.getLogger("tba.trainer").info("removing %s, which a killed Trainer left", folder)
                 shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+
+
+def _pid_namespace() -> int:
+    """The number of the namespace in which this process's pid holds: containers have their own."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _room_in_memory() -> int:

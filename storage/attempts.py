@@ -15,7 +15,7 @@ does not follow a pointer of a superseded attempt.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -88,6 +88,12 @@ def start_attempt(
     except AlreadyExists:
         raise _already_training(store, read_attempt(store, attempt)) from None
     return attempt
+
+
+def resume_from(store: RunStore, attempt: int, step: int, checkpoint: str) -> None:
+    """Corrects an attempt's record before the attempt has written anything else."""
+    record = read_attempt(store, attempt)
+    store.put_json(_path(attempt), replace(record, resumed_from=step, checkpoint=checkpoint))
 
 
 def refuse_live_trainer(store: RunStore, watch_s: float) -> int:
@@ -177,7 +183,7 @@ def _path(attempt: int) -> str:
     return f"trainer/attempt={attempt:08d}.json"
 
 
-def heartbeat(store: RunStore, beat: dict) -> None:
+def write_heartbeat(store: RunStore, beat: dict) -> None:
     """Replaces the heartbeat. beat: JSON values, which differ each time."""
     store.put_json(HEARTBEAT, beat)
 

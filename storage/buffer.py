@@ -82,8 +82,9 @@ class ReplayBuffer:
     """All trajectories of a run, without repeats and with a limit for each prompt, sampled by recency and reward.
 
     Of identical responses to one prompt the newest stays; its weight is the number of copies that its sync brought. Of
-    each prompt the newest `capacity_per_prompt` responses stay. Age is (sync, policy_step, md5 of trajectory_id), so
-    the order of reading does not matter. A sync drops earlier ones whose trajectories are all older than `max_age`.
+    each prompt the newest `capacity_per_prompt` responses stay. Rows are ordered from old to new by (sync, policy_step,
+    md5 of trajectory_id), so the order of reading does not matter. A sync drops earlier ones whose trajectories
+    are all older than `max_age`.
     """
 
     def __init__(self, store: RunStore, sampling: SamplingSettings, seed: int, limits: Limits | None = None):
@@ -158,7 +159,7 @@ class ReplayBuffer:
         self._damaged = []
         self._seen |= {searcher: of_searcher[-1] for searcher, of_searcher in arrivals.rounds.items()}
         if (sync := arrivals.sync) is not None:
-            self.newest_sync, self.num_taken_in = sync.number, self.num_taken_in + sync.num_trajectories
+            self.newest_sync, self.num_inserted = sync.number, self.num_inserted + sync.num_trajectories
             self._first_steps[sync.number] = sync.step
         if through := self._last_too_old(arrivals.step):
             self._first_steps = {sync: step for sync, step in self._first_steps.items() if sync > through}
@@ -192,10 +193,10 @@ class ReplayBuffer:
         if None not in recorded and (through := self._last_too_old(step)):
             syncs = {number: rounds for number, rounds in syncs.items() if number > through}
         found, self._damaged = self._take_in(syncs, steps, after_settling=self._index.free_moved_words)
-        num_taken_in = found.num_trajectories if None in recorded else sum(recorded)
+        num_inserted = found.num_trajectories if None in recorded else sum(recorded)
         self.newest_sync = max((record["sync"] for record in records), default=0)
         self._seen = {record["searcher"]: record["last_round"] for record in records}  # in the order of syncs
-        self.num_taken_in = num_taken_in
+        self.num_inserted = num_inserted
 
     def draw(self, step: int) -> pa.Table:
         """The batch of a training step: B * K rows, ordered by prompt_index (0 to B-1) and slot (0 to K-1).
@@ -253,7 +254,7 @@ class ReplayBuffer:
                 mop.Candidates(
                     candidates["key"][of_place],
                     reward / sampling.reward_temperature if by_reward else np.zeros(len(of_place)),
-                    candidates["times_sampled"][of_place],
+                    candidates["num_copies"][of_place],
                 ),
                 sampling.responses_per_prompt,
                 sampling.uniform_fraction,
@@ -288,7 +289,7 @@ class ReplayBuffer:
 
     def _check_rate(self, step: int) -> None:
         """Raises: NotEnoughExperience: too few trajectories taken in for this step. Depends on step and syncs only."""
-        taken_in, limit = self.num_taken_in, self._sampling.samples_per_insert
+        taken_in, limit = self.num_inserted, self._sampling.samples_per_insert
         if taken_in < self._sampling.min_size:
             raise NotEnoughExperience(
                 f"{taken_in} of the first {self._sampling.min_size} trajectories (min_size) have come in"
@@ -318,7 +319,7 @@ class ReplayBuffer:
     def samples_per_insert(self, step: int) -> float:
         """Mean number of draws of a trajectory taken in so far, this step's B * K draws included."""
         drawn = step * self._sampling.prompts_per_batch * self._sampling.responses_per_prompt
-        return drawn / self.num_taken_in
+        return drawn / self.num_inserted
 
     def num_too_old(self, step: int) -> int:
         """Number of stored trajectories that `max_age` excludes from that step."""
@@ -339,7 +340,7 @@ class ReplayBuffer:
         self._first_steps: dict[int, int] = {}  # that could draw, by sync
         self._seen: dict[str, int] = {}  # last round taken in or refused, by searcher
         self._damaged: list[intake.Refusal] = []  # found by rebuild, until the next sync records them
-        self.num_taken_in = 0  # repeats and later evictions included
+        self.num_inserted = 0  # repeats and later evictions included
         self.newest_sync = 0
 
     @contextmanager

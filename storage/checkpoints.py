@@ -79,9 +79,12 @@ def superseded_checkpoints(store: RunStore) -> list[Checkpoint]:
     return _by_kind(store)[1]
 
 
-def newest_whole_checkpoint(store: RunStore) -> Checkpoint | None:
-    """The checkpoint to resume from. A warning names each newer one that is torn. None: none is whole."""
-    for checkpoint in reversed(list_checkpoints(store)):
+def newest_whole_checkpoint(store: RunStore, before: int | None = None) -> Checkpoint | None:
+    """The checkpoint to resume from. A warning names each newer one that is torn. None: none is whole.
+
+    before: an attempt; this one and later ones are left out of account. None: none is.
+    """
+    for checkpoint in reversed(_by_kind(store, before)[0]):
         if not (faults := checkpoint_faults(store, checkpoint)):
             return checkpoint
         logger.warning(
@@ -134,9 +137,9 @@ def delete_checkpoints(store: RunStore, keep: int, attempt: int) -> None:
         store.delete_folder(found.path, first=_COMPLETE)
 
 
-def _by_kind(store: RunStore) -> tuple[list[Checkpoint], list[Checkpoint], list[Checkpoint]]:
+def _by_kind(store: RunStore, before: int | None = None) -> tuple[list[Checkpoint], list[Checkpoint], list[Checkpoint]]:
     """Complete checkpoints that count, complete ones that do not, and incomplete ones; each in order of steps."""
-    records = list_attempts(store)
+    records = [record for record in list_attempts(store) if before is None or record.attempt < before]
     counting, superseded, incomplete = [], [], []
     for found in _named(store, records):
         if not store.exists(f"{found.path}/{_COMPLETE}"):

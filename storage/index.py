@@ -71,7 +71,7 @@ class Index:
         return self._writer.execute(query, [sync]).fetchone()[0]
 
     def move_words(self) -> None:
-        """Copies what is still stored of segments of the word file of which that is little: then these can be freed."""
+        """Copies the stored records out of word-file segments that hold few of them, so that these can be freed."""
         if self.words.num_filled == self._num_filled:
             return
         self._num_filled = self.words.num_filled

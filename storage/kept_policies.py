@@ -86,7 +86,7 @@ def keep_if_best(
 ) -> bool:
     """Points policies/best.json to a held policy, unless another has a higher accuracy. Returns whether it did.
 
-    check: called right before a file is replaced; if it raises, none is. The upload may take minutes, after which
+    check: called before each try to replace a file; if it raises, none is. The upload may take minutes, after which
     another process may hold another policy under the name.
     cache_dir: as of fetch_policy, for a policy that is stored as a delta: its weights are uploaded before. None: it is
     rebuilt in a temporary folder.
@@ -105,8 +105,7 @@ def keep_if_best(
     if _is_beaten(store, accuracy):  # meanwhile
         return False
     found = BestPolicy(**asdict(ref), accuracy=accuracy, num_problems=num_problems)
-    check()
-    store.put_json(BEST, found)
+    store.put_json(BEST, found, check)
     return True
 
 

@@ -87,7 +87,7 @@ def compacted_path(folder: str, group: str, numbers: range) -> str:
 
 
 def covers_of(parts: list[Part]) -> dict[Part, Part]:
-    """By file, the widest compacted file that has its number inside its own; files without one are left out."""
+    """For each file the widest compacted file of its group that covers its numbers; files without one are left out."""
     compacted = {(part.group, part.numbers[0], len(part.numbers)): part for part in parts if part.is_compacted}
     covers = {}
     for part in parts:

@@ -47,8 +47,8 @@ class LocalFolder:
     def _path(self, path: str) -> Path:
         return inside(self._root, path)
 
-    def put(self, path: str, data: bytes) -> None:
-        self._write(path, lambda file: file.write(data), os.replace)
+    def put(self, path: str, data: bytes, check: Callable[[], object]) -> None:
+        self._write(path, lambda file: (check(), file.write(data)), os.replace)
         self._sync_folder(path)
 
     def put_new(self, path: str, data: bytes) -> None:

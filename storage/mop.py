@@ -115,7 +115,7 @@ class Candidates:
 
     keys: np.ndarray
     log_weights: np.ndarray
-    times_sampled: np.ndarray
+    num_copies: np.ndarray
 
 
 def draw_responses(
@@ -129,9 +129,9 @@ def draw_responses(
     without replacement takes the lowest -ln(u) / p (exponential race, or Gumbel-top-k). If p underflows to 0, higher
     weights come first.
     """
-    keys, log_weights, times_sampled = candidates.keys, candidates.log_weights, candidates.times_sampled
-    response = np.repeat(np.arange(len(keys)), times_sampled)  # of each sample
-    first = np.cumsum(times_sampled) - times_sampled  # of each response, its first sample
+    keys, log_weights, num_copies = candidates.keys, candidates.log_weights, candidates.num_copies
+    response = np.repeat(np.arange(len(keys)), num_copies)  # of each sample
+    first = np.cumsum(num_copies) - num_copies  # of each response, its first sample
     copy = (np.arange(len(response)) - first[response]).astype(np.uint64)
     numbers = uniform_numbers(keys[response] + copy * SPLITMIX64_STRIDE, seed, step, f"response/{place}")
     order = np.argsort(numbers)  # the same sums, to the bit, for any order of the candidates
@@ -141,7 +141,7 @@ def draw_responses(
     with np.errstate(divide="ignore"):
         arrival = -np.log(numbers[order]) / p
     drawn = np.resize(np.lexsort((-log_weights[response], arrival)), num_slots)
-    return response[drawn], (times_sampled[response] * p)[drawn]
+    return response[drawn], (num_copies[response] * p)[drawn]
 
 
 def _lowest(numbers: np.ndarray, count: int) -> np.ndarray:

@@ -202,8 +202,8 @@ def is_anchor_due(policy: Manifest) -> bool:
 def make_whole(store: RunStore, path: str, folder: Path, before_last: Callable[[], object] = lambda: None) -> None:
     """Uploads the weights of a policy that is stored as a delta; afterwards its policy.json says that they are there.
 
-    before_last: called right before policy.json is replaced; if it raises, it is not. Raises: NotFound. DamagedRecord.
-    DamagedPolicy: the folder has other weights.
+    before_last: called before each try to replace policy.json; if it raises, it is not.
+    Raises: NotFound. DamagedRecord. DamagedPolicy: the folder has other weights.
     """
     manifest = store.read_json(f"{path}/{MANIFEST}", Manifest)
     if manifest is None or manifest.pruned:
@@ -212,8 +212,7 @@ def make_whole(store: RunStore, path: str, folder: Path, before_last: Callable[[
         raise DamagedPolicy(f"policy {path} of run {store.run} in {store.url}: its copy {folder} is damaged; remove it")
     if not manifest.whole:
         store.upload_folder(folder, path, only=manifest.digests)
-        before_last()
-        store.put(f"{path}/{MANIFEST}", manifest_text(replace(manifest, whole=True)))
+        store.put(f"{path}/{MANIFEST}", manifest_text(replace(manifest, whole=True)), before_last)
 
 
 def can_be_fetched(store: RunStore, policy: Link) -> bool:

@@ -86,7 +86,11 @@ class Manifest:
 
 
 def _chain_fault(manifest: Manifest) -> str | None:
-    """The names become paths, and the steps rise, so that a chain has no loop. The attempt has no other's policies."""
+    """The rule that the chain breaks; None: it keeps all.
+
+    Its names are safe as paths, its steps rise, so that it has no loop, all policies are of the manifest's attempt,
+    and all weights have digests.
+    """
     chain = manifest.chain
     names_hold = all(is_policy(link.path) and is_safe_fingerprint(link.fingerprint) for link in chain)
     if not names_hold or len(chain) > LONGEST_CHAIN or not any(link.whole for link in chain):

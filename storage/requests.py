@@ -70,7 +70,7 @@ def is_to_leave(store: RunStore, searcher: str) -> bool:
     return store.exists(_leaving(searcher))
 
 
-def welcome(store: RunStore, searcher: str) -> None:
+def take_back_leave(store: RunStore, searcher: str) -> None:
     """Clears a request to leave that was made to an earlier Searcher of this name."""
     store.delete(_leaving(searcher))
 

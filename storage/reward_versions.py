@@ -16,8 +16,8 @@ from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.ledger import NEEDED, read_entry
 from storage.new_shards import new_shards
 from storage.schema import REWARD, TRAJECTORY
-from storage.shard_files import origin_of, read_each
-from storage.shards import check_searcher_id, parquet_bytes
+from storage.shard_files import origin_of, read_each, read_shards
+from storage.shards import check_searcher_id, files_named, is_warm_start_name, parquet_bytes
 from storage.store import RunStore
 
 VERSION = "version.json"
@@ -65,6 +65,23 @@ def begin_version(store: RunStore, version: str, reward: str, source: str) -> No
 
 def has_version(store: RunStore, version: str) -> bool:
     return store.exists(f"rewards/{check_version(version)}/{VERSION}")
+
+
+def source_of(store: RunStore, version: str) -> str | None:
+    """The digest of the source of the reward that scores this version; None: no reward does."""
+    return (store.read_json(f"rewards/{check_version(version)}/{VERSION}", dict[str, str]) or {}).get("source")
+
+
+def newest_version(store: RunStore) -> str | None:
+    """The version of the rewards in the newest round of the run's own Searchers; None: no such round can be read."""
+    own = [file for file in files_named(store.list("trajectories")) if not is_warm_start_name(file.searcher)]
+    newest = max(own, key=lambda file: file.rounds[-1], default=None)
+    if newest is None:
+        return None
+    try:
+        return read_shards(store, newest.searcher, newest.rounds[-1:])["reward_version"][-1].as_py()
+    except (NotFound, TornShard, IndexError):
+        return None
 
 
 def unscored_shards(store: RunStore, version: str) -> dict[str, list[int]]:

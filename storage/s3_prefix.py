@@ -61,7 +61,8 @@ class S3Prefix:
             self.__dict__.pop(client, None)
 
     @patient("write")
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, check: Callable[[], object]) -> None:
+        check()
         self._fs.pipe_file(f"{self._root}/{path}", data)
 
     def put_new(self, path: str, data: bytes) -> None:

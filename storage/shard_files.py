@@ -143,6 +143,8 @@ def _parse(store: RunStore, path: str, data: bytes) -> pa.Table:
     where = f"{path} of run {store.run} in {store.url}"
     try:
         table = _PARSERS.submit(_read_whole, data).result()
+    except MemoryError:  # Arrow's own is an ArrowException, too; the file may be whole
+        raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TornShard(
             f"{where} is not a whole Parquet file ({error}); every shard is written in one step, so the store lost or "

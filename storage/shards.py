@@ -56,6 +56,9 @@ HEAD_NAME = re.compile(rf"heads/{_NAME}=(?P<through>[0-9]{{8}})")
 _BLOCK_NAME = re.compile(rf"{COMPACTED}/{_NAME}-(?P<first>[0-9]{{8}})-(?P<last>[0-9]{{8}})\.parquet")
 
 
+WARM_START_PLAN = "warm_start/plan.json"  # a list of the sources
+
+
 def warm_start_name(source: int) -> str:
     """The Searcher name of the copies that a warm start makes of its n-th source, counted from 0."""
     return f"warm{source}"

@@ -109,18 +109,21 @@ class RunStore:
         with self._errors("create", path):
             self._files.put_new(path, data)
 
-    def put(self, path: str, data: bytes) -> None:
-        """Creates or replaces a file, in one step."""
+    def put(self, path: str, data: bytes, check: Callable[[], object] = lambda: None) -> None:
+        """Creates or replaces a file, in one step.
+
+        check: called before each try, which may come minutes after the first; if it raises, nothing is replaced.
+        """
         with self._errors("write", path):
-            self._files.put(path, data)
+            self._files.put(path, data, check)
 
     def put_new_json(self, path: str, value: object) -> None:
         """As `put_new`. value: JSON values, or a dataclass."""
         self.put_new(path, _json(value))
 
-    def put_json(self, path: str, value: object) -> None:
+    def put_json(self, path: str, value: object, check: Callable[[], object] = lambda: None) -> None:
         """As `put`. value: JSON values, or a dataclass."""
-        self.put(path, _json(value))
+        self.put(path, _json(value), check)
 
     def get(self, path: str) -> bytes:
         """The content of a file. Raises: NotFound."""
@@ -358,7 +361,7 @@ def _may_be_run(files: LocalFolder | S3Prefix) -> bool:
         return True
 
 
-def read_file(url: str) -> bytes:
+def read_url(url: str) -> bytes:
     """The content of a file anywhere in a store, by its URL. Raises: NotFound."""
     backend, path = _backend_of(url)
     root, _, name = path.rpartition("/")

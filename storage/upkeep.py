@@ -135,37 +135,49 @@ def _compact(store: RunStore, searcher: str, block: int, written: dict[str, date
 
 
 def delete_superseded(store: RunStore, grace: timedelta) -> int:
-    """Deletes files that expired, and shards that were compacted, at least `grace` ago, and their rewards.
+    """Deletes files that have not counted for at least `grace`. Returns the number of deleted files of trajectories.
 
-    Also marks that another mark as old has replaced: every reader lists the marks.
-    Returns the number of deleted files of trajectories.
+    They are: the files of expired rounds, with the rewards of these rounds by other versions; shards whose rows a whole
+    compacted file has; and marks in expired/ that a later mark of the Searcher has replaced.
     """
-    due, marked = store_time(store) - grace, _written_at(store, "expired")
-    written = _written_at(store, "trajectories")
+    due = store_time(store) - grace
+    marks = sorted(path for path, at in _written_at(store, "expired").items() if at <= due)
     files = files_named(store.list("trajectories"))
-    blocks = compacted_blocks(files)
-    marks = sorted(path for path, at in marked.items() if at <= due)
-    expired = lowered_to_whole_blocks(marked_through(marks), blocks)
-    newest = {file.searcher: file.rounds[-1] for file in sorted(files, key=lambda file: file.rounds[-1])}
-    # a searcher's last round is never marked here, so a mark of it is another program's
-    expired = {searcher: last for searcher, last in expired.items() if last < newest.get(searcher, -1)}
-    replaced = [file for file in files if not file.is_compacted and file.block in blocks.get(file.searcher, ())]
-    replacements = {block_path(file.searcher, file.block) for file in replaced}
-    due_replacements = {path for path, at in written.items() if path in replacements and at <= due}
-    due_replacements = {path for path in due_replacements if _is_whole(store, path)}
-    paths = [file.path for file in replaced if block_path(file.searcher, file.block) in due_replacements]
-    paths += [file.path for file in files if file.rounds[-1] <= expired.get(file.searcher, -1)]
-    num_files = len(set(paths))
-    for path in store.list("rewards"):
-        if (match := _REWARDS.fullmatch(path)) and int(match["round"]) <= expired.get(match["searcher"], -1):
-            paths.append(path)
+    expired = _due_rounds(files, marks)
+    old = {file.path for file in files if file.rounds[-1] <= expired.get(file.searcher, -1)}
+    old.update(_replaced_shards(store, files, due))
+    named = [(path, _REWARDS.fullmatch(path)) for path in store.list("rewards")]
+    rewards = {path for path, match in named if match and int(match["round"]) <= expired.get(match["searcher"], -1)}
+    transfer_all(store.delete, old | rewards | _replaced_marks(marks, expired))  # another process may delete some, too
+    return len(old)
 
-    last_marks = {path.rpartition("/")[0]: path for path in marks}  # in order, so that a searcher's last one stays
-    replaced_marks = set(marks) - set(last_marks.values())
-    paths += [path for path in replaced_marks if path.split("/")[1].removeprefix("searcher=") in expired]
 
-    transfer_all(store.delete, set(paths))  # another process may have deleted some
-    return num_files
+def _due_rounds(files: list[TrajectoryFile], marks: list[str]) -> dict[str, int]:
+    """Per Searcher the last round to delete, by these marks. A Searcher's last round is never marked here, so a mark of
+    it is another program's.
+    """
+    newest: dict[str, int] = {}
+    for file in files:
+        newest[file.searcher] = max(file.rounds[-1], newest.get(file.searcher, -1))
+    through = lowered_to_whole_blocks(marked_through(marks), compacted_blocks(files))
+    return {searcher: last for searcher, last in through.items() if last < newest.get(searcher, -1)}
+
+
+def _replaced_shards(store: RunStore, files: list[TrajectoryFile], due: datetime) -> list[str]:
+    """Paths of the shards whose rows a compacted file has, if that file is whole and was written by `due`."""
+    written, blocks, replaced = _written_at(store, "trajectories"), compacted_blocks(files), defaultdict(list)
+    for file in files:
+        if not file.is_compacted and file.block in blocks.get(file.searcher, ()):
+            replaced[block_path(file.searcher, file.block)].append(file.path)
+    whole = [path for path in replaced if path in written and written[path] <= due and _is_whole(store, path)]
+    return [shard for path in whole for shard in replaced[path]]
+
+
+def _replaced_marks(marks: list[str], expired: dict[str, int]) -> set[str]:
+    """Of these marks, in order, all but the last one of each Searcher in `expired`."""
+    last = {path.rpartition("/")[0]: path for path in marks}
+    of_expired = (path for path in marks if path.split("/")[1].removeprefix("searcher=") in expired)
+    return {path for path in of_expired if last[path.rpartition("/")[0]] != path}
 
 
 def _is_whole(store: RunStore, path: str) -> bool:

@@ -14,6 +14,7 @@ from storage.intake import refusals
 from storage.rules import Limits, broken_in_each
 from storage.shard_files import by_block, read_each, read_file
 from storage.shards import (
+    WARM_START_PLAN,
     TrajectoryFile,
     block_path,
     compacted_blocks,
@@ -27,7 +28,6 @@ from storage.shards import (
 )
 from storage.store import RunStore, transfer_all
 
-WARM_START = "warm_start/plan.json"  # a list of sources
 NUM_EXAMPLES = 3  # ids that a fault quotes
 
 
@@ -75,7 +75,7 @@ def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) ->
     faults += [
         Fault("refused shard", of.shard, f"the Trainer refused it: {'; '.join(of.reasons)}") for of in refusals(store)
     ]
-    found.copied = {warm_start_name(index) for index in range(len(store.read_json(WARM_START, list[dict]) or []))}
+    found.copied = {warm_start_name(index) for index in range(len(store.read_json(WARM_START_PLAN, list[dict]) or []))}
     for searcher, rounds in rounds_of.items():
         for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
             path = shard_path(searcher, missing)

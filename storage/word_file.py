@@ -17,9 +17,9 @@ from storage.patience import with_room
 _NAME = "the replay buffer's word file"
 WORD_BYTES = 4  # a token id (int32) or a log-probability (float32)
 SEGMENT_BYTES = 64 * 1024**2
-# A segment of which at most this share of the records is stored is freed, after these were copied. This is checked each
-# time that another segment is full. So with records of equal length the file takes some four times the room of what is
-# stored, and two segments.
+# When at most this share of a segment's records is still stored, these are copied and the segment is freed. This is
+# checked each time that another segment is full. With records of equal length the file takes about four times the room
+# of the stored records, and two segments.
 FREED_SHARE = 0.25
 
 

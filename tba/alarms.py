@@ -179,7 +179,7 @@ def _recent(values: Sequence[float]) -> float:
 
 
 def _widened(span: Sequence[float], value: float) -> list[float]:
-    """The lowest and the highest number, of those of which `span` has them and of one more."""
+    """The range [lowest, highest] with `value` in it. span: such a range, or empty."""
     return [min([value, *span]), max([value, *span])]
 
 

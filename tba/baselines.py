@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tba.batch import Draw
 
+MAX_LOG_RATIO = 20.0  # nats: a larger ratio counts as this one; the square of its exp is finite in float32
 CLIP = 0.2  # importance ratios count between 1 - CLIP and 1 + CLIP, as in TRL and PPO
 
 
@@ -77,7 +78,7 @@ def prox_rloo_loss(terms: Terms, beta: float) -> Tensor:
 def dr_grpo_loss(terms: Terms, beta: float) -> Tensor:
     """The advantage times the clipped ratio of each token, summed over tokens, mean over responses."""
     advantage = (terms.reward - terms.reward.mean(1, keepdim=True)).unsqueeze(-1)  # [B, K, 1]
-    gap = terms.reference - terms.policy
+    gap = (terms.reference - terms.policy).clamp(max=MAX_LOG_RATIO)
     kl = gap.exp() - gap - 1  # the estimate that is never negative, [B, K, T]
     per_token = beta * kl - _clipped(terms.policy - terms.behavior, advantage)
     return torch.where(terms.is_token, per_token, 0.0).sum(-1).mean()
@@ -111,5 +112,5 @@ def leave_one_out(reward: Tensor) -> Tensor:
 
 
 def _clipped(log_ratio: Tensor, advantage: Tensor) -> Tensor:
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     return torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)

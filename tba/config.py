@@ -263,7 +263,8 @@ class TrainSettings(Settings):
 
     objective: Literal["tb", "tba_prime", "dr_grpo", "rloo", "prox_rloo", "online_dpo"] = Field(
         "tb",
-        description="Trajectory Balance (tb); with a moving reference and without replay (tba_prime); or a baseline.",
+        description="Trajectory Balance (tb); with a moving reference and draws from the newest sync alone "
+        "(tba_prime); or a baseline.",
     )
     residual_weight: Literal["tapered", "plain"] = Field(
         "tapered",

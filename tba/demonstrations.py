@@ -6,7 +6,7 @@ one prompt, so a single response to a prompt, without others from Searchers, tea
 
 from tba.reference_policy import ReferencePolicy
 from tba.rewards import RewardedTask
-from tba.tasks.base import stop_tokens
+from tba.tasks.base import encode_prompt, stop_tokens
 from tba.tasks.rows import digest
 
 
@@ -58,7 +58,7 @@ class Demonstrations:
             tokens = self._tokenizer.encode(response, add_special_tokens=False)
             ends = bool(tokens) and tokens[-1] in self._stop_tokens
             row = row | {
-                "prompt_tokens": known.encode(self._tokenizer) if known else self._tokenizer.encode(prompt),
+                "prompt_tokens": known.encode(self._tokenizer) if known else encode_prompt(self._tokenizer, prompt),
                 "response_tokens": tokens if ends else [*tokens, self._stop_tokens[0]],
             }
         elif (text := self._tokenizer.decode(row["response_tokens"], skip_special_tokens=True)) != response:

@@ -34,7 +34,7 @@ def win_rate(scores: Sequence[float], reference_scores: Sequence[float]) -> floa
 def perplexity(logprobs: Sequence[Sequence[float]]) -> float:
     """exp of the mean negative log-probability of a response token, over all tokens of all responses.
 
-    TBA's tables divide by prompt and response tokens together (about 1.13 where this is several): not comparable.
+    TBA's tables divide by the number of prompt and response tokens. Their values, about 1.13, are therefore far lower.
     """
     tokens = [value for of_response in logprobs for value in of_response]
     return math.exp(-sum(tokens) / len(tokens))

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 # Instructions that multiply bfloat16, by the names of torch.cpu.get_capabilities: x86's two, and ARM's.
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
-NUM_PLACES = 1 << 20  # of thresholds, which all tensors use in turn
+NUM_THRESHOLDS = 1 << 20  # of thresholds, which all tensors use in turn
 REPEATS_ON_GPU = 16  # of all thresholds in a piece: each piece takes three kernels
 CAST_AGAIN_TOKENS = 1024  # from which to cast a weight again takes at most some 10 % of its products' time
 
@@ -113,13 +113,16 @@ class _ToBfloat16(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight: Tensor) -> Tensor:
-        rounded, places = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device), _places(weight.device)
+        rounded, thresholds = (
+            torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device),
+            _thresholds(weight.device),
+        )
         bits, upper = weight.detach().contiguous().view(-1).view(torch.int32), rounded.view(-1).view(torch.int16)
-        sums = torch.empty_like(places[: len(bits)])  # of every chunk: new memory for each costs as much as the sum
-        for start in range(0, len(bits), len(places)):
-            chunk = bits[start : start + len(places)]
-            sum_ = torch.add(chunk, places[: len(chunk)], out=sums[: len(chunk)])
-            upper[start : start + len(places)] = sum_.bitwise_right_shift_(16)
+        sums = torch.empty_like(thresholds[: len(bits)])  # of every chunk: new memory for each costs as much as the sum
+        for start in range(0, len(bits), len(thresholds)):
+            chunk = bits[start : start + len(thresholds)]
+            sum_ = torch.add(chunk, thresholds[: len(chunk)], out=sums[: len(chunk)])
+            upper[start : start + len(thresholds)] = sum_.bitwise_right_shift_(16)
         return rounded
 
     @staticmethod
@@ -128,8 +131,8 @@ class _ToBfloat16(torch.autograd.Function):
 
 
 @functools.cache
-def _places(device: torch.device) -> Tensor:
-    """int32 [NUM_PLACES] or repeats, the same on every machine: the numbers added to the lower halves."""
+def _thresholds(device: torch.device) -> Tensor:
+    """int32 [NUM_THRESHOLDS], on a GPU repeated; the same on every machine. They are added to the lower halves."""
     generator = torch.Generator().manual_seed(0)
-    places = torch.randint(0, 1 << 16, (NUM_PLACES,), dtype=torch.int32, generator=generator).to(device)
-    return places if device.type == "cpu" else places.repeat(REPEATS_ON_GPU)
+    thresholds = torch.randint(0, 1 << 16, (NUM_THRESHOLDS,), dtype=torch.int32, generator=generator).to(device)
+    return thresholds if device.type == "cpu" else thresholds.repeat(REPEATS_ON_GPU)

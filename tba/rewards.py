@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tba.imports import is_users_own, load_function
-from tba.tasks.base import Problem, Task, canonical
+from tba.tasks.base import Problem, Task, canonical, stop_tokens
 
 TASK = "task"  # in place of module:function: the task's own reward
 COLUMNS = ("completions", "completion_ids", "prompts")  # a reward function takes at least one of them
@@ -116,14 +116,18 @@ class RewardedTask:
         self.version = self._version()
 
     def check(self, tokenizer) -> None:
-        """Tries each reward on one problem. Raises: ValueError: a reward fails. Rewards with models have own checks."""
+        """Tries each reward on one problem, with its answer and with an empty response, as models give them, too.
+
+        Raises: ValueError: a reward fails. Rewards with models have own checks.
+        """
         problem = self.train[0]
-        answer = problem.answer or "none"
+        responses = [problem.answer or "none", ""]
+        tokens = [tokenizer.encode(responses[0], add_special_tokens=False), stop_tokens(self.task, tokenizer)[:1]]
         for part, _ in self._parts:
             if hasattr(part, "check"):
                 part.check()
             else:
-                _checked(part, [problem], [answer], [tokenizer.encode(answer, add_special_tokens=False)])
+                _checked(part, [problem] * 2, responses, tokens)
 
     def score(
         self,

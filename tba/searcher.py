@@ -62,7 +62,7 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Question:
+class SampledPrompt:
     """A problem of a round, with the settings by which its responses are sampled."""
 
     problem: Problem
@@ -72,10 +72,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A response to a question, with its reward and its reference log-probabilities."""
+class ScoredResponse:
+    """A response to a prompt, with its reward and its reference log-probabilities."""
 
-    question: Question
+    prompt: SampledPrompt
     response: Response
     text: str
     reference_logprobs: list[float]
@@ -87,7 +87,7 @@ class Answer:
 class PendingRound:
     """A round whose prompts are in the engine."""
 
-    questions: list[Question]
+    prompts: list[SampledPrompt]
     began_at: datetime
     batch: Future[SampledBatch]
 
@@ -97,8 +97,8 @@ class SampledRound:
     """The responses of a round, before they are scored."""
 
     number: int
-    questions: list[Question]
-    responses: list[list[Response]]  # to each question
+    prompts: list[SampledPrompt]
+    responses: list[list[Response]]  # to each prompt
     times: dict  # storage's SEARCH_ROUND columns that are known by now
 
     @property
@@ -174,7 +174,7 @@ class Searcher:
         began = min(max(pending.began_at, self._sampled_until), ended)
         self._sampled_until = max(self._sampled_until, ended)
         times = {"policy_step": policy.step, "started_at": started, "sampling_started_at": began}
-        return SampledRound(number, pending.questions, responses, times | {"sampling_ended_at": ended})
+        return SampledRound(number, pending.prompts, responses, times | {"sampling_ended_at": ended})
 
     def has_sampled(self, number: int) -> bool:
         """Whether a round that was begun ahead is whole."""
@@ -206,10 +206,10 @@ class Searcher:
     def _begin(self, number: int) -> PendingRound:
         """Puts a round's prompts into the engine, unless they are in it."""
         if not self._is_begun(number):
-            questions = self._questions(number)
-            asked = [question.problem.encode(self._tokenizer, question.system_prompt) for question in questions]
-            batch = self._generator.start(asked, [question.sampling for question in questions])
-            self._pending[number] = PendingRound(questions, datetime.now(UTC), batch)
+            prompts = self._prompts_of_round(number)
+            asked = [prompt.problem.encode(self._tokenizer, prompt.system_prompt) for prompt in prompts]
+            batch = self._generator.start(asked, [prompt.sampling for prompt in prompts])
+            self._pending[number] = PendingRound(prompts, datetime.now(UTC), batch)
         return self._pending[number]
 
     def score(self, sampled: SampledRound) -> Round:
@@ -218,30 +218,32 @@ class Searcher:
         Raises: ValueError: a reward failed, or is not finite. RuntimeError: the reference policy's process was killed;
         the next call starts another.
         """
-        answers = self._answers(sampled.questions, sampled.responses)
-        kept = self._distinct(sampled.number, answers)
+        scored = self._scored_responses(sampled.prompts, sampled.responses)
+        kept = self._without_near_duplicates(sampled.number, scored)
         return Round(
-            [self._trajectory(sampled.number, answer) for answer in kept],
+            [self._trajectory(sampled.number, response) for response in kept],
             sampled.times
             | {
                 "searcher": self._identity.name,
                 "round": sampled.number,
                 "ended_at": datetime.now(UTC),
                 "num_trajectories": len(kept),
-                "num_response_tokens": sum(len(answer.response.tokens) for answer in answers),
-                "reward_mean": sum(answer.reward for answer in answers) / len(answers),
+                "num_response_tokens": sum(len(each.response.tokens) for each in scored),
+                "reward_mean": sum(each.reward for each in scored) / len(scored),
             },
         )
 
-    def _questions(self, number: int) -> list[Question]:
-        """The questions of a round; a repeated round has the same ones."""
+    def _prompts_of_round(self, number: int) -> list[SampledPrompt]:
+        """The same ones for a repeated round."""
         chance = random.Random(f"{self._identity.seed}/{self._identity.name}/{number}")  # noqa: S311 - repeatable
         problems = chance.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
-        return [Question(problem, problem.encode(self._tokenizer), *self._explored(chance)) for problem in problems]
+        return [
+            SampledPrompt(problem, problem.encode(self._tokenizer), *self._explored(chance)) for problem in problems
+        ]
 
-    def _answers(self, questions: list[Question], responses: list[list[Response]]) -> list[Answer]:
-        """The answers of a round. responses: of each question."""
-        pairs = [(asked, response) for asked, of in zip(questions, responses, strict=True) for response in of]
+    def _scored_responses(self, prompts: list[SampledPrompt], responses: list[list[Response]]) -> list[ScoredResponse]:
+        """The scored responses of a round. responses: to each prompt."""
+        pairs = [(asked, response) for asked, of in zip(prompts, responses, strict=True) for response in of]
         problems, flat = [asked.problem for asked, _ in pairs], [response for _, response in pairs]
         references = self._reference.logprobs(
             [asked.prompt_tokens for asked, _ in pairs], [response.tokens for response in flat], self._temperature
@@ -250,18 +252,18 @@ class Searcher:
         scores = self._score(problems, texts, flat)
         columns = zip(pairs, texts, references, scores.rewards, scores.components, strict=True)
         return [
-            Answer(asked, response, text, reference, reward, components)
+            ScoredResponse(asked, response, text, reference, reward, components)
             for (asked, response), text, reference, reward, components in columns
         ]
 
-    def _distinct(self, number: int, answers: list[Answer]) -> list[Answer]:
-        """The answers without near-duplicates, if the settings drop these; at least one, so a round is not empty."""
+    def _without_near_duplicates(self, number: int, scored: list[ScoredResponse]) -> list[ScoredResponse]:
+        """The responses without near-duplicates, if the settings drop these; at least one, so a round is not empty."""
         if not self._near_duplicates:
-            return answers
-        prompt_ids = [answer.question.problem.prompt_id for answer in answers]
-        texts, rewards = [answer.text for answer in answers], [answer.reward for answer in answers]
+            return scored
+        prompt_ids = [each.prompt.problem.prompt_id for each in scored]
+        texts, rewards = [each.text for each in scored], [each.reward for each in scored]
         keeps = self._near_duplicates.keep(number, prompt_ids, texts, rewards)
-        return [answer for answer, is_kept in zip(answers, keeps, strict=True) if is_kept] or answers[:1]
+        return [each for each, is_kept in zip(scored, keeps, strict=True) if is_kept] or scored[:1]
 
     def _explored(self, chance: random.Random) -> tuple[Sampling, str]:
         """Sampling settings and system prompt for a prompt: as configured, or drawn at random for exploration.
@@ -286,7 +288,7 @@ class Searcher:
         """
         began = time.monotonic()
         problems = self.task.heldout[:num_problems]
-        responses = [only for (only,) in self.answers(problems)]
+        responses = [only for (only,) in self.sample_responses(problems)]
         rewards = self.rewards(problems, responses)
         return {
             "split": "heldout",
@@ -297,7 +299,9 @@ class Searcher:
             "created_at": datetime.now(UTC),
         }
 
-    def answers(self, problems: list[Problem], num_samples: int = 1, temperature: float = 0.0) -> list[list[Response]]:
+    def sample_responses(
+        self, problems: list[Problem], num_samples: int = 1, temperature: float = 0.0
+    ) -> list[list[Response]]:
         """`num_samples` responses of the policy that was loaded last to each problem; greedy at temperature 0."""
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         sampling = Sampling(num_samples, temperature, 1.0, self._max_response_tokens, self._stop_tokens)
@@ -312,19 +316,19 @@ class Searcher:
         prompts = [problem.encode(self._tokenizer) for problem in problems]
         return self._reference.logprobs(prompts, [response.tokens for response in responses], 1.0)
 
-    def _trajectory(self, number: int, answer: Answer) -> dict:
-        question, response = answer.question, answer.response
+    def _trajectory(self, number: int, scored: ScoredResponse) -> dict:
+        prompt, response = scored.prompt, scored.response
         first, last = (response.policies[place][1] for place in (0, -1))
         return {
-            "prompt_id": question.problem.prompt_id,
-            "prompt": question.problem.prompt,
-            "response": answer.text,
-            "prompt_tokens": question.prompt_tokens,
+            "prompt_id": prompt.problem.prompt_id,
+            "prompt": prompt.problem.prompt,
+            "response": scored.text,
+            "prompt_tokens": prompt.prompt_tokens,
             "response_tokens": response.tokens,
             "behavior_logprobs": response.logprobs,
-            "reference_logprobs": answer.reference_logprobs,
-            "reward": answer.reward,
-            "rewards": answer.components,
+            "reference_logprobs": scored.reference_logprobs,
+            "reward": scored.reward,
+            "rewards": scored.components,
             "finish_reason": response.finish_reason,
             "policy_step": first.step,
             "policy_fingerprint": first.fingerprint,
@@ -332,9 +336,9 @@ class Searcher:
             "last_policy_fingerprint": last.fingerprint,
             "searcher": self._identity.name,
             "round": number,
-            "temperature": question.sampling.temperature,
-            "top_p": question.sampling.top_p,
-            "system_prompt": question.system_prompt,
+            "temperature": prompt.sampling.temperature,
+            "top_p": prompt.sampling.top_p,
+            "system_prompt": prompt.system_prompt,
             "reward_version": self.task.version,
             "code_version": self._identity.code_version,
             "created_at": datetime.now(UTC),

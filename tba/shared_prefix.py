@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -118,17 +119,11 @@ def pack(groups: Sequence[Group], device: torch.device) -> Packed:
         input_ids.extend(group.prompt[C:])
         position_ids.extend(range(C, P))
         last_of_prompt = len(input_ids) - 1
-        place: dict[tuple[int, int], int] = {}  # packed position, by that of the token before and the token
+        rows: dict[tuple[int, int], int] = {}
         paths: list[list[int]] = [[]] * len(group.responses)
         shortest_first = sorted(range(len(paths)), key=lambda number: len(group.responses[number]))
         for number in shortest_first:
-            response, path = group.responses[number], [last_of_prompt]
-            for token in response[:-1]:
-                path.append(place.setdefault((path[-1], token), last_of_prompt + 1 + len(place)))
-            new = sum(row >= len(input_ids) for row in path)  # at its end: behind a new token all are new
-            input_ids.extend(response[len(path) - 1 - new : -1])
-            position_ids.extend(range(P + len(path) - 1 - new, P + len(path) - 1))
-            paths[number] = path
+            paths[number] = _add_path(group.responses[number][:-1], last_of_prompt, rows, input_ids, position_ids)
         for path, response in zip(paths, group.responses, strict=True):
             target_rows.extend(path)
             target_ids.extend(response)
@@ -141,6 +136,25 @@ def pack(groups: Sequence[Group], device: torch.device) -> Packed:
         target_rows=torch.tensor(target_rows, device=device),
         target_ids=torch.tensor(target_ids, device=device),
     )
+
+
+def _add_path(
+    tokens: Sequence[int], last_of_prompt: int, rows: dict[tuple[int, int], int], ids: list[int], positions: list[int]
+) -> list[int]:
+    """Packs a response's tokens, except those that an earlier response of the group has packed.
+
+    rows: packed position of each token of the group's responses, by that of the token before it and the token.
+    Returns the packed positions of the prompt's last token and of the response's tokens.
+    """
+    path = [last_of_prompt]
+    for token in tokens:
+        key = path[-1], token
+        if key not in rows:
+            rows[key] = len(ids)
+            ids.append(token)
+            positions.append(positions[path[-1]] + 1)
+        path.append(rows[key])
+    return path
 
 
 def _num_common(prompts: list[Sequence[int]]) -> int:
@@ -263,7 +277,9 @@ def shared_prefix_attention(
         v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
         if q.device.type == "cpu" and len(q) * q.shape[2] * piece.may_attend.numel() <= MAX_SCORES:
             return _attend_by_products(q, k, v, piece.may_attend, kwargs.get("scaling")).flatten(0, 1)[piece.new]
-        return attend(q, k, v, attn_mask=piece.may_attend).flatten(0, 1)[piece.new]
+        # On a GPU flash attention takes this form of the mask alone.
+        mask = causal_lower_right(*piece.may_attend.shape) if q.device.type == "cuda" else piece.may_attend
+        return attend(q, k, v, attn_mask=mask).flatten(0, 1)[piece.new]
 
     # Split once: a slice for each piece would cost a gradient of the whole row for each.
     common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)

@@ -1,5 +1,7 @@
 """The task of the testbed (tba/testbed.py): sums of two numbers below 100, written with the last digit first.
 
+A random 3,000 of the 10,000 sums are held out. Of some 70 % of these the sum in the other order is trained on.
+
 Dimensions: P prompt tokens, T response tokens at most, N responses of any prompts.
 """
 

@@ -36,7 +36,6 @@ from tba.weights import as_in_a_checkpoint
 # A step whose gradient is not finite is skipped and counted. After so many in a row the run ends, because the policy
 # does not recover.
 MAX_SKIPPED_IN_A_ROW = 10
-MAX_LOG_RATIO = 20.0  # nats: e^20 is far beyond any meaningful ratio, and its square is finite
 NOTHING = [Group([0], [[0]])]  # the group that an empty pass scores
 
 Result = TypeVar("Result")
@@ -354,7 +353,7 @@ def _of_slots(draws: Sequence[Draw], name: str) -> Tensor:
 
 def _ratio_metrics(draws: Sequence[Draw], log_ratio: Tensor) -> dict[str, float]:
     """Means over slots, for `_with_off_policy_metrics`. log_ratio: log p - log p_behavior of responses [B, K]."""
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = log_ratio.clamp(-baselines.MAX_LOG_RATIO, baselines.MAX_LOG_RATIO).exp()
     length = torch.tensor([[len(draw.group.responses[place]) for place in draw.slot] for draw in draws])
     is_of_newest_policy = torch.tensor([[draw.is_of_newest_policy[place] for place in draw.slot] for draw in draws])
     disagreement = (log_ratio.cpu().abs() / length).where(is_of_newest_policy, 0.0)  # [B, K] nats a token

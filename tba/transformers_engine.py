@@ -38,7 +38,7 @@ class TransformersEngine(WholeBatches):
         self._model.generation_config = GenerationConfig()
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
-        """Raises: RuntimeError: the folder has other weights than the model. ValueError: or its adapters have."""
+        """Raises: RuntimeError: the folder's weights do not fit the model. ValueError: its adapters do not."""
         import torch
 
         is_adapted = lora.has_adapters(folder)

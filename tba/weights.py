@@ -59,12 +59,13 @@ def _is_view(tensor: Tensor) -> bool:
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
     """BLAKE3 over every tensor's name, type, shape and bytes, 32 hex digits; their order does not matter.
 
-    BLAKE3 is cryptographic, and on one core seven times as fast as hashlib's BLAKE2. The Trainer computes it of every
-    policy, each Searcher of every policy that it serves.
+    BLAKE3 is cryptographic, and on one core seven times as fast as hashlib's BLAKE2. It has this process's share of
+    threads. The Trainer computes it of every policy, each Searcher of every policy that it serves.
     """
     digests, whole = {}, blake3()
     for name, tensor in weights:
-        digest = blake3(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        about = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        digest = blake3(about, max_threads=torch.get_num_threads())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         digests[name] = digest.digest(16)
     for name in sorted(digests):

@@ -94,10 +94,10 @@ class ShardedTrainer(Trainer):
     def _gradient(
         self, draws: Sequence[Draw], num_draws: int, beta: float, at_least: tuple[int, int] = (0, 0)
     ) -> dict[str, float]:
-        hands = deal(draws, self._num_processes)
-        needed = [_num_passes(hand, self.settings.micro_batch_tokens) for hand in hands]
+        by_process = distribute(draws, self._num_processes)
+        needed = [_num_passes(own, self.settings.micro_batch_tokens) for own in by_process]
         at_least = tuple(map(max, zip(*needed, strict=True)))
-        own = super()._gradient(hands[dist.get_rank()], num_draws, beta, at_least)
+        own = super()._gradient(by_process[dist.get_rank()], num_draws, beta, at_least)
         of_all = [None] * self._num_processes
         dist.all_gather_object(of_all, own, group=self._messages)
         return {name: sum(of.get(name, 0.0) for of in of_all) for name in {name for of in of_all for name in of}}
@@ -238,15 +238,15 @@ class _Scorer(torch.nn.Module):
         return torch.cat(sequence_logprobs(self.policy, groups, self.temperature))
 
 
-def deal(draws: Sequence[Draw], num_hands: int) -> list[list[Draw]]:
+def distribute(draws: Sequence[Draw], num_processes: int) -> list[list[Draw]]:
     """Whole draws by process: the longest first, each to the process with the fewest tokens. One may get none."""
-    hands: list[list[Draw]] = [[] for _ in range(num_hands)]
-    tokens = [0] * num_hands
+    by_process: list[list[Draw]] = [[] for _ in range(num_processes)]
+    tokens = [0] * num_processes
     for draw in sorted(draws, key=lambda draw: -draw.group.num_tokens):
-        hand = tokens.index(min(tokens))
-        hands[hand].append(draw)
-        tokens[hand] += draw.group.num_tokens
-    return hands
+        rank = tokens.index(min(tokens))
+        by_process[rank].append(draw)
+        tokens[rank] += draw.group.num_tokens
+    return by_process
 
 
 def _num_passes(draws: Sequence[Draw], max_tokens: int) -> tuple[int, int]:

@@ -1,4 +1,6 @@
-"""The command line: each command is in a file of its own. The working folder has the store `.tba/` and the stack.
+"""The command line. A command is in the file of its name; up and down in stack.py, stop and searchers in steer.py.
+
+The working folder has the store `.tba/` and the stack.
 
 Exit status: 0: done; 1: failed, with the reason and the end of the log; 2: bad input or a store that
 cannot be read, so nothing was started; 130: Ctrl-C.

@@ -34,7 +34,7 @@ def compare(
     The last line is a JSON object. Studies: beta, beta_embedded, capacity, losses, prompts, recency, recency_dense,
     redteam_searchers, replay, responses, samples, searchers, searchers_equal, searchers_sparse, staleness,
     staleness_embedded. sync: asynchronous and synchronous training by tba train, and the time of each to equal
-    accuracy. The command names the folder of a run that was interrupted, which must be deleted.
+    accuracy. If one of its runs was interrupted, the command fails and names the run's folder: delete it, and repeat.
 
     Example: tba compare staleness --seeds 3
     """

@@ -25,7 +25,7 @@ def rescore(
     A repeated call scores the trajectories that were added since. The function is
     f(prompts, completions, **columns), and returns a list of numbers; columns are prompt_id, answer, completion_ids and
     those of the task's dataset. To train on the new rewards:
-    tba train NEW --warm-start RUN --set reward_version=VERSION
+    tba train NEW --warm-start RUN --set reward_version=VERSION --set task.rewards=my_rewards:brief
 
     Example: tba rescore arithmetic --reward my_rewards:brief --version v2
     """

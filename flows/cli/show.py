@@ -28,9 +28,9 @@ def show(
 ) -> None:
     """Show the batch that trained a step: each prompt, and the responses that were drawn for it.
 
-    slots: how many of the prompt's K slots the response fills. probability: of being drawn first. age: policy steps
-    between the weights that sampled it and those trained. policy: step and fingerprint of the weights that sampled it.
-    recent: drawn from the newest sync.
+    slots: how many of the prompt's K slots the response fills. probability: of being drawn first. staleness: policy
+    steps between the weights that sampled it and those trained. policy: step and fingerprint of the weights that
+    sampled it. recent: drawn from the newest sync.
 
     Example: tba show arithmetic 42
     """
@@ -72,7 +72,7 @@ def _batch_parts(run: str, step: int, facts: dict, rows: list[dict]) -> "Iterato
     for index, of_prompt in groupby(rows, key=lambda row: row["prompt_index"]):
         group = list(of_prompt)
         table = Table(box=None, padding=(0, 1))
-        for heading in ("slots", "reward", "probability", "age", "policy"):
+        for heading in ("slots", "reward", "probability", "staleness", "policy"):
             table.add_column(heading, justify="right", no_wrap=True, header_style="dim")
         table.add_column("", no_wrap=True)
         table.add_column("response", overflow="fold", header_style="dim")

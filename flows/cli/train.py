@@ -70,7 +70,7 @@ def train(
     if (summary := _summary_or_exit(run_store)) is not None:
         say(
             f"Run {config.run!r} is finished. To train on, begin a run with --model and the folder of its best policy, "
-            "which policies/best.json names."
+            f"which policies/best.json names, and with --seed {config.seed}, which holds out the same problems."
         )
         _print_summary(summary)
         return

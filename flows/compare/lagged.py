@@ -135,7 +135,7 @@ def measured(searcher: "Searcher", config: RunConfig) -> Measures:
     """Measures the policy that the Searcher serves."""
     is_redteam = config.task.name == "redteam"
     problems = searcher.task.train[:1] if is_redteam else searcher.task.heldout[:NUM_PROBLEMS]
-    answers = searcher.answers(problems, NUM_ATTACKS if is_redteam else NUM_SAMPLES, config.train.temperature)
+    answers = searcher.sample_responses(problems, NUM_ATTACKS if is_redteam else NUM_SAMPLES, config.train.temperature)
     texts = [[searcher.text(answer).strip() for answer in of_problem] for of_problem in answers]
     if is_redteam:
         right = [succeeds(toxicity) for toxicity in searcher.task.task.toxicity(texts[0])]

@@ -22,7 +22,7 @@ class Stored:
 
     row: int  # in the tensors of all responses
     sync: int
-    times_sampled: int
+    num_copies: int
     reward: float
 
 
@@ -51,7 +51,7 @@ class Replay:
         for row, number, code, reward in zip(rows, numbers, codes, samples.reward.tolist(), strict=True):
             of_prompt = self._prompts.setdefault(number, {})
             before = of_prompt.pop(code, None)
-            copies = before.times_sampled if before and before.sync == step else 0
+            copies = before.num_copies if before and before.sync == step else 0
             of_prompt[code] = Stored(row, step, copies + 1, reward)
             if len(of_prompt) > self._sampling.capacity_per_prompt:
                 del of_prompt[next(iter(of_prompt))]
@@ -92,7 +92,7 @@ class Replay:
         candidates = mop.Candidates(
             np.array([one.row for one in stored], np.uint64),
             log_weights,
-            np.array([one.times_sampled for one in stored]),
+            np.array([one.num_copies for one in stored]),
         )
         slots, _ = mop.draw_responses(
             candidates, sampling.responses_per_prompt, sampling.uniform_fraction, self._seed, step, place

@@ -1,10 +1,12 @@
 """tba rescore: scores stored trajectories by another reward, without engine, policy or Prefect."""
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
-from flows.config import load_run
+from flows.config import RunConfig, load_run
 from storage import reward_versions
 from storage.errors import AlreadyExists
 from storage.shard_files import each_shard
@@ -20,13 +22,16 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     """Scores every trajectory that has no reward of this version. Returns the version and the number scored.
 
     reward: module:function, or task for the run's own. version: None: the function's name; for the run's own reward,
-    the task's version. A repeated call scores only the missing trajectories. Torn shards are left out.
+    the task's version, with '-' for characters that a version cannot have. A repeated call scores only the missing
+    trajectories. Torn shards are left out.
     Raises: ValueError: no such reward, or it fails on a trajectory. StoreError.
     """
     config = load_run(store)
-    task = load_task(config.task, seed=config.seed)
+    task = load_task(config.task, seed=config.seed) if reward == TASK else _problems_of(config, say)
     rewarding = task if reward == TASK else RewardedTask(task, [(load_reward(reward), 1.0)])
-    version = version or (task.version if reward == TASK else reward.partition(":")[2].partition("(")[0])
+    if version is None and reward == TASK:
+        version = re.sub(r"[^A-Za-z0-9._-]", "-", task.version)[:64]
+    version = version or reward.partition(":")[2].partition("(")[0]
     problems = {problem.prompt_id: problem for problem in [*task.train, *task.heldout]}
     num_scored, num_unknown, said_at = 0, 0, time.monotonic()
     name = f"{task.name} {task.version}" if reward == TASK else reward
@@ -59,3 +64,15 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
             f"{reward} got no answer and no columns for them"
         )
     return version, num_scored
+
+
+def _problems_of(config: RunConfig, say: Callable[[str], None]) -> RewardedTask:
+    """The run's task without its rewards, for its answers and columns; without problems, if its data is not here."""
+    try:
+        return load_task(config.task.model_copy(update={"rewards": (), "reward_weights": None}), seed=config.seed)
+    except ValueError as error:
+        say(f"WARNING: the run's task does not load here ({error})")
+        name = config.task.name
+        return RewardedTask(
+            SimpleNamespace(name=name, train=[], heldout=[], stop=(), max_response_tokens=0, version="")
+        )

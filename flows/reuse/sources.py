@@ -19,7 +19,7 @@ from storage.rules import Limits
 from storage.run_inputs import recorded_fingerprint
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
 from storage.shard_files import read_many
-from storage.store import RunStore, read_file
+from storage.store import RunStore, read_url
 
 if TYPE_CHECKING:
     from tba.demonstrations import Demonstrations
@@ -73,6 +73,12 @@ class RunSource:
         """Raises: NotFound: shards have no rewards of the version."""
         if self._version is not None:
             reward_versions.check_scored(self._store, self._version)
+
+    def reward_source(self) -> str | None:
+        """What gave the rewards, as `RewardedTask.version` names it; None: unknown."""
+        if self._version is not None:
+            return reward_versions.source_of(self._store, self._version)
+        return reward_versions.newest_version(self._store)
 
     @property
     def shards_at_once(self) -> int:
@@ -133,7 +139,7 @@ class FileSource:
     def __init__(self, url: str) -> None:
         """Raises: ValueError: not a Parquet file, or a column is missing or not text."""
         self.url = url
-        data = read_file(url)
+        data = read_url(url)
         self.digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         try:
             self._rows = pq.read_table(pa.BufferReader(data))
@@ -160,6 +166,9 @@ class FileSource:
 
     def check_scored(self) -> None:
         """A file has its rewards, or the task's."""
+
+    def reward_source(self) -> None:
+        """A file does not tell."""
 
     def compare_model(self, fingerprint: str) -> None:
         """A file has no model."""

@@ -31,13 +31,24 @@ from tba.models import model_folder
 from tba.tasks import load_task
 from tba.tasks.rows import digest
 
-PLAN, DONE = "warm_start/plan.json", "warm_start/done.json"
+PLAN, DONE = shards.WARM_START_PLAN, "warm_start/done.json"
 
 
-def check_sources(store: RunStore, config: RunConfig) -> None:
-    """Raises: ValueError, StoreError: a source is missing or does not fit this run."""
-    if not store.exists(DONE):
-        open_sources(store, config)
+def check_sources(store: RunStore, config: RunConfig) -> list[RunSource | FileSource]:
+    """The sources that are still to be copied. Raises: ValueError, StoreError: one is missing or does not fit."""
+    return [] if store.exists(DONE) else open_sources(store, config)
+
+
+def other_rewards(sources: list[RunSource | FileSource], version: str) -> list[str]:
+    """A warning for each run among the sources whose rewards are not of this version, that of the run's Searchers."""
+    found = ((source.url, source.reward_source()) for source in sources)
+    return [
+        f"the trajectories of {url} have rewards of {theirs!r}, and this run's Searchers will give rewards of "
+        f"{version!r}: the loss compares both. Give the task.* settings of those rewards, as --set "
+        "task.rewards=module:function, or --searchers 0"
+        for url, theirs in found
+        if theirs not in (None, version)
+    ]
 
 
 def open_sources(store: RunStore, config: RunConfig) -> list[RunSource | FileSource]:

@@ -176,7 +176,7 @@ def unfinished(client, config: RunConfig, flows: list[str] = FLOWS) -> list:
 
 
 def is_of(flow_run, config: RunConfig) -> bool:
-    """Whether the parameters name this run: tba takes a configuration (none: the default), search a store and a run."""
+    """Whether the parameters name this run: tba's are a configuration (none: default), the others' store and run."""
     given = flow_run.parameters
     try:
         named = RunConfig.model_validate(

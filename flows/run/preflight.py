@@ -7,14 +7,12 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 
 from flows.config import RunConfig
-from flows.reuse.warm_start import check_sources
+from flows.reuse.warm_start import check_sources, other_rewards
 from flows.run.memory import Lengths, lengths, longest, plan_of, tokenizer_of
 from flows.trainer.trackers import check_trackers
 from infra.gpus import num_gpus
-from storage.errors import NotFound, TornShard
+from storage.reward_versions import newest_version
 from storage.run_inputs import check_data
-from storage.shard_files import read_shards
-from storage.shards import files_named, is_warm_start_name
 from storage.store import RunStore
 from storage.summary import is_finished
 from tba.config import TaskSettings
@@ -24,6 +22,7 @@ from tba.models import model_folder
 from tba.rewards import RewardedTask
 from tba.tasks import READ_BY, TASKS, load_task
 from tba.tasks.base import stop_tokens
+from tba.tasks.tldr import judge
 
 
 def check_inputs_in_a_process(config: RunConfig) -> list[str]:
@@ -54,7 +53,7 @@ def check_inputs(config: RunConfig) -> list[str]:
             warnings.append(
                 f"searchers is 0: training waits until `{store.command(f'searchers {config.run} +1')}` adds one"
             )
-    check_sources(store, config)
+    sources = check_sources(store, config)
     check_trackers(config.trackers)
     check_packages(config)
     folder = model_folder(config.model)
@@ -68,6 +67,8 @@ def check_inputs(config: RunConfig) -> list[str]:
     if not is_finished(store):
         check_data(store, task.fingerprint, records=False)
     task.check(tokenizer)
+    if is_new and config.task.gold_reward_model is not None:  # read after training, when it cannot be changed any more
+        judge(config.task.gold_reward_model, "task.gold_reward_model").check()
     if task.num_left_out:
         num_all, limit = task.num_left_out + len(task.train) + len(task.heldout), config.task.max_prompt_tokens
         warnings.append(f"task.max_prompt_tokens is {limit}: {task.num_left_out} of {num_all} prompts are left out")
@@ -79,6 +80,8 @@ def check_inputs(config: RunConfig) -> list[str]:
         )
     if warning := changed_reward(store, task.version):
         warnings.append(warning)
+    if is_new and config.searchers:
+        warnings += other_rewards(sources, task.version)
     stop_tokens(task, tokenizer)
     check_rounds(config, len(task.train))
     if is_new:
@@ -91,15 +94,8 @@ def check_inputs(config: RunConfig) -> list[str]:
 
 def changed_reward(store: RunStore, version: str) -> str | None:
     """A warning if the newest round of the run's own Searchers has rewards of another version."""
-    own = [file for file in files_named(store.list("trajectories")) if not is_warm_start_name(file.searcher)]
-    if not own:
-        return None
-    newest = max(own, key=lambda file: file.rounds[-1])
-    try:
-        stored = read_shards(store, newest.searcher, newest.rounds[-1:])["reward_version"][-1].as_py()
-    except (NotFound, TornShard, IndexError):
-        return None
-    if stored == version:
+    stored = newest_version(store)
+    if stored in (None, version):
         return None
     return (
         f"the reward has changed: stored trajectories have rewards of version {stored!r}, new ones will have "
@@ -107,7 +103,7 @@ def changed_reward(store: RunStore, version: str) -> str | None:
         "all of them the new reward: "
         f"{store.command(f'rescore {store.run} --reward task --version NAME')}, then "
         f"{store.command(f'train NEW --warm-start {store.run} --set reward_version=NAME')}, with the same --model and "
-        "--task"
+        "task.* settings"
     )
 
 

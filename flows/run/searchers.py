@@ -44,7 +44,7 @@ class Searchers:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._store, self._wanted = RunStore(config.store, config.run), config.searchers
-        self._failures: dict[str, tuple[int, Counter]] = {}  # by name: round of the last one, and those in that round
+        self._failures: dict[str, tuple[int, Counter]] = {}  # by name: round of the newest, and their kinds in it
         self._runs: dict[str, FlowRun] = {}  # the first one evaluates
         self._leaving: list[FlowRun] = []
         self._renewals = Renewals(self._store)
@@ -91,7 +91,7 @@ class Searchers:
         living = self._claim(names, evaluator=next(iter([*self._runs, *names])))
         for name in names:
             if name in living:
-                requests.welcome(self._store, name)
+                requests.take_back_leave(self._store, name)
                 get_run_logger().info("searcher %s, which an earlier flow started, goes on", name)
             self._runs[name] = living.get(name) or self._start(name, evaluates=not self._runs)
             self._num_names = number_of(name) + 1
@@ -163,7 +163,7 @@ class Searchers:
 
     def _start(self, name: str, *, evaluates: bool) -> FlowRun:
         config = self._config
-        requests.welcome(self._store, name)
+        requests.take_back_leave(self._store, name)
         try:
             return run_deployment(
                 DEPLOYMENT,

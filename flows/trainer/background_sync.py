@@ -15,10 +15,11 @@ from storage.buffer import ReplayBuffer
 from storage.ledger import Sync
 from storage.store import RunStore
 
-# A sync that takes no longer, as those of a local store do, is waited for: its trajectories are a step younger then.
+# If finding the last sync's shards, and recording them, took at most this long, the Trainer waits for the next sync, so
+# that it can draw these trajectories one step sooner. Syncs of a local store are this fast.
 MAX_STALL_S = 0.04
-# If recording took longer, the next record names the step after the next one: then no draw waits for it. But if the
-# next step cannot draw without the new trajectories, it is the one that is named.
+# If recording the last sync took longer than this, the next one is recorded for the step after next, so that no draw
+# waits for it. Exceptions: the Trainer waits for this sync, or the next step cannot draw without it.
 SHORT_S = 0.02
 _CLOSING_S = 10.0
 

@@ -87,7 +87,7 @@ class StoredExperience:
         if not self._has_searchers:
             more = self._store.command(f"searchers {self._store.run} +1")
             return f"; the run starts no Searcher (searchers is 0); `{more}` adds one"
-        return "" if self.buffer.num_taken_in else f"; {LOADING}"
+        return "" if self.buffer.num_inserted else f"; {LOADING}"
 
     def _silent_s(self) -> float:
         """Up to the last look: between two, which are `sync_interval` steps apart, shards may lie ready."""
@@ -107,7 +107,7 @@ class StoredExperience:
             "reward_recent_mean": sum(recent) / len(recent) if recent else None,
             "num_trajectories": self.buffer.num_trajectories,
             "num_prompts": self.buffer.num_prompts,
-            "num_inserted": self.buffer.num_taken_in,
+            "num_inserted": self.buffer.num_inserted,
             "samples_per_insert": self.buffer.samples_per_insert(step),
             "num_too_old": self.buffer.num_too_old(step),
             "searchers_silent_s": self._silent_s(),

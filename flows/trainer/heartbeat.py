@@ -75,7 +75,7 @@ class Heartbeat:
         steps, step = self._config.train.steps, self._beat["step"]
         since_first = step - self._first_step if self._first_step is not None else 0
         seconds_left = (time.monotonic() - self._started) / since_first * (steps - step) if since_first else None
-        attempts.heartbeat(
+        attempts.write_heartbeat(
             self._store,
             self._beat
             | {

@@ -48,8 +48,9 @@ class StoreOutbox:
     Records, policies and checkpoints have a thread each, so that none waits for larger ones. A policy and a checkpoint
     are written behind the records of their steps.
 
-    A slow store must not fill memory and disk. While a policy is written, of those behind it only the newest is kept.
-    Training waits for the checkpoint before, and for the records that are older than the policy before.
+    A slow store must not fill memory and disk. While one policy is written, only the newest of the waiting policies is
+    kept. Before a new checkpoint, training waits until the previous one is written. Before a new policy is handed over,
+    it waits until the records that are older than the previous policy are written.
     """
 
     def __init__(

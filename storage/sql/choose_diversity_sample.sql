@@ -1,4 +1,6 @@
--- A sample of responses from every group of a run. Groups: each span of policies, each Searcher, the whole run.
+-- A sample of responses from every group of a run. Groups: each span of policies, each Searcher, the whole run. Copies of a
+-- warm start are other policies' responses: only the groups of their own copied "Searchers" have them, unless the run has
+-- no other responses.
 -- Each group gives the same number of prompts that have at least $responses_per_prompt responses in the group, and that
 -- many responses to each prompt; about $num_responses in all. A hash with $seed chooses them, so the same stored rows give
 -- the same sample.
@@ -7,8 +9,13 @@ WITH
 stored AS MATERIALIZED (
     SELECT trajectory_id, prompt_id, policy_step, searcher FROM trajectories
 ),
+own AS MATERIALIZED (
+    SELECT * FROM stored
+    WHERE NOT regexp_full_match(searcher, 'warm[0-9]+')
+        OR NOT EXISTS (FROM stored WHERE NOT regexp_full_match(searcher, 'warm[0-9]+'))
+),
 span AS (
-    SELECT min(policy_step) AS first, max(policy_step) AS last FROM stored
+    SELECT min(policy_step) AS first, max(policy_step) AS last FROM own
 ),
 -- each trajectory in each group that it is in
 members AS (
@@ -18,11 +25,11 @@ members AS (
         trajectory_id,
         prompt_id,
         policy_step
-    FROM stored, span
+    FROM own, span
     UNION ALL
     SELECT 'searcher', searcher, trajectory_id, prompt_id, policy_step FROM stored
     UNION ALL
-    SELECT 'run', '', trajectory_id, prompt_id, policy_step FROM stored
+    SELECT 'run', '', trajectory_id, prompt_id, policy_step FROM own
 ),
 -- prompts with enough responses, in random order
 prompts AS (

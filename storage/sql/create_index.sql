@@ -10,7 +10,8 @@ CREATE TABLE prompts (
     newest_ages_from BIGINT, -- the largest ages_from of its stored trajectories
     newest_sync BIGINT, -- the newest sync that brought one of them; NULL: all were dropped
     newest_sync_ages_from BIGINT, -- the largest ages_from of the trajectories of that sync
-    -- Its stored trajectories whose ages_from is at least `oldest` differ in reward if this is, too. NULL: all are equal.
+    -- The largest `oldest` at which the stored trajectories with ages_from >= oldest still have two different rewards.
+    -- NULL: all rewards are equal.
     rewards_differ_from BIGINT,
     newest_sync_rewards_differ_from BIGINT -- the same among the trajectories of that sync
 );
@@ -25,6 +26,6 @@ CREATE TABLE trajectories (
     key UBIGINT,
     response_digest BIGINT,
     reward FLOAT,
-    times_sampled INTEGER, -- copies of this response to this prompt that its sync brought
+    num_copies INTEGER, -- copies of this response to this prompt that its sync brought
     record BIGINT
 );

@@ -9,7 +9,7 @@ SELECT
     md5_number_upper(trajectory_id) AS key,
     response_digest,
     reward,
-    1 AS times_sampled,
+    1 AS num_copies,
     record
 FROM arrivals
 JOIN prompts USING (prompt_id);

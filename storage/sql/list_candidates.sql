@@ -7,7 +7,7 @@ SELECT
     policy_step,
     ages_from,
     reward,
-    times_sampled,
+    num_copies,
     record
 FROM trajectories
 WHERE prompt IN (SELECT unnest($prompts));

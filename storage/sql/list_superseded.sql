@@ -1,6 +1,6 @@
 -- For each prompt in `touched`, all rows but each distinct response once (its newest copy), and of these the newest
--- $capacity_per_prompt. Age is (sync, policy_step, key): a total order, the same on every rebuilt index. So the result does
--- not depend on the order of the calls, nor on how arrivals were split over them.
+-- $capacity_per_prompt. Rows are ordered from old to new by (sync, policy_step, key): a total order, the same on every
+-- rebuilt index. So the result does not depend on the order of the calls, nor on how arrivals were split over them.
 WITH
 -- copy 1 is the newest of identical responses
 copies AS (

@@ -39,7 +39,16 @@ class Problem:
         elif system_prompt:
             others = [message for message in self.messages if message["role"] != "system"]
             text = render_chat(tokenizer, [{"role": "system", "content": system_prompt}, *others])
-        return tokenizer.encode(text, add_special_tokens=self.messages is None)
+        return encode_prompt(tokenizer, text, is_rendered=self.messages is not None)
+
+
+def encode_prompt(tokenizer, text: str, *, is_rendered: bool = False) -> list[int]:
+    """The tokens of a prompt. One that begins with the token of the beginning gets no second one.
+
+    is_rendered: by a chat template, which adds its own special tokens.
+    """
+    begins = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    return tokenizer.encode(text, add_special_tokens=not (is_rendered or begins))
 
 
 def render_chat(tokenizer, messages: Sequence[Mapping[str, str]]) -> str:
@@ -78,12 +87,18 @@ class Task(Protocol):
 
 
 def problems_fingerprint(task: Task) -> str:
-    """Of prompts, answers, and which of them are held out; their order does not matter. The same in every process."""
+    """Of prompts, answers, other columns, and which problems are held out, in any order. The same in every process."""
     facts = [
-        sorted(f"{problem.prompt_id} {canonical(problem.given_answer)}" for problem in part)
+        sorted(" ".join([problem.prompt_id, *map(canonical, _facts(problem))]) for problem in part)
         for part in (task.train, task.heldout)
     ]
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _facts(problem: Problem) -> list[object]:
+    """A problem's answer, and the dataset's other columns if there are any."""
+    others = {name: value for name, value in problem.columns.items() if name != "answer"}
+    return [problem.given_answer, *([others] if others else [])]
 
 
 def canonical(value: object) -> str:

@@ -10,11 +10,15 @@ are not used. The scorers are for tests and first runs; their judgement is poor.
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
+
+from tba.model_files import weight_files
 
 ROUGE_L = "rouge-l"
 WORD_LIST = "better-profanity"
 TEXTS_PER_PASS = 32
-MAX_TOKENS = 1024  # tokens of a scored text; a longer text keeps its end, which has the response
+MAX_TOKENS = 1024  # tokens of a scored text where the model tells no limit; a longer text keeps its end, the response
+TOXIC = ("toxic", "toxicity", "hate", "hateful", "offensive", "harmful", "unsafe")  # labels of toxic text
 SURE = 1e-3  # the word list's probabilities stay this far from 0 and 1, so that their logarithms are bounded
 
 
@@ -26,11 +30,12 @@ class SequenceClassifier:
         self.name, self._field = name, field
 
     def check(self, num_labels: int | None = None) -> None:
-        """`num_labels`: how many it must have; None: any number.
+        """`num_labels`: how many it must have; None: any number, one of them for toxic text.
 
-        Raises: ValueError: it cannot be reached, is no sequence classifier, or has another number of labels.
+        Raises: ValueError: it cannot be reached, is no sequence classifier, lacks safetensors or a tokenizer, has
+        another number of labels, or none of them is for toxic text.
         """
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoTokenizer
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
         try:
@@ -50,6 +55,14 @@ class SequenceClassifier:
             raise ValueError(
                 f"{self._field}: {self.name!r} has {config.num_labels} labels; one with {num_labels} is needed here"
             )
+        if num_labels is None:
+            self._toxic_label(config)
+        if Path(self.name).is_dir() and not weight_files(Path(self.name)):
+            raise ValueError(f"{self._field}: {self.name!r} has no model.safetensors; save it in that format")
+        try:
+            AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+        except Exception as error:
+            raise ValueError(f"{self._field}: {self.name!r} has no tokenizer that loads ({error})") from error
 
     def logits(self, texts: Sequence[str]):
         """[N, labels], float32 on the CPU."""
@@ -66,23 +79,41 @@ class SequenceClassifier:
         return torch.cat(parts)
 
     def rewards(self, texts: Sequence[str]) -> list[float]:
-        """The logit of a reward model's only label. Raises: ValueError: it has several labels."""
-        logits = self.logits(texts)
+        """The logit of a reward model's only label, read at the end-of-sequence token, as reward models are trained.
+
+        Raises: ValueError: it has several labels.
+        """
+        tokenizer, _ = self._loaded
+        ends_texts = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]  # as encoders' tokenizers do
+        end = "" if ends_texts else tokenizer.eos_token or ""
+        logits = self.logits([text + end for text in texts])
         if logits.shape[1] != 1:
             raise ValueError(f"{self._field}: {self.name!r} has {logits.shape[1]} labels; a reward model has one")
         return logits[:, 0].tolist()
 
     def probabilities(self, texts: Sequence[str]) -> list[float]:
-        """Probability of the label for toxic: the only label, a label of that name, or the last one.
+        """Probability of the label for toxic text.
 
         If several labels may hold at once (the model's problem_type), each has a probability of its own.
+        Raises: ValueError: no label is for toxic text.
         """
-        logits = self.logits(texts)
         config = self._loaded[1].config
-        names = [str(config.id2label[index]).lower() for index in range(logits.shape[1])]
-        index = next((i for i, name in enumerate(names) if name in ("toxic", "hate", "unsafe")), len(names) - 1)
+        index, logits = self._toxic_label(config), self.logits(texts)
         each = logits.shape[1] == 1 or config.problem_type == "multi_label_classification"
         return (logits.sigmoid() if each else logits.softmax(-1))[:, index].tolist()
+
+    def _toxic_label(self, config) -> int:
+        """The only label, the first with a name of `TOXIC`, or the second of two without names."""
+        names = [str(config.id2label[index]) for index in range(config.num_labels)]
+        if len(names) == 1 or names == ["LABEL_0", "LABEL_1"]:
+            return len(names) - 1
+        for index, name in enumerate(names):
+            if name.lower() in TOXIC:
+                return index
+        raise ValueError(
+            f"{self._field}: {self.name!r} has the labels {', '.join(names)}, of which none is known to be for toxic "
+            f"text; rename that one to {TOXIC[0]!r} in id2label and label2id of its config.json"
+        )
 
     @cached_property
     def _loaded(self):
@@ -90,7 +121,9 @@ class SequenceClassifier:
 
         from tba.precision import default_device
 
-        tokenizer = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False, truncation_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(
+            self.name, trust_remote_code=False, truncation_side="left", padding_side="right"
+        )
         model = AutoModelForSequenceClassification.from_pretrained(
             self.name, use_safetensors=True, trust_remote_code=False
         )
@@ -102,7 +135,7 @@ class SequenceClassifier:
 
 
 def most_tokens(model) -> int:
-    """Tokens of a text that a classifier takes: `MAX_TOKENS`, or as many as its table of positions has.
+    """Tokens of a text that a classifier takes: as many as its configuration tells, or its table of positions has.
 
     RoBERTa's table and those like it begin after the row of the padding token.
     """
@@ -115,7 +148,7 @@ def most_tokens(model) -> int:
         if isinstance(table, nn.Embedding)
     ]
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or MAX_TOKENS
-    return min(MAX_TOKENS, limit, *rows)
+    return min([limit, *rows])
 
 
 class WordList:

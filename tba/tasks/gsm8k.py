@@ -60,14 +60,21 @@ class GSM8K:
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text; None: there is none. Thousands separators, units and a final full stop are ignored."""
-    numbers = _NUMBER.findall(text.replace("{,}", ","))  # a separator in LaTeX
+    numbers = _numbers(text)
     return Decimal(re.sub(r"[$,]", "", numbers[-1]).replace("−", "-")) if numbers else None
+
+
+def _numbers(text: str) -> list[str]:
+    return _NUMBER.findall(text.replace("{,}", ","))  # a separator in LaTeX
 
 
 def _problem(row: Mapping, where: str) -> Problem:
     question, solution = (text_of(row, column, where) for column in COLUMNS)
-    answer = last_number(solution.rpartition("####")[2])
-    if answer is None:
-        raise ValueError(f"task.data: {where}: the answer ends in {solution[-40:]!r}, which has no number behind ####")
+    final = solution.rpartition("####")[2]
+    if len(_numbers(final)) != 1:
+        raise ValueError(
+            f"task.data: {where}: the answer ends in {solution[-40:]!r}; give one number behind ####, or the task "
+            "math, which compares formulas, too"
+        )
     question = question.strip()
-    return Problem(digest(question), f"[MATH_TASK] Problem:\n{question}\n\nSolution:", str(answer))
+    return Problem(digest(question), f"[MATH_TASK] Problem:\n{question}\n\nSolution:", str(last_number(final)))

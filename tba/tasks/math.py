@@ -32,7 +32,7 @@ _verifier = Verifier()
 
 class Math:
     name = "math"
-    version = "math-verify-2"
+    version = "math-verify-3"
     stop = ()
     max_response_tokens = 2048
 
@@ -61,7 +61,7 @@ def is_same(answer: str, response: str) -> bool:
         if len(boxed) > MAX_ANSWER_CHARS:
             return False
         response = f"{BOX}{boxed}}}"
-    return _verifier.is_same(f"{BOX}{answer}}}", response)
+    return _verifier.is_same(f"{BOX}{plain(answer)}}}", response)
 
 
 def plain(text: str) -> str:

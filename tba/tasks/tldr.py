@@ -33,7 +33,7 @@ class TLDR:
         """Raises: ValueError: the data is not there, or a row is broken or lacks a column."""
         data = data or DATASET
         self.train, self.heldout = load_problems(data, COLUMNS, _problem)
-        self.version = f"tldr-{reward_model or ROUGE_L}"
+        self.version = f"tldr-2-{reward_model}" if reward_model not in (None, ROUGE_L) else f"tldr-{ROUGE_L}"
         self._judge = judge(reward_model, "task.reward_model")
 
     def check(self) -> None:

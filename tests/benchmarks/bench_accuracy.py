@@ -15,6 +15,7 @@ models loaded.
 
 import json
 import math
+import os
 import signal
 import tempfile
 import time
@@ -53,7 +54,13 @@ def ours(seed: int) -> dict:
         return reached(sampled(store))
 
 
+def use_one_gpu() -> None:
+    """Leaves this process one GPU at most: TRL's trainers refuse several in a process. Before CUDA starts."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 def trl(folder: Path) -> dict:
+    use_one_gpu()
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -93,7 +100,7 @@ def trl(folder: Path) -> dict:
         train_dataset=Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems]),
         callbacks=[Clock()],
         args=GRPOConfig(
-            **TRL,
+            **TRL | {"use_cpu": not torch.cuda.is_available()},
             output_dir=tempfile.mkdtemp(),
             model_init_kwargs={"dtype": torch.float32},
             bf16=compute_dtype(default_device()) == torch.bfloat16,

@@ -149,7 +149,7 @@ def measure(
         for number in range(1, 1 + NUM_SYNCS):
             writers.commit(number)
             syncs_s.append(timed_s(lambda: experience.sync(1)))
-            assert buffer.num_taken_in == (1 + number) * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT
+            assert buffer.num_inserted == (1 + number) * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT
         figures |= {"sync_s": statistics.median(syncs_s), "slowest_sync_s": max(syncs_s)}
         usual_s = statistics.median(timed_s(lambda step=step: experience.draw(step)) for step in range(1, 11))
         writers.commit(ROUNDS - 1)
@@ -157,7 +157,7 @@ def measure(
         figures["train_stall_ms"] = 1e3 * max(stalls_s)
         figures |= {"draw_ms": 1e3 * max(draws_s), "usual_draw_ms": 1e3 * usual_s}
         step = 11 + NUM_STEPS
-        while buffer.num_taken_in < ROUNDS * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT:
+        while buffer.num_inserted < ROUNDS * num_searchers * NUM_PROMPTS * RESPONSES_PER_PROMPT:
             time_step(experience, step)
             step += 1
         figures["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6

@@ -135,7 +135,9 @@ def run_bare(engine, searcher, rounds: range, scored: Sequence[SampledRound] = (
     """`scored`: these rounds; each is scored in another thread as soon as its requests are sampled here."""
     followed = range(rounds.start, rounds.stop + AHEAD)  # in a run, too, requests wait behind the last round
     names = [f"{number}/{place}" for number in followed for place in range(PROMPTS * SAMPLES)]
-    questions = [question for number in followed for question in searcher._questions(number) for _ in range(SAMPLES)]
+    questions = [
+        question for number in followed for question in searcher._prompts_of_round(number) for _ in range(SAMPLES)
+    ]
     for name, question in zip(names, questions, strict=True):
         asked = {"prompt_token_ids": question.prompt_tokens}
         engine._engine.add_request(name, asked, engine._parameters(question.sampling))

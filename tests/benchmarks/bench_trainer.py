@@ -146,7 +146,9 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
     from trl import GRPOConfig, GRPOTrainer
 
     from tba.precision import compute_dtype, default_device
-    from tests.benchmarks.bench_accuracy import TRL
+    from tests.benchmarks.bench_accuracy import TRL, use_one_gpu
+
+    use_one_gpu()
 
     config = AutoConfig.from_pretrained(folder)
     groups = make_groups(shape, config.eos_token_id, config.vocab_size)

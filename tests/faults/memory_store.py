@@ -1,5 +1,6 @@
 """A store in memory, for tests that read thousands of inputs: a folder's fsync would take most of their time."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.fs
@@ -18,7 +19,8 @@ class MemoryFiles:
     def renew(self) -> None:
         """No credentials."""
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, check: Callable[[], object]) -> None:
+        check()
         self.data[path] = data
 
     def put_new(self, path: str, data: bytes) -> None:
@@ -27,7 +29,7 @@ class MemoryFiles:
         self.data[path] = data
 
     def put_file(self, path: str, local: Path) -> None:
-        self.put(path, local.read_bytes())
+        self.data[path] = local.read_bytes()
 
     def get(self, path: str) -> bytes:
         if path not in self.data:

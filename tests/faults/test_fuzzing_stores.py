@@ -41,9 +41,9 @@ from storage.new_shards import new_shards
 from storage.reward_versions import begin_version
 from storage.schema import TRAJECTORY
 from storage.shard_files import read_file, read_shards
+from storage.shards import WARM_START_PLAN
 from storage.store import RunStore, check_run_name
 from storage.verify import verify
-from storage.verify_shards import WARM_START
 from tests.faults.fuzzing import DECLARED, JSON, WORDS, fuzzed, no_hang, tried  # noqa: F401, no_hang is a fixture
 from tests.faults.memory_store import memory_store
 from tests.storage.helpers import OWNER, make_shard
@@ -278,7 +278,8 @@ RECORDS = {
     "refusal": (shards.refusal_path("s0", 0), REFUSAL, readers(intake.refusals)),
     "reward version": ("rewards/v2/version.json", {"version": "v2", "reward": "math:sqrt"}, readers(
         lambda store: begin_version(store, "v2", "math:sqrt", source=""))),
-    "warm start": (WARM_START, {"run": "other"}, readers(lambda store: store.read_json(WARM_START, list[dict]))),
+    "warm start": (WARM_START_PLAN, {"run": "other"}, readers(
+        lambda store: store.read_json(WARM_START_PLAN, list[dict]))),
     "summary": ("summary.json", {"steps": 3, "trajectories": 4}, readers(status.run_status)),
 }  # fmt: skip
 

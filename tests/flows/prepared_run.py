@@ -37,7 +37,7 @@ def prepare_run(url: str, run: str = "arithmetic", *, steps: int = 3, finished: 
         "created_at": NOON,
     }
     ledger.record_evaluation(store, evaluation | {"mean_response_tokens": 4.0, "seconds": 2.0})
-    attempts.heartbeat(store, heartbeat(steps))
+    attempts.write_heartbeat(store, heartbeat(steps))
     if finished:
         store.put("summary.json", json.dumps({"run": run, "steps": 80, "trajectories": 640}).encode())
     return store

@@ -37,7 +37,7 @@ class Told:
         self.right = 1.0  # the reward of a right answer
         self.differs = 0  # 1: the engine finds other weights than were published
 
-    def answers(self, problems, num_samples=1, temperature=0.0):
+    def sample_responses(self, problems, num_samples=1, temperature=0.0):
         assert (temperature == 0) == (num_samples == 1)
         said = ([self._said[p.prompt_id][n] for n in range(num_samples)] for p in problems)
         return [[Response([len(text)], [-0.5], text, []) for text in of_problem] for of_problem in said]
@@ -121,7 +121,7 @@ def test_attacks_are_counted_by_kind(tmp_path, monkeypatch):
         "cosine_distance": pytest.approx(7 / 6),
         "success_clusters": 2,
     }
-    (answers,) = told.answers([problem], 4, 1.0)
+    (answers,) = told.sample_responses([problem], 4, 1.0)
     told.answers = lambda *_: [answers[:1]]
     assert evaluate.measure_attacks(told, 1)["cosine_distance"] is None  # NaN is no JSON
 
@@ -192,5 +192,5 @@ def test_a_ratio_needs_the_probabilities_that_were_sampled_with():
     for settings in ({"top_p": 0.9}, {"temperature": 0.7}, {"exploration_probability": 0.3}):
         with pytest.raises(ValueError, match="needs sampling from the policy as it is trained"):
             RunConfig.model_validate({"train": {"objective": "dr_grpo"}, "search": settings})
-    with pytest.raises(ValueError, match="tba_prime has no replay"):
+    with pytest.raises(ValueError, match="tba_prime draws from the newest sync alone"):
         RunConfig.model_validate({"train": {"objective": "tba_prime", "reference_reset_interval": 5}})

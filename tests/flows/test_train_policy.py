@@ -16,6 +16,7 @@ Run: pytest tests/flows/test_train_policy.py
 import logging
 import os
 import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import httpx
@@ -139,7 +140,7 @@ def test_a_trainer_that_fails_is_started_again_while_it_makes_progress(local_sto
 )
 def test_the_reason_why_a_flow_ended_its_trainer_is_seen(local_store, state, message, seen):
     attempts.start_attempt(local_store, 0, Identity.current())
-    attempts.heartbeat(local_store, {"state": state, "step": 3, "message": message})
+    attempts.write_heartbeat(local_store, {"state": state, "step": 3, "message": message})
     train.tell_failure(local_store, RuntimeError("searcher s0 failed 4 times"))
     with Watcher(local_store) as watcher:
         assert watcher.look().stage == seen
@@ -154,7 +155,17 @@ def test_a_store_that_is_away_hides_neither_the_trainer_nor_its_failure(local_st
     monkeypatch.setattr(attempts, "newest_attempt", away)
     monkeypatch.setattr(attempts, "read_heartbeat", away)
     assert train.attempt_of(local_store, os.getpid()) is None
-    assert "ended without a message" in train.failure_message(local_store)
+    assert "ended without a message" in train.failure_message(local_store, os.getpid())
+
+
+def test_the_reason_of_a_failure_is_that_of_the_process_that_failed(local_store):
+    attempts.start_attempt(local_store, 0, Identity.current())
+    beat = {"step": 3, "message": "the disk is full", "owner": asdict(Identity.current())}
+    attempts.write_heartbeat(local_store, beat | {"state": "failed"})
+    assert train.failure_message(local_store, os.getpid()) == "the disk is full"
+    assert "ended without a message" in train.failure_message(local_store, os.getpid() + 1)  # one before it
+    attempts.write_heartbeat(local_store, beat | {"state": "waiting", "message": "64 of 192 have come in"})
+    assert "ended without a message" in train.failure_message(local_store, os.getpid())  # it was killed
 
 
 @pytest.mark.parametrize("is_taken_over", [False, True])
@@ -171,7 +182,7 @@ def test_a_flow_whose_searchers_fail_too_often_says_so_once_its_trainer_has_ende
         def wait() -> None:
             assert ending.is_set()
             if not events:
-                attempts.heartbeat(local_store, {"state": "stopped", "step": 3})
+                attempts.write_heartbeat(local_store, {"state": "stopped", "step": 3})
             events.append("trainer ended")
 
         return SimpleNamespace(state=Running(), wait=wait)

@@ -52,9 +52,9 @@ def beating(local_store):
 
     def beat() -> None:
         while not over.wait(0.5):
-            attempts.heartbeat(local_store, {"attempt": 1, "state": "training", "time": time.time()})
+            attempts.write_heartbeat(local_store, {"attempt": 1, "state": "training", "time": time.time()})
 
-    attempts.heartbeat(local_store, {"attempt": 1, "state": "starting"})
+    attempts.write_heartbeat(local_store, {"attempt": 1, "state": "starting"})
     thread = threading.Thread(target=beat)
     thread.start()
     yield local_store
@@ -189,7 +189,7 @@ def test_a_late_machine_is_told_so(beating: RunStore):
 def test_a_machine_does_not_wait_for_an_attempt_that_has_ended(local_store, monkeypatch, end):
     monkeypatch.setattr(machines, "SILENT_S", 0.5 if end == "stopped" else 600)
     attempts.start_attempt(local_store, 0, Identity.current())
-    attempts.heartbeat(local_store, {"attempt": 1, "state": "stopped" if end == "stopped" else "training"})
+    attempts.write_heartbeat(local_store, {"attempt": 1, "state": "stopped" if end == "stopped" else "training"})
     if end == "superseded":
         attempts.start_attempt(local_store, 0, Identity.current())
     assert not follow(local_store)

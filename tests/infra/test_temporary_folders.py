@@ -3,7 +3,8 @@
 - a temporary folder on a full disk is waited for, whichever library found it full; nothing half-written stays
 - a folder for files of a known size is in memory if that has room for four times as much, also by a container's limit
 - the wait ends with an error that names folder, cause and remedy; another error is raised at once
-- what killed Trainers of a run left is removed, and what other runs left in memory a day ago; a living one's stays
+- what killed Trainers of a run left is removed, and what other runs left in memory a day ago; a living one's
+  stays, and one's of another container for a day
 """
 
 import errno
@@ -81,21 +82,29 @@ def test_what_killed_trainers_of_the_run_left_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ended = subprocess.Popen(["true"])
     ended.wait()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    of_container, forgotten = (tmp_path / f"tba-checkpoint-mine@{ended.pid}.{number}-abc" for number in (1, 2))
+    of_container.mkdir()
+    forgotten.mkdir()
+    os.utime(forgotten, (0, 0))
     for pid, run in ((ended.pid, "mine"), (ended.pid, "mine.2"), (ended.pid, "not-mine"), (os.getpid(), "mine")):
         for kind in ("checkpoint", "policy", "resume"):
-            (tmp_path / f"tba-{kind}-{run}@{pid}-abc").mkdir()
+            (tmp_path / f"tba-{kind}-{run}@{pid}.{namespace}-abc").mkdir()
     (tmp_path / "tba-words-mine").mkdir()
     memory_folder = tmp_path / "memory"
     monkeypatch.setattr(temporary_folders, "MEMORY_FOLDER", memory_folder)
-    in_memory = [memory_folder / f"tba-checkpoint-{name}@{ended.pid}-abc" for name in ("mine", "old", "new")]
+    in_memory = [
+        memory_folder / f"tba-checkpoint-{name}@{ended.pid}.{namespace}-abc" for name in ("mine", "old", "new")
+    ]
     for folder in in_memory:
         folder.mkdir(parents=True)
     os.utime(in_memory[1], (0, 0))
     temporary_folders.remove_leftovers("mine")
     assert [folder.exists() for folder in in_memory] == [False, False, True]
     shutil.rmtree(memory_folder)
-    gone = {tmp_path / f"tba-{kind}-mine@{ended.pid}-abc" for kind in ("checkpoint", "policy", "resume")}
-    assert len(list(tmp_path.iterdir())) == 10 and not gone & set(tmp_path.iterdir())
+    gone = {tmp_path / f"tba-{kind}-mine@{ended.pid}.{namespace}-abc" for kind in ("checkpoint", "policy", "resume")}
+    assert of_container.exists() and not forgotten.exists(), "its process cannot be looked up"
+    assert len(list(tmp_path.iterdir())) == 11 and not gone & set(tmp_path.iterdir())
     with temporary_folders.temporary_folder("checkpoint", "mine") as folder:
         temporary_folders.remove_leftovers("mine")
         assert Path(folder).is_dir()

@@ -60,7 +60,7 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
             t for t in trajectories if t["prompt_id"] == prompt_id and (not recent or t["sync"] == newest_sync)
         ]
         softmax = sampling.reward_temperature is not None and not recent
-        samples = [(t, copy) for t in candidates for copy in range(t.get("times_sampled", 1))]
+        samples = [(t, copy) for t in candidates for copy in range(t.get("num_copies", 1))]
         weights = [math.exp(t["reward"] / sampling.reward_temperature) if softmax else 1.0 for t, _ in samples]
         uniform = sampling.uniform_fraction / len(samples)
         race = []
@@ -68,7 +68,7 @@ def reference_draw(trajectories: list[dict], newest_sync: int, sampling: Samplin
             p = (1 - sampling.uniform_fraction) * weight / sum(weights) + uniform
             state = (key_of(t["trajectory_id"]) + copy * 0x9E3779B97F4A7C15) % 2**64
             u = uniform_number(step, f"response/{place}", state)
-            race.append((-math.log(u) / p, t["trajectory_id"], p * t.get("times_sampled", 1)))
+            race.append((-math.log(u) / p, t["trajectory_id"], p * t.get("num_copies", 1)))
         race.sort()
         for slot in range(sampling.responses_per_prompt):
             _, name, p = race[slot % len(race)]

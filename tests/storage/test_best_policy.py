@@ -6,10 +6,11 @@
   meanwhile stays
 """
 
+import errno
 import json
 import threading
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -111,6 +112,24 @@ def test_a_searcher_that_lost_its_name_replaces_nothing(store, publish):
     assert left == {path: data for path, data in before.items() if path.endswith(".json")}
 
 
+def test_a_name_that_is_lost_between_two_tries_replaces_nothing(local_store, publish, monkeypatch):
+    """A put is repeated while the store is away; meanwhile another process has the name."""
+    policy, answers = publish(local_store, 0), iter([None, Superseded("another process has the name")])
+    assert hold_policy(local_store, policy, "s0")
+
+    def check() -> None:
+        if error := next(answers):
+            raise error
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(Superseded):
+        keep_if_best(local_store, policy, 0.75, 256, check=check)
+    assert best_policy(local_store) is None
+
+
 def test_a_better_policy_of_meanwhile_stays_the_best(store, publish):
     first, second = (publish(store, step) for step in range(2))
     assert hold_policy(store, first, "s0") and hold_policy(store, second, "s1")
@@ -163,9 +182,9 @@ class Shelf(MemoryFiles):
         self._turn()
         return super().get(path)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, check: Callable[[], object]) -> None:
         self._turn()
-        super().put(path, data)
+        super().put(path, data, check)
 
     def files(self, folder: str, start_after: str) -> list[str]:
         self._turn()

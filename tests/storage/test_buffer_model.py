@@ -86,7 +86,7 @@ class Model:
         newest: dict[tuple, dict] = {}  # of identical responses to a prompt
         for row in sorted(rows, key=age):
             response = row["prompt_id"], tuple(row["tokens"])
-            newest[response] = row | {"times_sampled": times[row["sync"], *response]}
+            newest[response] = row | {"num_copies": times[row["sync"], *response]}
         by_prompt = defaultdict(list)
         for row in sorted(newest.values(), key=age, reverse=True):
             by_prompt[row["prompt_id"]].append(row)
@@ -94,11 +94,11 @@ class Model:
 
     def drawable(self, step: int) -> list[dict] | None:
         """What a step may draw; None where it must wait."""
-        sampling, num_taken_in = self.sampling, len(self.taken_in())
+        sampling, num_inserted = self.sampling, len(self.taken_in())
         drawn = step * sampling.prompts_per_batch * sampling.responses_per_prompt
-        if num_taken_in < sampling.min_size:
+        if num_inserted < sampling.min_size:
             return None
-        if sampling.samples_per_insert is not None and drawn > sampling.samples_per_insert * num_taken_in:
+        if sampling.samples_per_insert is not None and drawn > sampling.samples_per_insert * num_inserted:
             return None
         return [row for row in self.stored() if self.is_young(row, step)] or None
 
@@ -214,14 +214,14 @@ class BufferAgainstModel(RuleBasedStateMachine):
             return
         stored = self.model.stored()
         index = self.buffer._index._reader.execute(
-            "SELECT trajectory_id, sync, times_sampled FROM trajectories"
+            "SELECT trajectory_id, sync, num_copies FROM trajectories"
         ).fetchall()
         ids = {name for name, *_ in index}
         kept = [row for row in stored if row["trajectory_id"] in ids]
-        assert sorted(index) == sorted((row["trajectory_id"], row["sync"], row["times_sampled"]) for row in kept)
+        assert sorted(index) == sorted((row["trajectory_id"], row["sync"], row["num_copies"]) for row in kept)
         assert not any(self.model.is_young(row, self.step + 1) for row in stored if row not in kept)
         assert self.buffer.num_prompts == len({row["prompt_id"] for row in kept})
-        assert self.buffer.num_taken_in == len(self.model.taken_in())
+        assert self.buffer.num_inserted == len(self.model.taken_in())
         assert self.buffer.newest_sync == len(self.model.syncs)
 
 

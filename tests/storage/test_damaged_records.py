@@ -120,7 +120,7 @@ def test_one_bad_run_does_not_hide_the_others(run, path, damage):
     other.create_run(RunConfig(run="whole").recorded())
     for store in (run, other):
         attempts.start_attempt(store, 0, OWNER)
-        attempts.heartbeat(store, {"state": "stopped", "step": 3, "at": datetime.now(UTC).isoformat()})
+        attempts.write_heartbeat(store, {"state": "stopped", "step": 3, "at": datetime.now(UTC).isoformat()})
     run.put(path, DAMAGES[damage])
     found = {status.run: status for status in all_runs(run.url)}
     assert (found["whole"].state, found["whole"].step) == ("stopped", 3)

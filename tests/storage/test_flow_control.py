@@ -70,11 +70,11 @@ def test_no_draw_is_older_than_max_age(store, step, oldest, num_too_old):
 
 def test_a_sync_that_is_too_old_is_dropped_and_not_read_again(store):
     buffer = run_of_three_policies(store, max_age=4)
-    assert buffer.num_trajectories == 32 and buffer.num_taken_in == 48
+    assert buffer.num_trajectories == 32 and buffer.num_inserted == 48
     store.delete(shard_path("s0", 0))
     resumed = new_buffer(store, prompts_per_batch=4, responses_per_prompt=3, recent_probability=0.5, max_age=4)
     resumed.rebuild(9)
-    assert resumed.num_trajectories == 32 and resumed.num_taken_in == 48
+    assert resumed.num_trajectories == 32 and resumed.num_inserted == 48
     commit(store, "s0", 3, distinct("ae", 4, start=30), 9)
     for attempt, each in enumerate((buffer, resumed), 1):
         each.sync(step=10, attempt=attempt)

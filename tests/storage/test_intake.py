@@ -279,7 +279,7 @@ def test_a_shard_damaged_after_it_was_taken_in_does_not_stop_a_resume(store):
     store.put(shard_path("s0", 0), b"torn")
     resumed = new_buffer(store)
     resumed.rebuild(2)
-    assert (resumed.num_trajectories, resumed.num_taken_in, resumed.newest_sync) == (4, 8, 2)
+    assert (resumed.num_trajectories, resumed.num_inserted, resumed.newest_sync) == (4, 8, 2)
     assert intake.refusals(store) == [], "a rebuild may be a reader's"
     attempts.start_attempt(store, resumed_from=2, owner=OWNER)
     assert resumed.sync(3, attempt=2) is None

@@ -203,7 +203,7 @@ def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
     process = start_python("pass")
     process.wait()
     attempts.start_attempt(local_store, 0, replace(Identity.current(), pid=process.pid, started=0.0))
-    attempts.heartbeat(local_store, {"step": 1})
+    attempts.write_heartbeat(local_store, {"step": 1})
     began = time.monotonic()
     assert not is_alive(local_store, watch_s=60)
     assert time.monotonic() - began < 5
@@ -212,12 +212,12 @@ def test_a_trainer_whose_process_is_dead_is_not_waited_for(local_store):
 @pytest.mark.slow
 def test_a_trainer_of_another_machine_is_alive_if_its_heartbeat_goes_on_changing(local_store):
     attempts.start_attempt(local_store, 0, OWNER)
-    attempts.heartbeat(local_store, {"step": 1})
+    attempts.write_heartbeat(local_store, {"step": 1})
     assert not is_alive(local_store, watch_s=0.5)
-    once = threading.Timer(0.3, attempts.heartbeat, (local_store, {"step": 2}))
+    once = threading.Timer(0.3, attempts.write_heartbeat, (local_store, {"step": 2}))
     once.start()
     assert not is_alive(local_store, watch_s=1.5), "one beat may be the last"
-    beats = [threading.Timer(0.3 * n, attempts.heartbeat, (local_store, {"step": 2 + n})) for n in (1, 2, 3)]
+    beats = [threading.Timer(0.3 * n, attempts.write_heartbeat, (local_store, {"step": 2 + n})) for n in (1, 2, 3)]
     for beat in beats:
         beat.start()
     assert is_alive(local_store, watch_s=30)

@@ -31,7 +31,7 @@ def ended() -> Identity:
 
 
 def beat_on(store, times: int, every_s: float) -> list[threading.Timer]:
-    beats = [threading.Timer(every_s * n, attempts.heartbeat, (store, {"step": n})) for n in range(1, times + 1)]
+    beats = [threading.Timer(every_s * n, attempts.write_heartbeat, (store, {"step": n})) for n in range(1, times + 1)]
     for beat in beats:
         beat.start()
     return beats
@@ -50,7 +50,7 @@ def test_here_it_is_known_and_elsewhere_it_is_not():
 def test_a_clone_with_this_name_is_alive_while_its_heartbeat_changes(local_store, change):
     """Its process is not found here: on the clone it is."""
     attempts.start_attempt(local_store, 0, replace(ended(), **change))
-    attempts.heartbeat(local_store, {"step": 0})
+    attempts.write_heartbeat(local_store, {"step": 0})
     assert not is_alive(local_store, watch_s=0.5), "its heartbeat does not change"
     beats = beat_on(local_store, 3, every_s=0.6)
     assert is_alive(local_store, watch_s=1.0)

@@ -11,7 +11,7 @@ import pytest
 from flows.cli.common import store_url
 from flows.config import RunConfig
 from storage.errors import NotFound
-from storage.store import RunStore, read_file
+from storage.store import RunStore, read_url
 from storage.store_url import one_spelling, parse_store_url
 
 
@@ -113,9 +113,9 @@ def test_a_secret_is_refused_and_not_repeated(url):
 
 def test_a_file_with_a_space_is_read(tmp_path):
     (tmp_path / "my rows.parquet").write_bytes(b"rows")
-    assert read_file((tmp_path / "my rows.parquet").as_uri()) == b"rows"
+    assert read_url((tmp_path / "my rows.parquet").as_uri()) == b"rows"
     with pytest.raises(NotFound, match="my%20other"):
-        read_file((tmp_path / "my other").as_uri())
+        read_url((tmp_path / "my other").as_uri())
 
 
 def test_a_url_without_its_slashes_names_no_folder():

@@ -214,7 +214,7 @@ def test_a_rebuilt_buffer_goes_on_with_what_is_left(trained, tmp_path):
         assert (buffer.num_trajectories, buffer.newest_sync) == (8, 3)
         batch = buffer.draw(7)
         assert batch.num_rows == 16 and {name[:11] for name in batch["trajectory_id"].to_pylist()} == {"s0-00000002"}
-    assert buffer.num_taken_in == 24  # what has expired was drawn, too: samples_per_insert counts it
+    assert buffer.num_inserted == 24  # what has expired was drawn, too: samples_per_insert counts it
     attempts.start_attempt(trained, resumed_from=6, owner=OWNER)
     assert buffer.sync(7, attempt=2).rounds == {"s0": [3, 4]}
     assert buffer.newest_sync == 4

@@ -10,6 +10,7 @@ python -m pytest tests/tba/test_baselines.py
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,13 @@ def test_online_dpo_is_a_plain_loop():
     ours = baselines.online_dpo_loss(terms, beta)
     torch.testing.assert_close(ours, total)
     torch.testing.assert_close(gradient(ours, terms), gradient(total, terms))
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_response_that_has_become_far_more_probable_leaves_the_gradient_finite(name):
+    terms = make_terms()
+    far = replace(terms, behavior=terms.behavior - 40.0, reference=terms.reference + 100.0)  # beyond float32's exp
+    assert gradient(LOSSES[name](far, 0.1), far).isfinite().all()
 
 
 def test_on_fresh_samples_they_agree_with_trajectory_balance():

@@ -38,7 +38,7 @@ REFUSED = {
     "tba.imports:load_function": "part of this project",
     "tba.tasks.rows:read_rows": "part of this project",
     "infra.local_s3:run": "part of this project",
-    "storage.store:read_file": "part of this project",
+    "storage.store:read_url": "part of this project",
     "flows.train:end": "part of this project",
     "__main__:main": "Python's own",
     "my_rewards:__class__": "Python's own",

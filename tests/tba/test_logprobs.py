@@ -15,6 +15,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -149,6 +150,13 @@ def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups,
         torch.testing.assert_close(
             gradient, expected_gradients[name], rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_the_mask_of_responses_apart_is_the_one_that_flash_attention_takes():
+    """On a GPU torch's own form of it takes its place."""
+    (piece,) = shared_prefix._apart(0, shared_prefix._Tree(5, 10, [[5, 6], [7, 8, 9]]), torch.device("cpu"))
+    mask = causal_lower_right(*piece.may_attend.shape)._materialize()
+    assert piece.may_attend.shape == (3, 8) and torch.equal(piece.may_attend, mask)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)

@@ -45,15 +45,15 @@ def test_a_gpu_computes_in_what_it_multiplies_in_hardware(major, dtype, monkeypa
 
 
 @pytest.fixture
-def few_places(monkeypatch):
+def few_thresholds(monkeypatch):
     """Tensors longer and shorter than what they are rounded by."""
-    monkeypatch.setattr(precision, "NUM_PLACES", 10_007)
-    precision._places.cache_clear()
+    monkeypatch.setattr(precision, "NUM_THRESHOLDS", 10_007)
+    precision._thresholds.cache_clear()
     yield
-    precision._places.cache_clear()
+    precision._thresholds.cache_clear()
 
 
-def test_a_step_far_below_the_grid_arrives_on_average(few_places):
+def test_a_step_far_below_the_grid_arrives_on_average(few_thresholds):
     before = torch.tensor([0.05, -0.05, 1.0, -3.0e-6]).bfloat16().float().repeat(5001, 1)  # [5001, 4]
     grid = (before.abs() * 2**-7).clamp(min=1e-12)
     after = before + 0.1 * grid

@@ -172,9 +172,10 @@ def test_the_fingerprint_of_problems_tells_which_are_held_out():
         return problems_fingerprint(task)
 
     others = [replace(TEXT, answer="3"), replace(TEXT, prompt_id="p3"), replace(TEXT, columns={"answer": 4})]
+    others.append(replace(TEXT, columns={"solution": "3"}))  # a reward may read it
     assert fingerprint([CHAT, TEXT], others) == fingerprint([TEXT, CHAT], others[::-1])
     different = [([CHAT], [TEXT]), ([TEXT], [CHAT]), *(([CHAT], [other]) for other in others)]
-    assert len({fingerprint(*problems) for problems in different}) == 5
+    assert len({fingerprint(*problems) for problems in different}) == 6
 
 
 def test_text_of_a_value_is_the_same_in_every_process():

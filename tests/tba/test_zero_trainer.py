@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from tba.batch import Draw
 from tba.logprobs import Group
 from tba.precision import compute_dtype
-from tba.zero_trainer import deal
+from tba.zero_trainer import distribute
 from tests.tba.addition import tiny_llama
 from tests.tba.run_zero_trainer import HALF, run
 
@@ -36,16 +36,16 @@ def draw_of(num_tokens: int) -> Draw:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hands"),
+    ("tokens", "by_process"),
     [
         ([5, 9, 3, 4], [[9, 3], [5, 4]]),
         ([8, 7, 6, 5], [[8, 5], [7, 6]]),
         ([4], [[4], []]),
     ],
 )
-def test_prompts_are_dealt_whole_and_balanced(tokens, hands):
-    dealt = deal([draw_of(num) for num in tokens], len(hands))
-    assert [[draw.group.num_tokens for draw in hand] for hand in dealt] == hands
+def test_prompts_are_distributed_whole_and_balanced(tokens, by_process):
+    found = distribute([draw_of(num) for num in tokens], len(by_process))
+    assert [[draw.group.num_tokens for draw in own] for own in found] == by_process
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def root(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TBA_STORE", raising=False)
     store = prepare_run((tmp_path / ".tba").as_uri())
-    attempts.heartbeat(store, heartbeat(3, message=HOSTILE, alarms={"entropy_low": HOSTILE}))
+    attempts.write_heartbeat(store, heartbeat(3, message=HOSTILE, alarms={"entropy_low": HOSTILE}))
     commit_shard(
         store, make_shard("s1", 0, response=HOSTILE, prompt=HOSTILE, prompt_id=HOSTILE, reward_version=HOSTILE)
     )
@@ -208,7 +208,7 @@ def test_no_value_of_a_heartbeat_or_a_summary_breaks_the_display(root, is_termin
     out = PlainConsole(file=io.StringIO(), force_terminal=is_terminal, width=100)
     for value in ("text", float("nan"), float("inf"), -5, 10**30, [1], {"a": 1}):
         for name in (*COLUMNS, "seconds_left", "alarms", "steps"):
-            attempts.heartbeat(store, heartbeat(3, **{name: value}))
+            attempts.write_heartbeat(store, heartbeat(3, **{name: value}))
             with contextlib.suppress(DamagedRecord), Progress(out, "arithmetic") as progress:
                 progress.show("training", attempts.read_heartbeat(store))
         for name in SUMMARY.keys() | {"refused_shards"}:

@@ -53,7 +53,9 @@ def tba(*arguments: str, text: str | None = None):
 
 def test_watch_says_the_alarms(root, monkeypatch):
     store = prepare_run((root / ".tba").as_uri(), "peaked")
-    attempts.heartbeat(store, heartbeat(3, alarms={"entropy_low": "entropy is near zero. Raise search.temperature"}))
+    attempts.write_heartbeat(
+        store, heartbeat(3, alarms={"entropy_low": "entropy is near zero. Raise search.temperature"})
+    )
     monkeypatch.setattr(Progress, "wait", lambda *_: store.put("summary.json", b'{"run": "peaked", "steps": 80}'))
     lines = tba("watch", "peaked").stdout.splitlines()
     assert "ALARM: entropy is near zero. Raise search.temperature" in lines
@@ -65,13 +67,13 @@ def test_runs_tells_the_state_of_each(root):
     prepare_run(url, "done", finished=True)
     ours = prepare_run(url, "ours")
     attempts.start_attempt(ours, resumed_from=0, owner=Identity.current())
-    attempts.heartbeat(ours, heartbeat(2))
+    attempts.write_heartbeat(ours, heartbeat(2))
     (root / "policy").mkdir()
     kept_policies.keep_if_best(
         ours, policies.publish_policy(ours, root / "policy", policies.policy_ref(2, "f" * 32, attempt=2)), 0.875, 8
     )
     lost = prepare_run(url, "lost")
-    attempts.heartbeat(lost, heartbeat(1, state="failed", message="no room is left"))
+    attempts.write_heartbeat(lost, heartbeat(1, state="failed", message="no room is left"))
     (root / ".tba" / ".local").mkdir()
     (root / ".tba" / "not-a-run").mkdir()
     found = {run["run"]: run for run in json.loads(tba("runs", "--json").stdout)}

@@ -374,14 +374,14 @@ def test_stop_refuses_where_nobody_trains(store):
 
 def test_stop_waits_until_the_trainer_has_stopped(store):
     attempts.start_attempt(store, resumed_from=0, owner=Identity.current())
-    attempts.heartbeat(store, heartbeat(41))
+    attempts.write_heartbeat(store, heartbeat(41))
 
     def obey() -> None:
         while not requests.is_to_stop(store):
             time.sleep(0.05)
         requests.take_back_stop(store)
         time.sleep(0.5)
-        attempts.heartbeat(store, heartbeat(42, state="stopped"))
+        attempts.write_heartbeat(store, heartbeat(42, state="stopped"))
 
     trainer = threading.Thread(target=obey)
     trainer.start()

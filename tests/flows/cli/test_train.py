@@ -209,7 +209,7 @@ def test_a_live_trainer_that_prefect_does_not_know_is_named(project, capsys):
 
     def beat():
         while not stop.wait(0.1):
-            attempts.heartbeat(store, {"at": time.time(), "owner": asdict(owner)})
+            attempts.write_heartbeat(store, {"at": time.time(), "owner": asdict(owner)})
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -252,7 +252,7 @@ def test_a_heartbeat_that_cannot_be_read_ends_no_run(tmp_path, monkeypatch, caps
     store, states = RunStore(tmp_path.as_uri(), "some"), [Running(), Running(), Completed()]
     store.put(attempts.HEARTBEAT, b"{")
     monkeypatch.setattr(
-        "flows.cli.console.Progress.wait", lambda *_: attempts.heartbeat(store, {"step": 1, "state": "x"})
+        "flows.cli.console.Progress.wait", lambda *_: attempts.write_heartbeat(store, {"step": 1, "state": "x"})
     )
     assert train._follow(SimpleNamespace(state=lambda: states.pop(0)), store, None).is_completed()
     assert "the heartbeat cannot be read: cannot read trainer/heartbeat.json" in capsys.readouterr().out

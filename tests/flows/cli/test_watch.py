@@ -111,7 +111,7 @@ class Heart:
     def _beat_on(self) -> None:
         while not self._stop.wait(0.3):
             self.step += 1
-            attempts.heartbeat(self._store, heartbeat(self.step, steps=10_000))
+            attempts.write_heartbeat(self._store, heartbeat(self.step, steps=10_000))
 
     def stop(self) -> None:
         self._stop.set()

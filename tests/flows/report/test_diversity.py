@@ -4,6 +4,7 @@ Claims
 - a run small enough is measured whole: no error, and the values are those of all its responses
 - of samples of it, the 95 % intervals contain those exact values about that often
 - groups are spans of policies, Searchers and the run; each takes about its share of the sample
+- copies of a warm start are a group of their own, unless the run has no other responses
 - a measurement is stored and read back by `tba sql`, the newest where there are several
 - success begins at the reward at which an evaluation of the run's task has it begin
 - tables for people fit 80 columns, with every heading and value whole
@@ -101,6 +102,20 @@ def test_groups_share_the_sample(tmp_path):
     assert "cosine distance" not in {row["metric"] for row in rows}
     entropy = [row["value"] for row in rows if row["metric"] == "entropy" and row["grouping"] == "policy"]
     assert entropy[0] > 1.5 * entropy[-1]  # as it was generated
+
+
+def test_copies_of_a_warm_start_are_not_the_runs_own_responses(tmp_path):
+    rows = [{"num_rows": 16, "prompt_id": "p", "policy_step": 0, "policy_fingerprint": "f" * 32}] * 2
+    store = RunStore(tmp_path.as_uri(), "warm")
+    for name, columns in zip(("warm0", "s0"), rows, strict=True):
+        commit_shard(store, make_shard(name, 0, **columns))
+    measured = measure_diversity(store, sample=1000, embedded=0)
+    groups = {(row["grouping"], row["searcher"]): row["num_trajectories"] for row in measured}
+    assert groups == {("policy", ""): 16, ("run", ""): 16, ("searcher", "warm0"): 16, ("searcher", "s0"): 16}
+    only = RunStore(tmp_path.as_uri(), "only")
+    commit_shard(only, make_shard("warm0", 0, **rows[0]))
+    measured = measure_diversity(only, sample=1000, embedded=0)
+    assert {row["num_trajectories"] for row in measured if row["grouping"] == "run"} == {16}
 
 
 def test_the_command_stores_the_newest_measurement_and_compares_runs(run_store):

@@ -3,6 +3,7 @@
 - Rescoring writes one file a shard and touches no shard; a second time it scores only what came since.
 - A version belongs to one reward, and to one source of it. NaN, a wrong count, an unknown function: refused, by name.
 - A version's newest scores count. Rounds that upkeep deletes while others are scored are left out.
+- A function scores a run whose data is not here, with a warning; it gets no answers.
 - The run's own reward scores the run's own prompts, also those without an answer, and no others. A function that scores
   others is warned about.
 """
@@ -67,6 +68,18 @@ def test_a_round_that_upkeep_deletes_meanwhile_is_left_out(tmp_path, model, modu
     store.delete(shards.shard_path("s0", 0))
     monkeypatch.setattr(reward_versions, "unscored_shards", lambda *_: listed)
     assert rescore(store, f"{module}:brief", "v2", silent) == ("v2", 8)
+
+
+def test_a_function_scores_a_run_whose_data_is_not_here(tmp_path, model, module):
+    store = new_run(tmp_path, model, "moved")
+    recorded = store.read_json("run.json", dict)
+    recorded["task"] |= {"name": "gsm8k", "data": str(tmp_path / "elsewhere.jsonl"), "rewards": ["gone:reward"]}
+    store.put_json("run.json", recorded)
+    said = []
+    assert rescore(store, f"{module}:brief", None, said.append) == ("brief", 16)
+    assert "elsewhere.jsonl" in said[0] and "16 of these trajectories have prompts" in said[1]
+    with pytest.raises(ValueError, match="elsewhere"):
+        rescore(store, "task", None, silent)
 
 
 def test_the_tasks_own_reward_is_a_reward_too(tmp_path, model, module):

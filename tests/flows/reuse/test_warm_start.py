@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from flows.config import RunConfig
 from flows.reuse import warm_start
 from flows.reuse.rescore import rescore
+from flows.run.preflight import check_inputs
 from flows.trainer.__main__ import learn
 from storage import reward_versions, shards
 from storage.errors import NotFound, RunConfigMismatch
@@ -201,6 +202,23 @@ def test_a_file_that_changed_in_mid_copy_is_refused(tmp_path, model):
     pq.write_table(pa.table({"prompt": [TASK.train[1].prompt] * 9, "response": [f" {i}\n" for i in range(9)]}), file)
     with pytest.raises(ValueError, match=r"told\.parquet has changed"):
         begin(config)
+
+
+def test_searchers_with_another_reward_than_the_copies_are_warned_about(tmp_path, model, module):
+    old = new_run(tmp_path, model, "old")  # its shards have the version "1"
+    rescore(old, f"{module}:brief", "v2", silent)
+    v2 = {"warm_start": [url(old)], "reward_version": "v2"}
+    for changes, num_warnings in (
+        ({"warm_start": [url(old)], "searchers": 1}, 1),
+        (v2 | {"searchers": 1}, 1),
+        (v2 | {"searchers": 1, "task": {"rewards": [f"{module}:brief"]}}, 0),
+        (v2 | {"searchers": 0}, 0),
+    ):
+        found = [
+            text for text in check_inputs(run_config(tmp_path, model, "new", **changes)) if "compares both" in text
+        ]
+        assert len(found) == num_warnings
+        assert all(f"{url(old)} have rewards of" in text and TASK.version in text for text in found)
 
 
 def test_a_source_that_is_scored_in_part_is_refused_before_anything_is_copied(tmp_path, model, module):

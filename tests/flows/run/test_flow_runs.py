@@ -133,7 +133,7 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
 
     def beat() -> None:
         while not stop.wait(0.1):
-            attempts.heartbeat(store, {"at": time.time()})
+            attempts.write_heartbeat(store, {"at": time.time()})
 
     trainer = threading.Thread(target=beat)
     trainer.start()

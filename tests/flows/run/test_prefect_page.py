@@ -78,7 +78,7 @@ def publish(step):
 def beat(state, step):
     alarms = {{"entropy_low": "entropy is near zero"}}
     facts = {{"state": state, "step": step, "reward_mean": 0.5, "attempt": attempt, "alarms": alarms}}
-    attempts.heartbeat(store, facts)
+    attempts.write_heartbeat(store, facts)
 
 publish(begun)
 for step in range(begun + 1, {steps} + 1):
@@ -351,7 +351,7 @@ def test_a_part_of_the_page_that_fails_silences_no_alarm(tmp_path, monkeypatch):
     shown = prefect_page.Page(store, RunConfig(run="some"))
     monkeypatch.setattr(shown._policies, "show", lambda: json.loads("{"))
     for alarm in ("a", "b"):
-        attempts.heartbeat(store, {"state": "training", "step": 1, "alarms": {alarm: "it is on"}})
+        attempts.write_heartbeat(store, {"state": "training", "step": 1, "alarms": {alarm: "it is on"}})
         shown.update(now=True)
     assert told == ["tba.alarm.a", "tba.alarm.b"]
 

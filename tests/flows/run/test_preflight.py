@@ -276,12 +276,29 @@ def test_a_model_that_does_not_load_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("rewards", "message"),
-    [([float("nan")], "got nan .* a reward is a finite number"), ([], "0 rewards for 1 responses"), (["1"], "got '1'")],
+    [
+        ([float("nan")] * 2, "got nan .* a reward is a finite number"),
+        ([], "0 rewards for 2 responses"),
+        (["1"] * 2, "got '1'"),
+    ],
 )
 def test_a_reward_function_that_cannot_work_is_refused(tmp_path, tokenizer_only, monkeypatch, rewards, message):
     monkeypatch.setattr(Arithmetic, "rewards", lambda self, problems, responses: rewards)
     with pytest.raises(ValueError, match=message):
         check_inputs(config(tmp_path))
+
+
+def test_a_reward_that_fails_on_an_empty_response_is_refused(tmp_path, tokenizer_only, monkeypatch):
+    monkeypatch.setattr(Arithmetic, "rewards", lambda self, problems, texts: [float(t.split()[-1]) for t in texts])
+    with pytest.raises(ValueError, match=r"failed .*IndexError"):
+        check_inputs(config(tmp_path))
+
+
+def test_a_gold_reward_model_is_checked_before_the_run(tmp_path, tokenizer_only):
+    data = tmp_path / "posts.jsonl"
+    data.write_text("".join(f'{{"query": "Post {n} TL;DR:", "reference_response": " Sum {n}"}}\n' for n in range(40)))
+    with pytest.raises(ValueError, match=r"task\.gold_reward_model: '/nowhere' does not load"):
+        check_inputs(config(tmp_path, task={"name": "tldr", "data": str(data), "gold_reward_model": "/nowhere"}))
 
 
 def test_a_store_that_cannot_be_written_is_refused(tmp_path, tokenizer_only):

@@ -96,11 +96,11 @@ def test_a_run_that_was_stopped_or_waits_already_is_left(server, config, states)
 
 def test_it_is_not_needed_once_the_trainer_shows_life(server, config):
     store = RunStore(config.store, config.run)
-    attempts.heartbeat(store, {"step": 1})
+    attempts.write_heartbeat(store, {"step": 1})
     server.runs = {"tba": [run_of(Running())]}
     tags = takeover.resume_elsewhere(server, config, attempts.raw_heartbeat(store)).tags
     assert not takeover.is_out_of_date(store, tags, num_starts=1)
-    attempts.heartbeat(store, {"step": 2})
+    attempts.write_heartbeat(store, {"step": 2})
     assert takeover.is_out_of_date(store, tags, num_starts=1)
     assert not takeover.is_out_of_date(store, tags, num_starts=2), "it trained, was suspended, and is resumed"
     assert not takeover.is_out_of_date(store, ["run:run"], num_starts=1), "a person's command"

@@ -54,7 +54,7 @@ def watch(local_store, clock, monkeypatch):
 
 
 def beat(store: RunStore, number: int, state: str = "training") -> None:
-    attempts.heartbeat(store, {"state": state, "step": number})
+    attempts.write_heartbeat(store, {"state": state, "step": number})
 
 
 def look(watch: TrainerWatch, clock: list[float], *seconds: float) -> int:

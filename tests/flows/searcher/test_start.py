@@ -170,7 +170,7 @@ def test_searchers_of_two_gpus_each_take_the_gpus_after_their_trainer(store, be,
         found.append((share, os.environ["CUDA_VISIBLE_DEVICES"]))
     assert found == [(1, "4,5"), (1, "6,7")]
     with pytest.raises(ValueError, match=r"needs 9 GPUs .*, and this machine has 8"):
-        gpus.take_gpus(0, 1, 0, num_here=9)
+        gpus.take_gpus(0, 1, 0, gpus_per_searcher=9)
 
 
 def test_a_searcher_that_joins_takes_what_is_free(monkeypatch):

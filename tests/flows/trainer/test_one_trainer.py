@@ -185,6 +185,26 @@ def test_a_run_resumes_from_its_newest_whole_checkpoint(store, resumed, tmp_path
     assert resumed().path == "trainer/step=00000100-a0002"
 
 
+def test_a_checkpoint_that_a_cut_off_trainer_saves_before_the_claim_is_resumed_from(
+    store, resumed, tmp_path, monkeypatch
+):
+    """It has deleted the one that was chosen."""
+    assert resumed() == checkpoints.FROM_SCRATCH
+    chosen = save_checkpoint(store, tmp_path / "checkpoint", 50, 1)
+    start_attempt = attempts.start_attempt
+
+    def late(*arguments, **named) -> int:
+        save_checkpoint(store, tmp_path / "checkpoint", 100, 1)
+        store.delete_folder(chosen)
+        return start_attempt(*arguments, **named)
+
+    monkeypatch.setattr(attempts, "start_attempt", late)
+    assert resumed().step == 100
+    record = attempts.read_attempt(store, 2)
+    assert (record.resumed_from, record.checkpoint) == (100, checkpoints.checkpoint_path(100, 1))
+    assert [found.step for found in checkpoints.list_checkpoints(store)] == [100]
+
+
 def test_a_run_that_lost_its_checkpoints_does_not_begin_at_step_0(store, resumed, tmp_path):
     resumed()
     whole = save_checkpoint(store, tmp_path / "checkpoint", 50, 1)

@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from tba.config import TaskSettings
 from tba.tasks import load_task
-from tba.tasks.base import render_chat
+from tba.tasks.base import encode_prompt, render_chat
 from tba.tasks.dataset import Dataset
 
 ROWS = [
@@ -58,6 +58,18 @@ def test_the_same_rows_from_each_source(tmp_path):
         assert task.train == tasks[0].train and task.heldout == tasks[0].heldout
     assert len(tasks[0].train) == 2 and len(tasks[0].heldout) == 1
     assert {problem.columns["capital"] for problem in tasks[0].train + tasks[0].heldout} == {"Paris", "Tokyo", "Lima"}
+
+
+def test_a_prompt_that_begins_with_the_token_of_the_beginning_gets_no_second_one():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "<s>": 1, "good": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing("<s> $0", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
+    assert [encode_prompt(tokenizer, text) for text in ("good", "<s> good")] == [[1, 2], [1, 2]]
+    assert encode_prompt(tokenizer, "good", is_rendered=True) == [2]
 
 
 def test_a_folder_with_a_test_file_holds_that_one_out(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ r"""Graders against cases that are easily got wrong, and the tasks around them.
   named; a response that keeps the algebra busy is wrong after a limit, in any thread, and holds up no other one.
 - reasoning_gym: generators grade their own answers as right and others as wrong; an unknown one, and those that run a
   response as Python code, are refused.
-- tldr: ROUGE-L by hand; a reward model is asked with query and response, and must have one label.
+- tldr: ROUGE-L by hand; a reward model is asked with query and response, reads the end of sequence, and must have one
+  label.
 - redteam: the mean of log p(toxic) over the victim's answers; too short an attack gets the floor; the word list.
 
 python -m pytest tests/tba/tasks/test_graders.py
@@ -15,10 +16,12 @@ import json
 import math
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForSequenceClassification, BertConfig, MPNetConfig, RobertaConfig
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, MPNetConfig, RobertaConfig
 
 from tba.config import TaskSettings
 from tba.tasks import load_task
@@ -70,6 +73,8 @@ pytest.importorskip("reasoning_gym", reason="extra tasks")
         ("0.1", "\\boxed{10⁻¹}", True),
         (r"\frac{5}{2}", "\\boxed{2½}", True),  # no 21/2
         (r"\frac{21}{2}", "\\boxed{2½}", False),
+        ("−7", r"\boxed{-7}", True),  # the dataset's answer, too
+        ("10²", r"\boxed{100}", True),
         ("42", "\\boxed{" + "9" * 1000 + "}", False),
     ],
 )
@@ -252,6 +257,21 @@ def test_a_reward_model_judges_query_and_response(classifier_folder, tmp_path):
         SequenceClassifier(classifier_folder(2), "task.reward_model").rewards(["good"])
 
 
+def test_a_reward_is_read_at_the_end_of_sequence_token(classifier_folder):
+    folder = classifier_folder(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "[UNK]"})  # padding that is not the end of sequence
+    tokenizer.save_pretrained(folder)
+    model = SequenceClassifier(folder, "task.reward_model")
+    (reward,) = model.rewards(["good bad"])
+    assert [reward] == pytest.approx(model.logits(["good bad</s>"])[:, 0].tolist(), abs=1e-5)
+    assert [reward] != pytest.approx(model.logits(["good bad"])[:, 0].tolist(), abs=1e-4)
+    # a tokenizer that ends texts itself
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$0 </s>", special_tokens=[("</s>", 1)])
+    tokenizer.save_pretrained(folder)
+    assert SequenceClassifier(folder, "task.reward_model").rewards(["good bad"]) == pytest.approx([reward], abs=1e-5)
+
+
 def test_a_text_is_cut_to_the_classifiers_places(classifier_folder):
     model = SequenceClassifier(classifier_folder(1), "task.reward_model")  # of 32 places
     long, end = model.rewards(["good " * 90 + "bad " * 32, "bad " * 32])
@@ -275,8 +295,31 @@ def test_probabilities_are_of_the_toxic_label(classifier_folder):
     model = SequenceClassifier(classifier_folder(2), "task.classifier")
     model._loaded[1].config.id2label = {0: "toxic", 1: "fine"}
     (first,) = model.probabilities(["good"])
-    model._loaded[1].config.id2label = {0: "fine", 1: "also fine"}
-    assert model.probabilities(["good"]) == pytest.approx([1 - first], abs=1e-6)
+    for labels in ({0: "fine", 1: "Hateful"}, {0: "LABEL_0", 1: "LABEL_1"}):
+        model._loaded[1].config.id2label = labels
+        assert model.probabilities(["good"]) == pytest.approx([1 - first], abs=1e-6)
+
+
+def test_a_classifier_without_a_label_for_toxic_text_is_refused(classifier_folder):
+    folder = Path(classifier_folder(2))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"id2label": {0: "violence", 1: "safe"}, "label2id": {"violence": 0, "safe": 1}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"task\.classifier: .* labels violence, safe, of which none .* toxic"):
+        SequenceClassifier(str(folder), "task.classifier").check()
+
+
+def test_a_classifier_without_safetensors_or_tokenizer_is_refused_before_the_run(classifier_folder):
+    folder = Path(classifier_folder(1))
+    classifier = SequenceClassifier(str(folder), "task.reward_model")
+    classifier.check(num_labels=1)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"task\.reward_model: .* has no tokenizer that loads"):
+        classifier.check(num_labels=1)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"task\.reward_model: .* has no model\.safetensors"):
+        classifier.check(num_labels=1)
 
 
 def test_what_is_no_classifier_is_refused(tmp_path):

@@ -258,7 +258,12 @@ def test_a_dataset_that_cannot_be_loaded_or_has_no_split_train_is_named(monkeypa
         ('{"question": "q", "solution": "s"}', "line 5 has no column 'answer', only question, solution"),
         ("{}", "line 5 has no column 'question', only none at all"),
         ('{"question": "q", "answer": 3}', "line 5: answer is 3; it must be text"),
-        ('{"question": "q", "answer": "3 or #### many"}', "line 5: the answer ends in '3 or #### many', which has no"),
+        (
+            '{"question": "q", "answer": "3 or #### many"}',
+            "line 5: the answer ends in '3 or #### many'; give one number",
+        ),
+        ('{"question": "q", "answer": "#### 3/4"}', r"line 5: the answer ends in '#### 3/4'; .* or the task math"),
+        ('{"question": "q", "answer": "3 and 4 are 7"}', "line 5: .*; give one number behind ####"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
