@@ -59,10 +59,10 @@ def remove_leftovers(run: str) -> None:
     """
     places = Path(tempfile.gettempdir()), MEMORY_FOLDER
     for folder in chain(*(place.glob("tba-*") for place in places)):
-        match = re.fullmatch(r"tba-(checkpoint|policy|resume)-(.+)@(\d+)\.(\d+)-\w+", folder.name)
+        match = re.fullmatch(r"tba-(checkpoint|policy|resume)-(.+)@(\d+)(?:\.(\d+))?-\w+", folder.name)
         if match is None:
             continue
-        is_ours, is_known = match[2] == run, int(match[4]) == _pid_namespace()
+        is_ours, is_known = match[2] == run, match[4] == str(_pid_namespace())
         if is_known and psutil.pid_exists(int(match[3])):
             continue
         with suppress(OSError):  # removed meanwhile
@@ -73,8 +73,10 @@ def remove_leftovers(run: str) -> None:
 
 
 def _pid_namespace() -> int:
-    """The number of the namespace in which this process's pid holds: containers have their own."""
-    return os.stat("/proc/self/ns/pid").st_ino
+    """The number of the namespace in which this process's pid holds: containers have their own. 0: it is unknown."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
 
 
 def _room_in_memory() -> int:

@@ -50,10 +50,10 @@ def check_data(store: RunStore, fingerprint: str, *, records: bool = True) -> No
     if first != fingerprint:
         raise RunConfigMismatch(
             f"task.data: the problems on this machine have fingerprint {fingerprint}, but run {store.run} in "
-            f"{store.url} began with {first} ({DATA}): prompts, answers, or which of them are held out, differ. A "
-            "function must return the same rows at each call. Restore the data, or begin another run; --warm-start "
-            "takes the trajectories along. To go on with these, delete the file: accuracies before and after will not "
-            "be comparable."
+            f"{store.url} began with {first} ({DATA}): prompts, answers, other columns (which older versions left "
+            "out), or which of them are held out, differ. A function must return the same rows at each call. Restore "
+            "the data, or begin another run; --warm-start takes the trajectories along. To go on with these, delete "
+            "the file: accuracies before and after will not be comparable."
         )
 
 

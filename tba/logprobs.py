@@ -33,6 +33,7 @@ PRODUCTS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._efficient_attention_forward.default,  # of a CausalBias
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
 

@@ -21,7 +21,6 @@ from tba.model_files import NO_EXPERTS, context_length, is_mixture_of_experts, t
 from tba.models import model_folder
 from tba.rewards import RewardedTask
 from tba.tasks import READ_BY, TASKS, load_task
-from tba.tasks.base import stop_tokens
 from tba.tasks.tldr import judge
 
 
@@ -82,7 +81,6 @@ def check_inputs(config: RunConfig) -> list[str]:
         warnings.append(warning)
     if is_new and config.searchers:
         warnings += other_rewards(sources, task.version)
-    stop_tokens(task, tokenizer)
     check_rounds(config, len(task.train))
     if is_new:
         check_age(config)

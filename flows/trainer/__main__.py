@@ -61,15 +61,15 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
         checkpoint=checkpoint.path,
         processes=config.train.processes,
     )
-    newer = checkpoints.newest_whole_checkpoint(store, before=attempt)
-    if newer not in (None, checkpoint):  # an earlier Trainer, which was cut off, saved it before the attempt began
-        attempts.resume_from(store, attempt, newer.step, newer.path)
-        checkpoint = newer
     heart = Heartbeat(store, config, attempt, parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # the flow stops training by SIGTERM; Ctrl-C reaches every process
         signal.signal(number, lambda *_: heart.stop.set())
     state, message = "failed", ""
     try:
+        newer = checkpoints.newest_whole_checkpoint(store, before=attempt)
+        if newer not in (None, checkpoint):  # an earlier Trainer, which was cut off, saved it before the attempt began
+            attempts.resume_from(store, attempt, newer.step, newer.path)
+            checkpoint = newer
         remove_leftovers(run)
         log.info("attempt %d of run %s begins at step %d", attempt, run, checkpoint.step)
         from flows.trainer.session import train_run

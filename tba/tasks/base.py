@@ -71,8 +71,8 @@ def render_chat(tokenizer, messages: Sequence[Mapping[str, str]]) -> str:
 class Task(Protocol):
     """The interface of a task's class. `train` and `heldout` share no problem.
 
-    Before a run starts, `rewards` is tried on one problem. A task whose rewards need models may have a `check()`, which
-    is called instead and raises ValueError where one does not load.
+    Before a run starts, `rewards` is tried on one problem, with its answer and with an empty response. A task whose
+    rewards need models may have a `check()`, which is called instead and raises ValueError where one does not load.
     """
 
     name: str

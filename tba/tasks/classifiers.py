@@ -60,9 +60,11 @@ class SequenceClassifier:
         if Path(self.name).is_dir() and not weight_files(Path(self.name)):
             raise ValueError(f"{self._field}: {self.name!r} has no model.safetensors; save it in that format")
         try:
-            AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
         except Exception as error:
             raise ValueError(f"{self._field}: {self.name!r} has no tokenizer that loads ({error})") from error
+        if len(tokenizer) - len(tokenizer.all_special_ids) < 2:  # without its files transformers makes an empty one
+            raise ValueError(f"{self._field}: {self.name!r} has no tokenizer that loads (its vocabulary is empty)")
 
     def logits(self, texts: Sequence[str]):
         """[N, labels], float32 on the CPU."""
@@ -81,6 +83,7 @@ class SequenceClassifier:
     def rewards(self, texts: Sequence[str]) -> list[float]:
         """The logit of a reward model's only label, read at the end-of-sequence token, as reward models are trained.
 
+        If that token is the padding, too, the score is read at the one before: transformers skips padding.
         Raises: ValueError: it has several labels.
         """
         tokenizer, _ = self._loaded

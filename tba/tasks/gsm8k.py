@@ -44,7 +44,8 @@ class GSM8K:
         """`data`: a JSONL file with question and answer, or a Hugging Face dataset with those columns; None: GSM8K's.
 
         A dataset's own test split is held out; without one, a tenth of the problems, chosen by a hash of the question.
-        Raises: ValueError: the data is not there, a line is broken, a column is missing, an answer has no number.
+        Raises: ValueError: the data is not there, a line is broken, a column is missing, or an answer has not exactly
+        one number behind ####.
         """
         data = data or DATASET
         config = "main" if data == DATASET else None

@@ -45,7 +45,7 @@ class RedTeam:
         self._victim = Victim(resolve_model(victim, Path.cwd() / MODELS_FOLDER))
         named = classifier not in (None, WORD_LIST)
         self._classifier = SequenceClassifier(classifier, "task.classifier") if named else WordList()
-        self.version = f"redteam-{victim}-{classifier or WORD_LIST}"
+        self.version = f"redteam-2-{victim}-{classifier}" if named else f"redteam-{victim}-{WORD_LIST}"
 
     def check(self) -> None:
         """Raises: ValueError: the classifier cannot be loaded."""

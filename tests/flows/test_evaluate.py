@@ -122,7 +122,7 @@ def test_attacks_are_counted_by_kind(tmp_path, monkeypatch):
         "success_clusters": 2,
     }
     (answers,) = told.sample_responses([problem], 4, 1.0)
-    told.answers = lambda *_: [answers[:1]]
+    told.sample_responses = lambda *_: [answers[:1]]
     assert evaluate.measure_attacks(told, 1)["cosine_distance"] is None  # NaN is no JSON
 
 

@@ -63,6 +63,8 @@ class Trainer:
 class Refused:
     """The process of a Trainer that found another one alive."""
 
+    pid = os.getpid()
+
     def poll(self) -> int:
         return ALREADY_TRAINING
 

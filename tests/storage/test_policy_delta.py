@@ -171,10 +171,10 @@ def test_the_best_policy_is_whole_before_best_json_names_it(trainer, memory_run,
     assert hold_policy(memory_run, refs[3], "s0")
     put = memory_run._files.put
 
-    def dies_at_the_pointer(path: str, data: bytes) -> None:
+    def dies_at_the_pointer(path: str, data: bytes, check) -> None:
         if path.endswith("best.json"):
             raise Killed
-        put(path, data)
+        put(path, data, check)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(memory_run._files, "put", dies_at_the_pointer)

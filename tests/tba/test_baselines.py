@@ -10,7 +10,6 @@ python -m pytest tests/tba/test_baselines.py
 """
 
 from collections import defaultdict
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -132,7 +131,9 @@ def test_online_dpo_is_a_plain_loop():
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_a_response_that_has_become_far_more_probable_leaves_the_gradient_finite(name):
     terms = make_terms()
-    far = replace(terms, behavior=terms.behavior - 40.0, reference=terms.reference + 100.0)  # beyond float32's exp
+    policy = terms.policy.detach().float().requires_grad_()
+    behavior, reference = (terms.behavior - 40).float(), (terms.reference + 100).float()  # beyond float32's exp
+    far = Terms(policy, behavior, reference, terms.is_token, terms.reward.float())
     assert gradient(LOSSES[name](far, 0.1), far).isfinite().all()
 
 

@@ -95,7 +95,7 @@ class Task:
 class Tokenizer:
     """The token of a prompt is its number."""
 
-    eos_token_id, chat_template, name_or_path = 1, None, ""
+    eos_token_id, bos_token, chat_template, name_or_path = 1, None, None, ""
 
     def encode(self, text, **_):
         return [int(text.split()[-1])]
@@ -157,7 +157,7 @@ def test_the_next_round_is_in_the_engine_while_one_is_scored(searcher, engine):
     second = searcher.sample(1, ahead=True)  # needs no step
     assert second.number == 1 and second.times["sampling_ended_at"] < second.times["started_at"]
     asked = [prompts for prompts, _ in engine.started]
-    assert [[question.prompt_tokens for question in of.questions] for of in (sampled[0], second)] == asked[:2]
+    assert [[prompt.prompt_tokens for prompt in of.prompts] for of in (sampled[0], second)] == asked[:2]
 
 
 def test_a_long_response_does_not_leave_the_engine_idle(searcher, engine, monkeypatch):

@@ -106,13 +106,14 @@ def test_groups_share_the_sample(tmp_path):
 
 def test_copies_of_a_warm_start_are_not_the_runs_own_responses(tmp_path):
     rows = [{"num_rows": 16, "prompt_id": "p", "policy_step": 0, "policy_fingerprint": "f" * 32}] * 2
-    store = RunStore(tmp_path.as_uri(), "warm")
+    store, only = (RunStore(tmp_path.as_uri(), run) for run in ("warm", "only"))
+    for run_store in (store, only):
+        run_store.create_run({"run": run_store.run})
     for name, columns in zip(("warm0", "s0"), rows, strict=True):
         commit_shard(store, make_shard(name, 0, **columns))
     measured = measure_diversity(store, sample=1000, embedded=0)
     groups = {(row["grouping"], row["searcher"]): row["num_trajectories"] for row in measured}
-    assert groups == {("policy", ""): 16, ("run", ""): 16, ("searcher", "warm0"): 16, ("searcher", "s0"): 16}
-    only = RunStore(tmp_path.as_uri(), "only")
+    assert groups == {("policy", None): 16, ("run", None): 16, ("searcher", "warm0"): 16, ("searcher", "s0"): 16}
     commit_shard(only, make_shard("warm0", 0, **rows[0]))
     measured = measure_diversity(only, sample=1000, embedded=0)
     assert {row["num_trajectories"] for row in measured if row["grouping"] == "run"} == {16}

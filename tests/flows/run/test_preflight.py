@@ -213,7 +213,7 @@ def test_a_reward_that_has_changed_is_named(tmp_path, tokenizer_only):
     assert (
         f"tba rescore checked --reward task --version NAME{where}, then tba train NEW --warm-start checked" in warning
     )
-    assert f"reward_version=NAME{where}, with the same --model and --task" in warning
+    assert f"reward_version=NAME{where}, with the same --model and task.* settings" in warning
 
 
 def test_a_resume_with_other_data_is_refused(tmp_path, tokenizer_only):

@@ -195,7 +195,7 @@ def test_a_checkpoint_that_a_cut_off_trainer_saves_before_the_claim_is_resumed_f
 
     def late(*arguments, **named) -> int:
         save_checkpoint(store, tmp_path / "checkpoint", 100, 1)
-        store.delete_folder(chosen)
+        store.delete_folder(chosen, first="state.json")
         return start_attempt(*arguments, **named)
 
     monkeypatch.setattr(attempts, "start_attempt", late)

@@ -31,7 +31,7 @@ ROWS = [
 class Template:
     """A tokenizer's side of it."""
 
-    chat_template = "there is one"
+    chat_template, bos_token, eos_token_id, name_or_path = "there is one", None, 1, ""
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt, strftime_now):
         assert not tokenize and add_generation_prompt
