@@ -182,8 +182,8 @@ DIVERSITY = pa.schema(
         "first_policy_step": pa.int64(),
         "last_policy_step": pa.int64(),
         "metric": pa.string(),
-        "value": pa.float64(),  # mean over prompts
-        "standard_error": pa.float64(),  # 0: all responses to all prompts were measured; null: one prompt was
+        "value": pa.float64(),  # mean over prompts, of each the mean over its draws
+        "standard_error": pa.float64(),  # 0: all responses to all prompts were measured; null: one draw was
         "low": pa.float64(),  # of the 95 % interval
         "high": pa.float64(),
         "responses_per_prompt": pa.int64(),

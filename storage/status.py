@@ -67,7 +67,7 @@ def run_status(store: RunStore) -> RunStatus:
         run=store.run,
         state=state,
         step=(known.get("steps") if summary else beat.get("step")) or 0,
-        steps=store.read_json("run.json", _Settings).train.get("steps"),
+        steps=(store.read_json("run.json", _Settings) or _Settings()).train.get("steps"),  # None: deleted meanwhile
         accuracy=ledger.accuracy(store, path=evaluated[-1][1], policy_step=evaluated[-1][0]) if evaluated else None,
         best_accuracy=best.accuracy if best else None,
         trajectories=known.get("trajectories") or known.get("num_inserted") or 0,

@@ -179,7 +179,8 @@ def _effective_steps(resumes: list[attempts.Attempt], rows: pa.Table) -> set[int
 def _unrecorded_steps(resumes: list[attempts.Attempt], entries: dict[str, pa.Table]) -> Iterator[Fault]:
     """Missing draws: steps are recorded in order, and steps up to a checkpoint before the checkpoint."""
     batches = _effective_steps(resumes, entries["batches"])
-    resumed_from = max((attempt.resumed_from for attempt in resumes), default=0)
+    counting = (each for each in resumes if attempts.counts(each.attempt, each.resumed_from, resumes))
+    resumed_from = max((attempt.resumed_from for attempt in counting), default=0)
     last = max(resumed_from, *batches, 0)
     missing = (step for step in range(1, last + 1) if step not in batches)
     for step in islice(missing, MOST_MISSING):

@@ -50,7 +50,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, its standard error and its 95 % interval; None: there is only one prompt."""
+    """A mean over prompts, or over draws of one prompt; its standard error and 95 % interval; None: of one value."""
 
     value: float
     standard_error: float | None

@@ -30,13 +30,16 @@ def stop(run: RunName, store: StoreOption = None) -> None:
 
     run_store = existing_run(run, store)
     try:
-        beat = read_heartbeat(run_store) or {}
-        if not has_live_trainer(run_store, beat):
-            fail(
-                f"Run {run!r} has no live Trainer, so there is nothing to stop. Ctrl-C in its `tba train`, or "
-                "Cancel on Prefect's page, ends a run that is still starting.",
-                status=2,
-            )
+        is_alive = has_live_trainer(run_store, read_heartbeat(run_store) or {})
+    except StoreError as error:
+        fail(str(error), status=2)
+    if not is_alive:
+        fail(
+            f"Run {run!r} has no live Trainer, so there is nothing to stop. Ctrl-C in its `tba train`, or "
+            "Cancel on Prefect's page, ends a run that is still starting.",
+            status=2,
+        )
+    try:
         requests.ask_to_stop(run_store)
         say(f"Asked the Trainer of run {run!r} to stop after its step.")
         deadline = time.monotonic() + STOP_PATIENCE_S
@@ -106,7 +109,7 @@ def searchers(
         requests.want_searchers(run_store, wanted)
         alive = has_live_trainer(run_store, read_heartbeat(run_store) or {})
     except StoreError as error:
-        fail(str(error))
+        fail(str(error), status=2)
     if as_json:
         typer.echo(json.dumps({"run": run, "before": before, "wanted": wanted, "alive": alive}))
         return

@@ -67,7 +67,7 @@ def train(
     }
     config = config_of({key: value for key, value in given.items() if value is not None}, settings or [])
     run_store = _check_inputs(config)
-    if (summary := _summary_or_exit(run_store)) is not None:
+    if (summary := _summary_or_exit(run_store, status=2)) is not None:
         say(
             f"Run {config.run!r} is finished. To train on, begin a run with --model and the folder of its best policy, "
             f"which policies/best.json names, and with --seed {config.seed}, which holds out the same problems."
@@ -176,15 +176,15 @@ def _tell_end(project: Path, store: "RunStore", state: str) -> None:
         )
 
 
-def _summary_or_exit(store: "RunStore") -> dict | None:
-    """The summary of a finished run. Exits if it cannot be read."""
+def _summary_or_exit(store: "RunStore", status: int = 1) -> dict | None:
+    """The summary of a finished run. Exits with this status if it cannot be read."""
     from storage.errors import StoreError
     from storage.summary import read_summary
 
     try:
         return read_summary(store)
     except StoreError as error:
-        fail(str(error))
+        fail(str(error), status=status)
 
 
 def _refuse_live_trainer(store: "RunStore") -> None:

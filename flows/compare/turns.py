@@ -32,7 +32,7 @@ SUMMARISED = {
     "seconds_a_step": "Time a policy step, s",
     "seconds_to_common": "Time to equal accuracy, s",
     "trainer_wait_share": "Trainer waits, share",
-    "searcher_idle_share": "Searchers idle, share",
+    "searcher_idle_share": "Searchers outside rounds, share",
     "staleness_mean": "Staleness, policy steps",
 }
 TIMES = ("wall_s", "seconds_a_step", "seconds_to_common")

@@ -77,7 +77,8 @@ class _Simulation:
         self._searchers = [(self._begin_round(0.0, 0), 0) for _ in range(loop.searchers)]
         self._num_rounds = 0  # taken in
         self._newest: list[int] = []  # policy steps of the newest sync's rounds
-        self._evaluated_s = 0.0
+        # The first policy's evaluation came before time 0 (flows/search.py).
+        self._first_s = self._evaluated_s = fmean(times.evaluations) if times.evaluations else 0.0
 
     def run(self) -> Outcome:
         loop, now, waited_s, staleness = self._loop, 0.0, 0.0, []
@@ -125,7 +126,7 @@ class _Simulation:
     def _evaluate(self, now: float) -> float:
         """Seconds that the first Searcher evaluates its new policy, if `evaluate_share` allows it (flows/search.py)."""
         seconds = self._draw(self._times.evaluations) if self._times.evaluations else 0.0
-        if self._evaluated_s + seconds > self._loop.evaluate_share * (now + seconds):
+        if self._evaluated_s + seconds > self._loop.evaluate_share * (now + self._first_s + seconds):
             return 0.0
         self._evaluated_s += seconds
         return seconds

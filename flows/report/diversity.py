@@ -1,8 +1,11 @@
 """tba diversity: measures the diversity of a run's responses, by policy, by Searcher and as a whole."""
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import groupby
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,33 +85,35 @@ def usual_responses_per_prompt(store: RunStore) -> int:
     return min(RESPONSES_PER_PROMPT, load_run(store).search.samples_per_prompt)
 
 
-def _embed(groups: list[tuple], num_prompts: int, m: int) -> dict[str, np.ndarray]:
-    """Embeddings of the responses to the first `num_prompts` prompts of each group, by text."""
+def _embed(groups: list[tuple], num_draws: int, m: int) -> dict[str, np.ndarray]:
+    """Embeddings of the responses of `num_draws` draws of each group, by text."""
     from tba.diversity import embed
 
-    texts = sorted({row["response"] for _, group in groups for row in group[: num_prompts * m]})
-    return dict(zip(texts, embed(texts), strict=True))
+    texts = set()
+    for _, group in groups:
+        for number in _embedded(group, m, num_draws):
+            texts.update(row["response"] for row in group[number * m : (number + 1) * m])
+    return dict(zip(sorted(texts), embed(sorted(texts)), strict=True))
+
+
+def _embedded(group: list[dict], m: int, num_draws: int) -> set[int]:
+    """Numbers of the draws of m responses that are embedded: each prompt's first draw, then the second ones."""
+    nth, seen = [], Counter()
+    for row in group[::m]:  # each prompt has a multiple of m rows
+        nth.append(seen[row["place"]])
+        seen[row["place"]] += 1
+    return set(sorted(range(len(nth)), key=nth.__getitem__)[:num_draws])
 
 
 def _measure_group(
     group: list[dict], m: int, num_embedded: int, vectors: dict, success_reward: float, now: datetime
 ) -> list[dict]:
-    from tba.diversity import Response, estimate, measure
+    from tba.diversity import estimate
 
-    values: dict[str, list[float]] = {}
-    for place in range(0, len(group), m):
-        rows = group[place : place + m]
-        responses = [
-            Response(row["response"], row["behavior_logprob"], row["reward"] >= success_reward) for row in rows
-        ]
-        is_embedded = place < num_embedded * m  # by place, not by known texts: repeated texts would bias the sample
-        embeddings = np.stack([vectors[row["response"]] for row in rows]) if is_embedded else None
-        for metric, value in measure(responses, embeddings).items():
-            values.setdefault(metric, []).append(value)
     first = group[0]
     exhausted = first["num_trajectories"] == first["num_prompts"] * m
     result = []
-    for metric, of_prompts in values.items():
+    for metric, of_prompts in _values(group, m, num_embedded, vectors, success_reward).items():
         whole = exhausted and len(of_prompts) == first["num_prompts"]
         if (found := estimate(of_prompts, whole)) is None:
             continue
@@ -125,12 +130,40 @@ def _measure_group(
                 "low": found.low,
                 "high": found.high,
                 "responses_per_prompt": m,
-                "num_measured_prompts": found.num_prompts,
+                "num_measured_prompts": min(found.num_prompts, first["num_prompts"]),
                 "num_prompts": first["num_prompts"],
                 "num_trajectories": first["num_trajectories"],
             }
         )
     return result
+
+
+def _values(
+    group: list[dict], m: int, num_embedded: int, vectors: dict, success_reward: float
+) -> dict[str, list[float]]:
+    """By metric the value of each prompt, the mean over its draws of m responses; of a single prompt, that of each
+    draw."""
+    from tba.diversity import Response, measure
+
+    values: dict[str, list[float]] = {}
+    # by number, not by known texts: repeated texts would bias the sample
+    embedded, number = _embedded(group, m, num_embedded), 0
+    for _, of_prompt in groupby(group, key=lambda row: row["place"]):
+        rows, of_draws = list(of_prompt), {}
+        for start in range(0, len(rows), m):
+            draw = rows[start : start + m]
+            responses = [
+                Response(row["response"], row["behavior_logprob"], row["reward"] >= success_reward) for row in draw
+            ]
+            embeddings = np.stack([vectors[row["response"]] for row in draw]) if number in embedded else None
+            number += 1
+            for metric, value in measure(responses, embeddings).items():
+                of_draws.setdefault(metric, []).append(value)
+        for metric, each in of_draws.items():
+            known = [value for value in each if not math.isnan(value)]
+            mean = fmean(known) if known else math.nan
+            values.setdefault(metric, []).extend(each if group[0]["num_prompts"] == 1 else [mean])
+    return values
 
 
 def tables(found: dict[str, list[dict]]) -> list["Table"]:

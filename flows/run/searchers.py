@@ -4,7 +4,7 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from uuid import UUID
 
@@ -66,8 +66,9 @@ class Searchers:
             requests.ask_to_leave(self._store, newest)
             self._leaving.append(self._runs.pop(newest))
         ended = read_ended(run.id for run in self._runs.values())
-        for name in self._renewals.silent(self._runs):
-            if (run := self._runs[name]).id not in ended:
+        for name, lease in self._renewals.silent({name: run.id for name, run in self._runs.items()}).items():
+            run = self._runs[name]
+            if run.id not in ended and (not lease.is_released or _is_running(run)):
                 ended[run.id] = Crashed(name=SILENT, message=f"It has not renewed its lease for {SILENT_S:.0f} s.")
                 _end(run, ended[run.id])
         for name, run in list(self._runs.items()):
@@ -199,21 +200,27 @@ class Renewals:
         self._seen: dict[str, tuple[leases.Lease, int]] = {}  # by name: the newest lease, and looks that found it so
         self._looked_at = clock() - LOOK_S
 
-    def silent(self, names: Iterable[str]) -> list[str]:
-        """The Searchers whose leases have not changed for `SILENT_S`. It looks every `LOOK_S`; between two looks it
-        returns no names.
+    def silent(self, flow_runs: Mapping[str, UUID]) -> dict[str, leases.Lease]:
+        """The Searchers whose leases have not changed for `SILENT_S`, by name. It looks every `LOOK_S`; between two
+        looks it returns none. flow_runs: of each Searcher, by name.
 
         It counts looks, because this process may have been frozen between two of them. A Searcher that has no lease
-        yet, because no worker has started it, is not silent.
+        yet, because no worker has started it, is not silent. One whose flow run gave the name back is: it has ended,
+        and could not tell Prefect's server, or it is suspended.
         """
         if self._clock() - self._looked_at < LOOK_S:
-            return []
+            return {}
         before, self._seen = self._seen, {}
         with contextlib.suppress(StoreError):  # count anew: the Searchers may not reach the store, either
-            found = transfer_all(lambda name: (name, self._look(*before.get(name, (None, 0)), name)), names)
+            found = transfer_all(lambda name: (name, self._look(*before.get(name, (None, 0)), name)), flow_runs)
             self._seen = {name: seen for name, seen in found if seen}
         self._looked_at = self._clock()  # not before: the store may have been away
-        return [name for name, (_, looks) in self._seen.items() if looks * LOOK_S > SILENT_S]
+        silent = {name: lease for name, (lease, looks) in self._seen.items() if looks * LOOK_S > SILENT_S}
+        return {
+            name: lease
+            for name, lease in silent.items()
+            if not lease.is_released or lease.flow_run == str(flow_runs[name])
+        }
 
     def _look(self, lease: leases.Lease | None, looks: int, name: str) -> tuple[leases.Lease, int] | None:
         """The newest lease of a name, and how many looks in a row found it so; None: nobody has the name.
@@ -223,7 +230,7 @@ class Renewals:
         found = leases.read(self._store, name, lease.number) if lease else None
         if found is None or (found == lease and looks * LOOK_S > SILENT_S):
             found = leases.newest(self._store, name)
-        if found is None or found.is_released:
+        if found is None:
             return None
         return found, looks + 1 if found == lease else 0
 
@@ -238,6 +245,12 @@ def started_by_flows(config: RunConfig) -> list[FlowRun]:
     with get_client(sync_client=True) as client:
         found = [run for run in unfinished(client, config, ["search"]) if run.parent_task_run_id]
     return [run for run in found if number_of(run.parameters.get("name", "s0")) >= 0]
+
+
+def _is_running(run: FlowRun) -> bool:
+    """Whether Prefect's server takes the flow run for running, and neither for suspended nor for waiting."""
+    found = read_flow_runs([run.id]).get(run.id)
+    return found is not None and found.state.is_running()
 
 
 def _end(run: FlowRun, state: State) -> None:

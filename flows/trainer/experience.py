@@ -132,5 +132,10 @@ def _make_draw(rows: list[dict], newest_policy: int) -> Draw:
         reward=[row["reward"] for row in rows],
         behavior_logprobs=[row["behavior_logprobs"] for row in distinct],
         reference_logprobs=[row["reference_logprobs"] for row in distinct],
-        is_of_newest_policy=[row["ages_from"] == newest_policy for row in distinct],
+        is_of_newest_policy=[row["ages_from"] == newest_policy and not _is_copy(row) for row in distinct],
     )
+
+
+def _is_copy(row: dict) -> bool:
+    """Whether the row is a warm start's: it counts as the first policy's, and another run's policy sampled it."""
+    return is_warm_start_name(row["trajectory_id"].rsplit("-", 2)[0])

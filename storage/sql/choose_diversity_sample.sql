@@ -2,7 +2,8 @@
 -- warm start are other policies' responses: only the groups of their own copied "Searchers" have them, unless the run has
 -- no other responses.
 -- Each group gives the same number of prompts that have at least $responses_per_prompt responses in the group, and that
--- many responses to each prompt; about $num_responses in all. A hash with $seed chooses them, so the same stored rows give
+-- many responses to each prompt; about $num_responses in all. A group with fewer prompts than that gives a multiple of the
+-- responses to each. A hash with $seed chooses them, so the same stored rows give
 -- the same sample.
 WITH
 -- the columns that the choice depends on
@@ -50,7 +51,8 @@ groups AS (
         part,
         count(*) AS num_prompts,
         sum(num_responses)::BIGINT AS num_trajectories,
-        greatest(2, $num_responses // ($responses_per_prompt * count(*) OVER ())) AS num_chosen
+        greatest(2, $num_responses // ($responses_per_prompt * count(*) OVER ())) AS num_chosen,
+        greatest(1, $num_responses // ($responses_per_prompt * count(*) OVER () * count(*))) AS num_draws
     FROM prompts
     GROUP BY grouping, part
 ),
@@ -69,7 +71,7 @@ chosen AS (
     WHERE place <= num_chosen
     QUALIFY row_number() OVER (
         PARTITION BY grouping, part, prompt_id ORDER BY hash(trajectory_id, $seed), trajectory_id
-    ) <= $responses_per_prompt
+    ) <= $responses_per_prompt * least(num_draws, num_responses // $responses_per_prompt)
 )
 SELECT
     chosen.*,
@@ -81,4 +83,4 @@ SELECT
 FROM chosen
 JOIN policies USING (grouping, part)
 JOIN trajectories USING (trajectory_id)
-ORDER BY grouping, part, place, trajectory_id;
+ORDER BY grouping, part, place, hash(trajectory_id, $seed), trajectory_id;

@@ -55,7 +55,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     configs = []
     monkeypatch.setattr(train, "_train", lambda project, config, store: configs.append(config))
     small = "--set search.samples_per_prompt=4 --set search.prompts_per_round=18 --set sampling.responses_per_prompt=4"
-    small += f" --set sampling.min_size=1 --model {model} --steps 2"
+    small += f" --set task.reward_weights=1,2 --set sampling.min_size=1 --model {model} --steps 2"
     result = CliRunner().invoke(app, shlex.split(f"{command} {small}")[1:])
     assert result.exit_code == 0, result.output
     (config,) = configs
@@ -77,7 +77,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
         assert re.fullmatch(r"<user>What is the capital of \w+\?<assistant>", row["prompt"])
         components = dict(row["rewards"])
         assert set(components) == {"named", "brief"} and components["brief"] >= -32 / 64
-        assert row["reward"] == pytest.approx(sum(components.values()))
+        assert row["reward"] == pytest.approx(components["named"] + 2 * components["brief"])
     assert query(store, "SELECT max(step) FROM training_steps").column(0).to_pylist() == [2]
     (evaluation,) = query(store, "SELECT num_problems, policy_step, accuracy, seconds FROM evaluations").to_pylist()
     best = best_policy(store)

@@ -2,6 +2,8 @@
 
 - a round whose shard was committed, but not its metrics, is recorded by the next try
 - the metrics of a try whose round has another process's shard are dropped
+- a round that breaks a rule is quarantined, and three in a row end the Searcher
+- a synchronous Searcher samples one round of a policy
 - Prefect hears of one round a second of a run, however many Searchers it has, and of each round that fails
 
 Run: pytest tests/flows/test_search.py
@@ -13,11 +15,15 @@ from types import SimpleNamespace
 import pytest
 
 from flows import search
+from flows.config import RunConfig
+from flows.searcher import held_name, policy_feed
 from flows.searcher.round_reports import RoundReports
 from storage import ledger, requests
 from storage.errors import StoreUnreachable
 from storage.queries import query
 from storage.store import RunStore
+from tba.engine import ServedPolicy
+from tests.flows.published import publish
 from tests.storage.buffer_runs import new_store
 from tests.storage.helpers import make_search_round, make_shard
 
@@ -116,3 +122,44 @@ def test_a_round_is_a_task_if_its_report_is_due_or_if_it_fails(store, finished, 
     sampled, reports = SimpleNamespace(number=number, policies=[]), SimpleNamespace(is_due=lambda: is_due)
     search.search_round(store, None, feed, held, lambda: sampled, reports)
     assert finished == expected
+
+
+def test_a_round_that_breaks_a_rule_is_quarantined_and_three_end_the_searcher(store, monkeypatch):
+    monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
+    rows = make_shard("s0", 0).to_pylist()
+    found = SimpleNamespace(trajectories=rows, metrics=make_search_round("s0", 0))
+    searcher = SimpleNamespace(score=lambda sampled: found, vocabulary_size=100)
+    held, feed = SimpleNamespace(name="s0", check=lambda: None), SimpleNamespace(paths=lambda policies: [])
+    sampled, reports = SimpleNamespace(number=0, policies=[]), SimpleNamespace(is_due=lambda: False)
+    rows[1]["behavior_logprobs"] = [0.5, -0.25]
+    with pytest.raises(RuntimeError, match="round 0 failed validation 3 times"):
+        search.search_round(store, searcher, feed, held, lambda: sampled, reports)
+    assert store.list("trajectories") == [] and num_recorded(store) == 0
+    assert len(store.list("quarantine")) == 2 * search.MAX_SPOILED_ROUNDS
+    rows[1] |= {"behavior_logprobs": [-0.5, -0.25], "response_tokens": [100, 2]}  # of no token of this model
+    assert not search.finish_round(store, searcher, sampled)
+    rows[1]["response_tokens"] = [99, 2]
+    assert search.finish_round(store, searcher, sampled) and num_recorded(store) == 1
+
+
+def test_a_synchronous_searcher_samples_one_round_of_a_policy(store, tmp_path, monkeypatch):
+    store.create_run(RunConfig(run=store.run, store=store.url, synchronous=True, searchers=1).recorded())
+    publish(store, tmp_path / "policy", 0)
+    rounds = []
+    searcher = SimpleNamespace(
+        load=lambda _, step: ServedPolicy(step, f"{step:032d}"), drop_rounds=lambda: None, sample=print
+    )
+
+    def search_round(*_: object) -> None:
+        rounds.append(0)
+        assert len(rounds) == 1, "a second round of the same policy"
+
+    monkeypatch.setattr(search, "start_searcher_task", lambda *_, **__: searcher)
+    monkeypatch.setattr(search, "search_round", search_round)
+    monkeypatch.setattr(search, "samples_ahead", lambda config: False)  # it imports torch, which takes seconds
+    for module in (held_name, policy_feed):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(policy_feed, "policy_cache", lambda run: tmp_path / "cache")
+    monkeypatch.setattr(policy_feed, "POLL_S", 0.05)
+    monkeypatch.setattr(policy_feed, "TRAINER_SILENT_S", 0.5)
+    assert search.search.fn(store.url, store.run, "s0") == 1

@@ -153,14 +153,19 @@ class Shelf(MemoryFiles):
         self.data = data
         self.may, self.did = {}, threading.Semaphore(0)
         self.at_work: set[str] = set()
+        self.errors: list[BaseException] = []
 
     def start(self, name: str, work) -> None:
         """Lets a thread of this name come to its first request."""
 
         def run() -> None:
-            work()
-            self.at_work.remove(name)
-            self.did.release()
+            try:
+                work()
+            except BaseException as error:
+                self.errors.append(error)
+            finally:
+                self.at_work.remove(name)
+                self.did.release()
 
         self.may[name] = threading.Semaphore(0)
         self.at_work.add(name)
@@ -208,6 +213,7 @@ def best_after(turns: Container[int], num_turns: int, stored: dict[str, bytes], 
         shelf.step("searcher" if turn in turns else "trainer")
     while shelf.at_work:
         shelf.step(min(shelf.at_work))
+    assert not shelf.errors, (turns, shelf.errors)
     best = best_policy(store)
     assert f"{best.path}/model.safetensors" in shelf.data, turns
     found = published_policies(store)[best.path]

@@ -78,10 +78,12 @@ def test_a_pointer_or_manifest_cannot_lead_out(local_store, tmp_path):
 def test_a_fingerprint_cannot_lead_out_of_the_cache(moto_store, tmp_path):
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/model.safetensors").write_bytes(b"w")
-    ref = policies.policy_ref(0, "/../../out", attempt=1)
+    bad = policies.policy_ref(0, "/../../out", attempt=1)
     with pytest.raises((UnsafePath, DamagedRecord)):
-        policies.publish_policy(moto_store, tmp_path / "policy", ref, tmp_path / "deep/cache")
-        policies.fetch_policy(moto_store, ref, tmp_path / "deep/cache")
+        policies.publish_policy(moto_store, tmp_path / "policy", bad, tmp_path / "deep/cache")
+    good = policies.publish_policy(moto_store, tmp_path / "policy", policies.policy_ref(1, "f" * 32, attempt=1))
+    with pytest.raises((UnsafePath, DamagedRecord)):
+        policies.fetch_policy(moto_store, replace(good, fingerprint="/../../out"), tmp_path / "deep/cache")
     assert not (tmp_path / "out").exists()
 
 

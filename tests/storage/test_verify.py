@@ -96,6 +96,13 @@ def checkpoint(store: RunStore, folder: Path, step: int, attempt: int) -> None:
     checkpoints.save_checkpoint(store, step, folder, attempt)
 
 
+def test_steps_that_a_later_resume_undid_are_not_missing(good):
+    """The checkpoint of step 5 was damaged, so the next attempt resumed from that of step 2."""
+    for resumed_from in (5, 2):
+        attempts.start_attempt(good, resumed_from, OWNER)
+    assert "missing batch" not in {fault.kind for fault in verify(good, None).faults}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")

@@ -4,6 +4,7 @@
 - On fresh samples rloo and prox_rloo have one gradient, and it is that of Trajectory Balance up to constants; so is
   dr_grpo's where nothing is paid for KL.
 - A trainer steps with each of them, the same whether a group is split or not; slots drawn twice count twice.
+- A draw's log-probabilities and rewards reach the loss as what they are, at the run's temperature.
 - Settings that would make a ratio wrong are refused.
 
 python -m pytest tests/tba/test_baselines.py
@@ -17,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba import baselines
-from tba.baselines import LOSSES, Terms
+from tba.baselines import LOSSES, Terms, terms_of
 from tba.batch import Draw
 from tba.config import TrainSettings
-from tba.logprobs import Group
+from tba.logprobs import Group, load_policy, response_logprobs
 from tba.objective import trajectory_balance_loss
 from tba.trainer import Trainer
 
@@ -137,6 +138,17 @@ def test_a_response_that_has_become_far_more_probable_leaves_the_gradient_finite
     assert gradient(LOSSES[name](far, 0.1), far).isfinite().all()
 
 
+def test_the_inputs_of_a_loss_are_the_draws_own():
+    behavior, reference = [[-1.0, -2.0], [-3.0]], [[-4.0, -5.0], [-6.0]]
+    draw = Draw(Group([5], [[1, 2], [3]]), [1, 0, 1], [0.0, 1.0, 0.5], behavior, reference, [True] * 2)
+    terms = terms_of([draw], [torch.tensor([-7.0, -8.0, -9.0])])
+    assert terms.policy.tolist() == [[[-9, 0], [-7, -8], [-9, 0]]]
+    assert terms.behavior.tolist() == [[[-3, 0], [-1, -2], [-3, 0]]]
+    assert terms.reference.tolist() == [[[-6, 0], [-4, -5], [-6, 0]]]
+    assert terms.is_token.tolist() == [[[True, False], [True, True], [True, False]]]
+    assert terms.reward.tolist() == [[0.0, 1.0, 0.5]]
+
+
 def test_on_fresh_samples_they_agree_with_trajectory_balance():
     terms, beta = make_terms(on_policy=True), 0.1
     found = {name: gradient(LOSSES[name](terms, beta), terms) for name in ("rloo", "prox_rloo")}
@@ -165,9 +177,10 @@ def model_folder(tmp_path_factory):
 
 
 def make_draw(prompt, responses, slot, rewards) -> Draw:
-    stored = [[-3.0 + 0.1 * place for place, _ in enumerate(response)] for response in responses]
+    behavior = [[-3.0 + 0.1 * place for place, _ in enumerate(response)] for response in responses]
+    reference = [[value - 0.7 for value in of_response] for of_response in behavior]
     fresh = [True] * len(responses)
-    return Draw(Group(prompt, responses), slot, [rewards[s] for s in slot], stored, stored, fresh)
+    return Draw(Group(prompt, responses), slot, [rewards[s] for s in slot], behavior, reference, fresh)
 
 
 DRAWS = [
@@ -190,6 +203,14 @@ def test_a_split_group_has_the_whole_groups_gradient(model_folder, rms_norms_in_
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(once[name], whole[name], rtol=1e-8, atol=1e-10)
+
+
+def test_a_policy_is_scored_at_the_runs_temperature(model_folder):
+    trainer = Trainer(model_folder, TrainSettings(objective="rloo", temperature=2.0))
+    groups = [draw.group for draw in DRAWS]
+    expected = response_logprobs(load_policy(model_folder), groups, 2.0)
+    for found, of_group in zip(trainer._score(groups), expected, strict=True):
+        torch.testing.assert_close(found, torch.cat(of_group))
 
 
 @pytest.mark.parametrize("objective", sorted(LOSSES))

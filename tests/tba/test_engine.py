@@ -2,7 +2,7 @@
 
 - `load` swaps the policy in place; the fingerprint is of the weights that went in.
 - Greedy output is the model's own; vLLM's equals transformers' on the same weights, before and after a swap.
-- Log-probabilities are the sampled tokens' under the temperature they were sampled at.
+- Log-probabilities are the sampled tokens' under the temperature and the top-p that they were sampled at.
 - A response ends with the token that stopped it, or at the limit; there are `num_samples` to a prompt.
 - vLLM takes in a policy while it samples: no response is lost, each says which of its tokens which policy sampled, and
   the log-probabilities are those of these policies, one after the other on the same keys and values.
@@ -13,11 +13,12 @@
 python -m pytest tests/tba/test_engine.py
 """
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 import tba.vllm_weights
 from tba.config import TrainSettings
@@ -28,6 +29,7 @@ from tba.precision import compute_dtype
 from tba.trainer import Trainer
 from tba.transformers_engine import TransformersEngine
 from tba.weights import fingerprint, read_weights, write_weights
+from tests.character_model import save_character_model
 from tests.tba.engines import (
     GREEDY,
     LIMITS,
@@ -227,6 +229,37 @@ def moved_weights(base: Path, folder: Path) -> Path:
     return folder
 
 
+def check_nucleus(engine, folder: Path) -> None:
+    """The first tokens of 64 responses are of the nucleus, whose other half of the probability they have, too."""
+    prompt = AutoTokenizer.from_pretrained(folder).encode("Once upon a")
+    (responses,) = sample(engine, [prompt], Sampling(64, 1.5, 0.5, 1, [NEWLINE]))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute_dtype())
+    with torch.inference_mode():
+        p = (model(torch.tensor([prompt])).logits[0, -1].float() / 1.5).softmax(-1)
+    falling, tokens = p.sort(descending=True)
+    nucleus = tokens[falling.cumsum(0) - falling < 0.6]  # some slack for the engine's rounding
+    of_nucleus = dict(zip(nucleus.tolist(), p[nucleus].tolist(), strict=True))
+    assert 1 < len(nucleus) < len(p) / 10 and {response.tokens[0] for response in responses} <= of_nucleus.keys()
+    gains = [response.logprobs[0] - math.log(of_nucleus[response.tokens[0]]) for response in responses]
+    assert sum(gains) / len(gains) == pytest.approx(math.log(2), abs=0.2)
+
+
+def test_transformers_samples_from_the_nucleus(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.transformers_engine.compute_dtype", lambda *_: torch.float32)
+    folder, prompt = save_character_model(tmp_path, initializer_range=0.2), [3, 4, 5]
+    engine = TransformersEngine(folder, **LIMITS | {"max_sequences": 256})
+    engine.load(folder, 0)
+    (responses,) = sample(engine, [prompt], Sampling(200, 0.7, 0.5, 1, [1]))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(engine._device)
+    p = (model(torch.tensor([prompt], device=engine._device)).logits[0, -1] / 0.7).softmax(-1).detach().cpu()
+    falling, tokens = p.sort(descending=True)
+    nucleus = tokens[falling.cumsum(0) - falling < 0.5]
+    expected = dict(zip(nucleus.tolist(), (p[nucleus] / p[nucleus].sum()).log().tolist(), strict=True))
+    assert 1 < len(nucleus) < len(p) and {response.tokens[0] for response in responses} <= expected.keys()
+    for response in responses:
+        assert response.logprobs == pytest.approx([expected[response.tokens[0]]], abs=1e-4)
+
+
 def check_vllm(base: Path, other: Path, moved: Path, tokens: list[list[int]]) -> None:
     """One engine for all, because its start takes longer than each check."""
     engine, expected = make_engine(base, **LIMITS), plain_greedy(base, other, tokens)
@@ -234,6 +267,7 @@ def check_vllm(base: Path, other: Path, moved: Path, tokens: list[list[int]]) ->
         assert engine.load(folder, 4) == ServedPolicy(4, fingerprint(read_weights(folder)))
         assert greedy_tokens(engine, tokens) == expected[folder]
     check_samples(engine, base, tokens)
+    check_nucleus(engine, base)
     if not torch.cuda.is_available():  # it replaces the CPU backend's packed matrices
         check_refusals(engine, base, moved)
 

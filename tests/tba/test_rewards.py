@@ -25,6 +25,7 @@ import torch
 
 from tba.config import TaskSettings
 from tba.rewards import FunctionReward, RewardedTask, load_reward
+from tba.tasks import load_task
 from tba.tasks.base import Problem, canonical, problems_fingerprint
 
 CHAT = Problem(
@@ -163,6 +164,15 @@ def test_a_reward_that_fails_is_told_with_its_line():
     line = broken.__code__.co_firstlineno + 1
     with pytest.raises(ValueError, match=rf"reward it failed \(KeyError: 'unit'; test_rewards.py, line {line}\)"):
         score([(FunctionReward(broken, "it"), 1.0)], ["a"])
+
+
+def test_weights_and_the_reward_of_a_cut_response_reach_the_task():
+    rewards = [f"{__name__}:half", "task"]
+    settings = TaskSettings(rewards=rewards, reward_weights=[3.0, 2.0], missing_eos_reward=-1.0)
+    task = load_task(settings, seed=0)
+    problem = task.train[0]
+    scores = task.score([problem] * 2, [f" {problem.answer}\n"] * 2, [[1]] * 2, ["stop", "length"])
+    assert scores.rewards == [3.0 * 0.5 + 2.0 * 1.0, -1.0]
 
 
 def test_the_fingerprint_of_problems_tells_which_are_held_out():

@@ -69,3 +69,5 @@ def test_the_target_is_tempered_as_set():
     assert schedule.tempering(settings, 1) == (0.5, 0.5)
     assert schedule.tempering(settings, 3) == pytest.approx((1 / (1.5 * (1 + 0.5 * 2 / 9)), 1 / 1.5))
     assert schedule.tempering(settings, 9) == pytest.approx((1 / (1 + 0.5 * 8 / 9), 1))
+    settings = TrainSettings(steps=9, fluency_temperature=1.5, fluency_steps=2)
+    assert schedule.tempering(settings, 3) == pytest.approx((1 / 1.5, 1))

@@ -321,7 +321,7 @@ def test_a_server_that_fails_is_one_line(project, monkeypatch, capsys, error):
 def test_a_damaged_summary_is_one_line(project, checked):
     RunStore((project / ".tba").as_uri(), "done").put("summary.json", b'{"run"')
     result = tba("train", "done")
-    assert result.exit_code == 1 and result.stderr.startswith("cannot read summary.json"), result.output
+    assert result.exit_code == 2 and result.stderr.startswith("cannot read summary.json"), result.output
 
 
 @pytest.mark.parametrize("own", ["storage/__init__.py", "flows.py"])

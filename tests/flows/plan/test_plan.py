@@ -97,6 +97,12 @@ def test_the_first_searcher_spends_the_share_that_evaluations_may_have():
     assert of_four[2] / of_four[0] == pytest.approx(4 / 3.8, rel=0.02)
 
 
+def test_the_first_policys_evaluation_is_spent_before_the_first_round():
+    times = replace(constant(0.01, 4.0, 0.01, 0.01, 0.0), evaluations=[3.0])
+    without, short = (simulate(times, Loop(1, 10, 2, 8, 8, 8, 1.0, share)).seconds for share in (0.0, 0.1))
+    assert short == without  # 3 s of 43 s were spent: another 3 s would make 6 of 46, 0.13
+
+
 def test_turns_take_the_sum_of_their_parts():
     assert synchronous_seconds(constant(1.0, 3.0, 9.0, 0.5, 0.25), LOOP) == pytest.approx(60 * 4.75)
     assert synchronous_seconds(constant(1.0, 3.0, 9.0, 0.5, 0.25), Loop(2, 60, 2, 8, 32, 8, None)) == pytest.approx(

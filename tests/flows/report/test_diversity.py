@@ -113,6 +113,8 @@ def test_copies_of_a_warm_start_are_not_the_runs_own_responses(tmp_path):
         commit_shard(store, make_shard(name, 0, **columns))
     measured = measure_diversity(store, sample=1000, embedded=0)
     groups = {(row["grouping"], row["searcher"]): row["num_trajectories"] for row in measured}
+    assert all(row["standard_error"] is not None for row in measured), "two draws of 8 responses to the one prompt"
+    assert {row["num_measured_prompts"] for row in measured} == {1}
     assert groups == {("policy", None): 16, ("run", None): 16, ("searcher", "warm0"): 16, ("searcher", "s0"): 16}
     commit_shard(only, make_shard("warm0", 0, **rows[0]))
     measured = measure_diversity(only, sample=1000, embedded=0)

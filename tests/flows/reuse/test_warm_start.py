@@ -97,6 +97,18 @@ def test_a_run_begins_with_several_sources(tmp_path, model):
     assert rows_of(store, "SELECT max(step) FROM training_steps") == [(2,)]
 
 
+def test_a_demonstration_of_a_held_out_problem_is_left_out(tmp_path, model):
+    """The file has no prompt_id."""
+    trained, file = TASK.train[20], tmp_path / "told.parquet"
+    columns = {"prompt": [TASK.heldout[0].prompt, trained.prompt] * 4, "response": [f" {n}\n" for n in range(8)]}
+    pq.write_table(pa.table(columns), file)
+    sampling = {"prompts_per_batch": 4, "responses_per_prompt": K, "min_size": 2}
+    store = begin(run_config(tmp_path, model, "told", warm_start=[file.as_uri()], sampling=sampling))
+    assert rows_of(store, "SELECT DISTINCT prompt FROM trajectories") == [(trained.prompt,)]
+    (done,) = json.loads(store.get(warm_start.DONE))
+    assert (done["num_trajectories"], done["num_heldout_left_out"]) == (4, 4)
+
+
 def test_an_id_that_has_another_text_here_is_another_prompt(tmp_path, model):
     """As of the same question with and without a task's heading."""
     old, known, unknown = new_run(tmp_path, model, "old", num_shards=0), TASK.train[5], TASK.train[6]

@@ -4,8 +4,8 @@ their number, and how often they may fail.
 Claims
 - a resumed flow adopts Searchers that live, by their leases and flow runs, and starts the missing ones
 - it takes the name from a Searcher that is silent or whose flow run has ended, so that the new one starts at once
-- a Searcher whose lease has not changed for long is replaced, though its flow run's state is Running; one that has no
-  lease yet, gave it back, or was not looked at because the store was away, is not
+- a Searcher whose lease has not changed for long, or that gave it back, is replaced though its flow run's state is
+  Running; one that has no lease yet, is suspended, or was not looked at because the store was away, is not
 - a flow run that a lease names, but that is another run's, is neither adopted nor ended
 - an evaluator that ends without the final policy's evaluation counts as failed
 - silence is excused more often than failure
@@ -26,7 +26,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.exceptions import Abort
 from prefect.logging import disable_run_logger
-from prefect.states import Completed, Crashed, Running, State
+from prefect.states import Completed, Crashed, Paused, Running, State
 
 from flows import search
 from flows.config import RunConfig
@@ -200,7 +200,11 @@ def test_a_silent_searcher_is_replaced(store, server, monkeypatch):
 def test_silence_is_excused_more_often_than_failure(store, server, monkeypatch):
     """Machines die, or are cut off."""
     searchers = make_searchers(store, 1)
-    monkeypatch.setattr(searchers, "_renewals", SimpleNamespace(silent=list))
+
+    def unreleased(flow_runs: dict[str, UUID]) -> dict[str, SimpleNamespace]:
+        return dict.fromkeys(flow_runs, SimpleNamespace(is_released=False))
+
+    monkeypatch.setattr(searchers, "_renewals", SimpleNamespace(silent=unreleased))
     for number in range(MAX_SILENCES):
         keep_up(searchers)
         assert len(server.names) == number + 2 and server.runs[list(server.runs)[number]].state.name == SILENT
@@ -230,11 +234,12 @@ def test_an_evaluator_that_ends_without_the_final_evaluation_has_failed(store, s
 def test_silence_is_counted_anew_after_the_store_was_away(store, monkeypatch):
     now = [0.0]
     renewals = Renewals(store, clock=lambda: now[0])
-    take_name(store, "s0", None)
+    flow_run = uuid4()
+    take_name(store, "s0", str(flow_run))
 
-    def looks(seconds: float) -> list[str]:
+    def looks(seconds: float, of: UUID = flow_run) -> list[str]:
         now[0] = seconds
-        return renewals.silent(["s0"])
+        return list(renewals.silent({"s0": of}))
 
     def away(*_):
         raise StoreUnreachable("away")
@@ -254,6 +259,24 @@ def test_silence_is_counted_anew_after_the_store_was_away(store, monkeypatch):
     assert silent_after(32_000) == enough
     leases.release(store, leases.newest(store, "s0"))
     assert looks(60_000) == []
+    assert silent_after(70_000) == enough - 1, "it has ended, and Prefect's server was away"
+    assert looks(80_000, uuid4()) == [], "the next one waits for a worker"
+
+
+@pytest.mark.parametrize(("state", "is_replaced"), [(Running(), True), (Paused(), False)], ids=["running", "suspended"])
+def test_a_searcher_that_ended_unheard_is_replaced(store, server, monkeypatch, state, is_replaced):
+    """It gave its name back, and Prefect's server did not hear of its end."""
+    now = [0.0]
+    monkeypatch.setattr(of_run, "Renewals", lambda store: Renewals(store, clock=lambda: now[0]))
+    searchers = make_searchers(store, 1)
+    keep_up(searchers)
+    (first,) = server.runs.values()
+    leases.release(store, held(store, "s0", first))
+    first.state = state
+    for seconds in range(0, int(SILENT_S + 3 * LOOK_S), int(LOOK_S)):
+        now[0] = seconds
+        keep_up(searchers)
+    assert len(server.names) == 1 + is_replaced
 
 
 # --- the Searcher's side

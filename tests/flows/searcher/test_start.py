@@ -1,6 +1,7 @@
 """A Searcher's share of its machine (flows/searcher/start.py). `start_searcher` itself is tested by whole runs.
 
-- A Searcher whose model has other weights than the run's does not start.
+- A Searcher whose model has other weights than the run's, or whose problems are others, does not start.
+- Its engine and its reference policy have the run's settings, and each start a seed of its own.
 - The next rounds are sampled ahead, unless engine and scoring share a core, or the run is synchronous.
 - Where it samples ahead on a CPU, the reference policy has a process of its own.
 - A run's processes on a machine take its GPUs in order, the Trainer the first. Searchers share the GPUs after the
@@ -91,6 +92,31 @@ def test_the_reference_policy_has_a_process_where_rounds_are_sampled_ahead(
     searcher = start.start_searcher(config, "s0", 0, begins_ahead=True)
     assert type(searcher._reference) is reference
     assert searcher.vocabulary_size >= len(string.printable)
+
+
+@pytest.mark.slow
+def test_a_searcher_starts_with_the_runs_settings_and_compares_its_problems(store, tmp_path, monkeypatch):
+    started, system = [], "x" * 200
+    monkeypatch.setattr(engines, "make_engine", lambda *_, **given: started.append(given) or WholeBatches())
+    monkeypatch.setattr(precision, "default_device", lambda: "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    attempts.start_attempt(store, 0, Identity.current())
+    search = {"temperature": 0.7, "prompts_per_round": 3, "samples_per_prompt": 8, "system_prompts": [system],
+              "exploration_probability": 0.5, "engine": {"gpu_memory_utilization": 0.3}}  # fmt: skip
+    model = save_character_model(tmp_path / "model", string.printable)
+    small = {"prompts_per_batch": 2, "min_size": 8}
+    config = RunConfig(run=store.run, store=store.url, model=str(model), searchers=1, search=search, sampling=small,
+                       train={"temperature": 2.0})  # fmt: skip
+    searcher, *_ = [start.start_searcher(config, *at) for at in (("s0", 0), ("s0", 4), ("s1", 0))]
+    assert searcher._temperature == 2.0, "the objective's, by which the reference is scored"
+    longest = max(len(problem.encode(searcher._tokenizer, system)) for problem in searcher.task.train)
+    assert started[0]["max_tokens"] == longest + searcher._max_response_tokens
+    assert started[0]["max_sequences"] == 3 * 8
+    assert started[0]["arguments"] == {"gpu_memory_utilization": 0.3}
+    assert len({given["seed"] for given in started}) == 3
+    store.put_json("data.json", {"fingerprint": "of other data"})
+    with pytest.raises(RunConfigMismatch, match=r"task\.data"):
+        start.start_searcher(config, "s0", 0)
 
 
 @pytest.mark.slow

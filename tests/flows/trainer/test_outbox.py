@@ -5,7 +5,7 @@ Claims
 - a policy's folder has its own weights, and the model's other files
 - a policy by adapters has peft's files and no weights; the final one has weights and no adapters
 - while a policy is written to a slow store, training goes on, and of the policies that wait the newest is published
-- a policy is published behind the records of its step
+- a policy is published behind the records of its step; older policies and checkpoints are deleted
 - a Trainer that waits notices every few seconds that its policy was removed, and mends the pointer to it
 
 Run: pytest tests/flows/trainer/test_outbox.py
@@ -15,13 +15,16 @@ import contextlib
 import json
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flows.config import RunConfig
 from flows.trainer.outbox import StoreOutbox
-from storage import policies
+from storage import checkpoints, policies
 from tba.batch import Batch
 from tba.precision import to_bfloat16
 from tba.weights import fingerprint, read_weights
@@ -87,6 +90,22 @@ def test_each_file_of_a_large_policy_travels_as_its_changes(heart, alarms, tmp_p
     assert files == [*deltas, "model.safetensors.index.json", "policy.json"]
     found = dict(read_weights(policies.fetch_policy(remote, ref, tmp_path / "another")))
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_older_policies_and_checkpoints_are_deleted(store, outbox):
+    def save(folder: Path) -> None:
+        save_file({"weight": torch.zeros(4)}, folder / "trainer.safetensors")
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+
+    trainer = SimpleNamespace(save=save, start_copy=lambda read: done(read()), checkpoint_bytes=1000)
+    for step in range(1, 6):
+        outbox.publish(step, done({"weight": torch.full((4,), float(step)).bfloat16()}), final=False)
+        published(outbox, store)
+        outbox.checkpoint(step, trainer)
+    outbox._newest_checkpoint.result()
+    whole = [path.split("/")[1] for path in store.list("policies") if path.endswith(".safetensors")]
+    assert whole == [f"step={number:08d}" for number in (3, 4, 5)]
+    assert [found.step for found in checkpoints.list_checkpoints(store)] == [4, 5]
 
 
 def test_a_policy_by_adapters_is_adapters_and_the_final_one_is_whole(store, outbox, tmp_path):

@@ -31,17 +31,19 @@ from flows.trainer import session
 from flows.trainer.__main__ import learn, main
 from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience, make_draws
-from storage import attempts, checkpoints, ledger, policies, requests
+from storage import attempts, checkpoints, intake, ledger, policies, requests
 from storage.errors import RunConfigMismatch
 from storage.run_inputs import check_model
 from storage.schema import TRAINING_STEP
+from storage.shards import commit_shard
 from storage.store import RunStore
-from tba.batch import Batch
+from tba.batch import Batch, Draw
+from tba.logprobs import Group
 from tba.training_loop import TooEarly
 from tests.character_model import save_character_model
 from tests.futures import done
 from tests.storage.buffer_runs import commit, distinct, new_buffer
-from tests.storage.helpers import make_batch, make_training_step
+from tests.storage.helpers import make_batch, make_shard, make_training_step
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +155,42 @@ def test_responses_of_a_policy_that_a_resume_undid_are_not_the_newest_policys():
     rows = rows.set_column(rows.schema.get_field_index("ages_from"), "ages_from", pa.array([10, 25]))
     (draw,) = make_draws(rows)
     assert draw.is_of_newest_policy == [False, True]
+    copies = rows.set_column(
+        rows.schema.get_field_index("trajectory_id"),
+        "trajectory_id",
+        pa.array([f"warm0-00000000-0000{n}" for n in (0, 1)]),
+    )
+    (draw,) = make_draws(copies)
+    assert draw.is_of_newest_policy == [False, False], "another run's policy sampled them"
+
+
+def test_a_draw_has_each_column_where_the_loss_reads_it():
+    one = {"trajectory_id": "a", "response_tokens": [4], "reward": 0.0,
+           "behavior_logprobs": [-1.0], "reference_logprobs": [-2.0]}  # fmt: skip
+    two = {"trajectory_id": "b", "response_tokens": [5, 6], "reward": 1.0,
+           "behavior_logprobs": [-3.0, -4.0], "reference_logprobs": [-5.0, -6.0]}  # fmt: skip
+    rows = [row | of for row, of in zip(make_batch([3, 1, 3, 2]).to_pylist(), (one, two, one, two), strict=True)]
+    rows[3] |= {"prompt_index": 1, "prompt_tokens": [9]}
+    first, second = make_draws(pa.Table.from_pylist(rows))
+    assert first == Draw(
+        Group([1, 2, 3], [[4], [5, 6]]), [0, 1, 0], [0.0, 1.0, 0.0],
+        [[-1.0], [-3.0, -4.0]], [[-2.0], [-5.0, -6.0]], [True, False],
+    )  # fmt: skip
+    assert (second.group, second.slot, second.reward) == (Group([9], [[5, 6]]), [0], [1.0])
+
+
+def test_a_session_refuses_tokens_and_policies_that_its_model_and_run_do_not_have(store, heart, monkeypatch):
+    monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: experience.sync(1))
+    monkeypatch.setattr(session, "model_folder", lambda model: Path("unused"))
+    monkeypatch.setattr(session, "base_fingerprint", lambda folder: "a1")
+    monkeypatch.setattr(
+        session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary_size=10))
+    )
+    commit_shard(store, make_shard("s0", 0))
+    commit_shard(store, make_shard("s0", 1, response_tokens=[10, 2]))
+    commit_shard(store, make_shard("s0", 2, policy_step=9))
+    session.train_run(store, RunConfig(train={"steps": 8}), 1, checkpoints.FROM_SCRATCH, heart)
+    assert [refusal.round for refusal in intake.refusals(store)] == [1, 2]
 
 
 def test_what_the_newest_sync_took_in_is_in_the_metrics(store, alarms):

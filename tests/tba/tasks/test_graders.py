@@ -300,6 +300,15 @@ def test_probabilities_are_of_the_toxic_label(classifier_folder):
         assert model.probabilities(["good"]) == pytest.approx([1 - first], abs=1e-6)
 
 
+def test_labels_that_may_hold_at_once_have_a_probability_each(classifier_folder):
+    model = SequenceClassifier(classifier_folder(3), "task.classifier")
+    config = model._loaded[1].config
+    config.id2label, config.problem_type = {0: "toxic", 1: "insult", 2: "fine"}, "multi_label_classification"
+    assert model.probabilities(["good"]) == pytest.approx(model.logits(["good"]).sigmoid()[:, 0].tolist())
+    one = SequenceClassifier(classifier_folder(1), "task.classifier")
+    assert one.probabilities(["good"]) == pytest.approx(one.logits(["good"]).sigmoid()[:, 0].tolist())
+
+
 def test_a_classifier_without_a_label_for_toxic_text_is_refused(classifier_folder):
     folder = Path(classifier_folder(2))
     config = json.loads((folder / "config.json").read_text())

@@ -214,12 +214,13 @@ def test_two_problems_are_enough_and_one_is_not(tmp_path):
         GSM8K(data=write_jsonl(tmp_path, SAMPLE[:1] * 3))
 
 
-def test_a_datasets_own_test_split_is_held_out_and_not_trained_on(monkeypatch):
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_a_datasets_own_test_split_is_held_out_and_not_trained_on(monkeypatch, split):
     asked = []
 
     def load_dataset(*arguments):
         asked.append(arguments)
-        return {"train": SAMPLE, "test": SAMPLE[3:]}
+        return {"train": SAMPLE, split: SAMPLE[3:]}
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     task = load_task(TaskSettings(name="gsm8k"), seed=0)
