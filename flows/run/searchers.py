@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from uuid import UUID
 
@@ -248,9 +249,14 @@ def started_by_flows(config: RunConfig) -> list[FlowRun]:
 
 
 def _is_running(run: FlowRun) -> bool:
-    """Whether Prefect's server takes the flow run for running, and neither for suspended nor for waiting."""
+    """Whether Prefect's server has taken the flow run for running for `SILENT_S`, and not for suspended or waiting.
+
+    One that was resumed just now takes its name in a moment.
+    """
     found = read_flow_runs([run.id]).get(run.id)
-    return found is not None and found.state.is_running()
+    if found is None or not found.state.is_running():
+        return False
+    return (datetime.now(UTC) - found.state.timestamp).total_seconds() > SILENT_S
 
 
 def _end(run: FlowRun, state: State) -> None:

@@ -263,7 +263,11 @@ def test_silence_is_counted_anew_after_the_store_was_away(store, monkeypatch):
     assert looks(80_000, uuid4()) == [], "the next one waits for a worker"
 
 
-@pytest.mark.parametrize(("state", "is_replaced"), [(Running(), True), (Paused(), False)], ids=["running", "suspended"])
+@pytest.mark.parametrize(
+    ("state", "is_replaced"),
+    [(Running(timestamp=datetime(2026, 1, 1, tzinfo=UTC)), True), (Running(), False), (Paused(), False)],
+    ids=["running", "resumed just now", "suspended"],
+)
 def test_a_searcher_that_ended_unheard_is_replaced(store, server, monkeypatch, state, is_replaced):
     """It gave its name back, and Prefect's server did not hear of its end."""
     now = [0.0]
