@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 # Instructions that multiply bfloat16, by the names of torch.cpu.get_capabilities: x86's two, and ARM's.
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
-NUM_THRESHOLDS = 1 << 20  # of thresholds, which all tensors use in turn
+NUM_THRESHOLDS = 1 << 20  # which all tensors use in turn
 REPEATS_ON_GPU = 16  # of all thresholds in a piece: each piece takes three kernels
 CAST_AGAIN_TOKENS = 1024  # from which to cast a weight again takes at most some 10 % of its products' time
 
@@ -113,10 +113,8 @@ class _ToBfloat16(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight: Tensor) -> Tensor:
-        rounded, thresholds = (
-            torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device),
-            _thresholds(weight.device),
-        )
+        rounded = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+        thresholds = _thresholds(weight.device)
         bits, upper = weight.detach().contiguous().view(-1).view(torch.int32), rounded.view(-1).view(torch.int16)
         sums = torch.empty_like(thresholds[: len(bits)])  # of every chunk: new memory for each costs as much as the sum
         for start in range(0, len(bits), len(thresholds)):

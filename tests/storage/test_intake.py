@@ -7,7 +7,7 @@ Claims
 - a refused round is recorded before anything can be drawn; a rebuilt buffer is the same and refuses nothing else
 - a shard that was damaged after it was taken in does not keep a run from resuming
 - an answer that was cut, or that a second reading does not repeat, refuses nothing
-- a superseded Trainer refuses nothing
+- a superseded Trainer refuses nothing, nor does one without memory to read a shard
 - SQL, exports, new rounds, compaction, rescoring and reports leave out the refused; verify and the summary name them
 - before the Trainer has met it, a torn shard does not break a query
 - what no sync met is checked at the run's end
@@ -29,7 +29,7 @@ from storage.export import export
 from storage.new_shards import new_shards
 from storage.rules import Limits
 from storage.schema import SCHEMA_VERSION, TRAJECTORY, to_table
-from storage.shard_files import read_shards
+from storage.shard_files import read_file, read_shards
 from storage.shards import commit_shard, parquet_bytes, refusal_path, shard_path
 from storage.store import RunStore
 from storage.verify import verify
@@ -377,3 +377,15 @@ def test_the_record_says_who_refused_what(store):
     record = json.loads(store.get("quarantine/searcher=s0/round=00000000.json"))
     assert record["shard"] == shard_path("s0", 0) and record["refused_by"] == "the Trainer, attempt 1, before step 5"
     assert set(record) == {"shard", "reasons", "refused_by", "at"}
+
+
+def test_a_lack_of_memory_is_no_fault_of_a_shard(tmp_path, monkeypatch):
+    store = new_store(tmp_path)
+    commit_shard(store, make_shard("s0", 0))
+
+    def lacks_memory(data: bytes) -> pa.Table:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    monkeypatch.setattr("storage.shard_files._read_whole", lacks_memory)
+    with pytest.raises(MemoryError):
+        read_file(store, shard_path("s0", 0))
