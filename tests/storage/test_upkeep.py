@@ -94,6 +94,14 @@ def test_marked_shards_are_deleted_after_the_grace(run):
     assert next_round(run, "s0") == 5
 
 
+def test_a_mark_of_another_program_over_a_last_round_deletes_nothing(run):
+    """Otherwise the Searcher's next round would be numbered as one before."""
+    run.put("expired/searcher=s0/through=00000004.json", b"{}")
+    before = run.list("trajectories")
+    assert upkeep.delete_superseded(run, NOW) == 0
+    assert run.list("trajectories") == before and next_round(run, "s0") == 5
+
+
 def test_of_a_searchers_marks_the_last_stays(run):
     def marks() -> list[str]:
         return [path for path in run.list("expired/searcher=s0") if path.endswith(".json")]

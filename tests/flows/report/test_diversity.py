@@ -23,7 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from flows.report.diversity import measure_diversity, tables
+from flows.report.diversity import _embedded, measure_diversity, tables
 from storage.errors import StoreError
 from storage.queries import query
 from storage.shards import commit_shard
@@ -102,6 +102,11 @@ def test_groups_share_the_sample(tmp_path):
     assert "cosine distance" not in {row["metric"] for row in rows}
     entropy = [row["value"] for row in rows if row["metric"] == "entropy" and row["grouping"] == "policy"]
     assert entropy[0] > 1.5 * entropy[-1]  # as it was generated
+
+
+def test_each_prompt_has_a_draw_embedded_before_any_has_two():
+    group = [{"place": place} for place in (0, 0, 1, 1, 2, 2) for _ in range(3)]  # of each prompt two draws of three
+    assert [_embedded(group, 3, number) for number in (2, 4, 9)] == [{0, 2}, {0, 1, 2, 4}, set(range(6))]
 
 
 def test_copies_of_a_warm_start_are_not_the_runs_own_responses(tmp_path):
