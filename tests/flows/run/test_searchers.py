@@ -264,11 +264,11 @@ def test_silence_is_counted_anew_after_the_store_was_away(store, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("state", "is_replaced"),
-    [(Running(timestamp=datetime(2026, 1, 1, tzinfo=UTC)), True), (Running(), False), (Paused(), False)],
+    ("make_state", "is_replaced"),
+    [(lambda: Running(timestamp=datetime(2026, 1, 1, tzinfo=UTC)), True), (Running, False), (Paused, False)],
     ids=["running", "resumed just now", "suspended"],
 )
-def test_a_searcher_that_ended_unheard_is_replaced(store, server, monkeypatch, state, is_replaced):
+def test_a_searcher_that_ended_unheard_is_replaced(store, server, monkeypatch, make_state, is_replaced):
     """It gave its name back, and Prefect's server did not hear of its end."""
     now = [0.0]
     monkeypatch.setattr(of_run, "Renewals", lambda store: Renewals(store, clock=lambda: now[0]))
@@ -276,7 +276,7 @@ def test_a_searcher_that_ended_unheard_is_replaced(store, server, monkeypatch, s
     keep_up(searchers)
     (first,) = server.runs.values()
     leases.release(store, held(store, "s0", first))
-    first.state = state
+    first.state = make_state()
     for seconds in range(0, int(SILENT_S + 3 * LOOK_S), int(LOOK_S)):
         now[0] = seconds
         keep_up(searchers)
