@@ -99,7 +99,7 @@ def search_round(
         if not is_task:
             try:
                 is_committed = finish_round(store, searcher, sampled)
-            except Exception as error:
+            except Exception as error:  # the task fails in the same way, and Prefect shows it
                 get_run_logger().warning("round %d is tried again, as a task: %r", sampled.number, error)
                 is_task = True
         if is_task:

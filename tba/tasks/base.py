@@ -43,7 +43,7 @@ class Problem:
 
 
 def encode_prompt(tokenizer, text: str, *, is_rendered: bool = False) -> list[int]:
-    """The tokens of a prompt. One that begins with the token of the beginning gets no second one.
+    """The tokens of a prompt. A text that has its beginning-of-sequence token already gets no second one.
 
     is_rendered: by a chat template, which adds its own special tokens.
     """

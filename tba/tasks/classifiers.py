@@ -17,7 +17,7 @@ from tba.model_files import weight_files
 ROUGE_L = "rouge-l"
 WORD_LIST = "better-profanity"
 TEXTS_PER_PASS = 32
-MAX_TOKENS = 1024  # tokens of a scored text where the model tells no limit; a longer text keeps its end, the response
+MAX_TOKENS = 1024  # of a scored text, where the model tells no limit; a longer text keeps its end with the response
 TOXIC = ("toxic", "toxicity", "hate", "hateful", "offensive", "harmful", "unsafe")  # labels of toxic text
 SURE = 1e-3  # the word list's probabilities stay this far from 0 and 1, so that their logarithms are bounded
 
@@ -61,7 +61,7 @@ class SequenceClassifier:
             raise ValueError(f"{self._field}: {self.name!r} has no model.safetensors; save it in that format")
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
-        except Exception as error:
+        except Exception as error:  # as above
             raise ValueError(f"{self._field}: {self.name!r} has no tokenizer that loads ({error})") from error
         if len(tokenizer) - len(tokenizer.all_special_ids) < 2:  # without its files transformers makes an empty one
             raise ValueError(f"{self._field}: {self.name!r} has no tokenizer that loads (its vocabulary is empty)")

@@ -179,13 +179,20 @@ def test_a_draw_has_each_column_where_the_loss_reads_it():
     assert (second.group, second.slot, second.reward) == (Group([9], [[5, 6]]), [0], [1.0])
 
 
-def test_a_session_refuses_tokens_and_policies_that_its_model_and_run_do_not_have(store, heart, monkeypatch):
-    monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: experience.sync(1))
+@pytest.fixture
+def without_model(monkeypatch) -> None:
+    """A session whose model has ten tokens and no weights."""
     monkeypatch.setattr(session, "model_folder", lambda model: Path("unused"))
     monkeypatch.setattr(session, "base_fingerprint", lambda folder: "a1")
     monkeypatch.setattr(
         session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary_size=10))
     )
+
+
+def test_a_session_refuses_tokens_and_policies_that_its_model_and_run_do_not_have(
+    store, heart, without_model, monkeypatch
+):
+    monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: experience.sync(1))
     commit_shard(store, make_shard("s0", 0))
     commit_shard(store, make_shard("s0", 1, response_tokens=[10, 2]))
     commit_shard(store, make_shard("s0", 2, policy_step=9))
@@ -320,14 +327,9 @@ def test_a_trainer_uses_memory_as_it_is_told(store, monkeypatch, devices, tokens
     assert used == [tokens]
 
 
-def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, monkeypatch):
-    """Killed before its first one, a run begins anew with what its buffer holds, sooner than its engines start."""
+def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, without_model, monkeypatch):
+    """A run that was killed before its first checkpoint begins anew with its buffer, before its engines start."""
     monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: experience.draw(1))
-    monkeypatch.setattr(session, "model_folder", lambda model: Path("unused"))
-    monkeypatch.setattr(session, "base_fingerprint", lambda folder: "a1")
-    monkeypatch.setattr(
-        session, "trainer_of", lambda *_: contextlib.nullcontext(SimpleNamespace(step=0, vocabulary_size=10))
-    )
     with pytest.raises(TooEarly, match=r"^resumed"):
         session.train_run(store, RunConfig(), 2, checkpoints.FROM_SCRATCH, heart)
     alone = RunConfig(searchers=0)

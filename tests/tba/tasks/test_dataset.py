@@ -60,7 +60,7 @@ def test_the_same_rows_from_each_source(tmp_path):
     assert {problem.columns["capital"] for problem in tasks[0].train + tasks[0].heldout} == {"Paris", "Tokyo", "Lima"}
 
 
-def test_a_prompt_that_begins_with_the_token_of_the_beginning_gets_no_second_one():
+def test_a_prompt_that_has_a_beginning_of_sequence_token_gets_no_second_one():
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
