@@ -60,7 +60,7 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     config = continued(config)
     if takeover.is_out_of_date(RunStore(config.store, config.run), flow_run.tags, flow_run.run_count):
         return Completed(name="NotNeeded", message="The Trainer is alive: its heartbeat goes on.")
-    store = prepare_task(config, takeover.is_takeover(flow_run.tags))
+    store = prepare_task(config, takeover.is_takeover(flow_run.tags), flow_run.run_count > 1)
     if summary := read_summary(store):
         get_run_logger().info("run %s is finished; to train again, choose another name", config.run)
         return summary
@@ -145,11 +145,11 @@ def end_if_suspended() -> None:
         raise Pause(state=state)
 
 
-def prepare(config: RunConfig, is_takeover: bool = False) -> RunStore:
+def prepare(config: RunConfig, is_takeover: bool = False, is_restart: bool = False) -> RunStore:
     """Checks the inputs, then creates the run or opens the existing one.
 
-    `is_takeover`: nobody gave a command. The inputs were checked when the run began. A request to stop holds that was
-    made while no Trainer was there to hear it.
+    is_takeover: a Searcher submitted the flow run. The inputs were checked when the run began. is_restart: Prefect has
+    started the flow run before. In both cases nobody gave a command, so an earlier request to stop holds.
     """
     store = RunStore(config.store, config.run)
     if is_takeover:
@@ -160,7 +160,8 @@ def prepare(config: RunConfig, is_takeover: bool = False) -> RunStore:
         get_run_logger().warning(warning)
     check_memory(config)  # the Trainer runs on this machine
     store.create_run(config.recorded(), config.read_recorded)
-    requests.take_back_stop(store)  # the request was for an earlier attempt
+    if not is_restart:
+        requests.take_back_stop(store)  # the request was for an earlier attempt
     return store
 
 

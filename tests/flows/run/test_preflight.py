@@ -350,13 +350,13 @@ def test_a_run_of_an_older_version_resumes_with_the_defaults_of_newer_settings(t
     assert json.loads(store.get("run.json")) == recorded | {"evaluate_interval": 3}
 
 
-def test_a_command_takes_back_a_request_to_stop_and_a_takeover_does_not(tmp_path, tokenizer_only):
-    """The request was made while no Trainer was there to hear it; the takeover's Trainer hears it."""
+def test_a_command_takes_back_a_request_to_stop_and_a_flow_that_starts_without_one_does_not(tmp_path, tokenizer_only):
     first = config(tmp_path)
     store = prepare(first)
     requests.ask_to_stop(store)
-    prepare(first, is_takeover=True)
-    assert requests.is_to_stop(store)
+    for start in ("is_takeover", "is_restart"):
+        prepare(first, **{start: True})
+        assert requests.is_to_stop(store)
     prepare(first)
     assert not requests.is_to_stop(store)
 
