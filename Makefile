@@ -155,7 +155,7 @@ image:  ## Build the container image by buildah: EXTRA=cpu or cuda, BASE=image o
 		$(if $(PIP_CERT),--secret id=certificates$(comma)src=$(PIP_CERT)) .
 
 image-check:  ## Train the embedded model for five steps in the image, without a network; verify
-	store=$$(mktemp -d) && trap "rm -rf $$store" EXIT \
+	store=$$(mktemp -d) && trap "rm -rf $$store 2>/dev/null || podman unshare rm -rf $$store" EXIT \
 		&& $(RUN_IMAGE) tba train check --steps 5 && $(RUN_IMAGE) tba verify check
 
 clean:  ## Remove the environment and caches; runs in .tba/ stay

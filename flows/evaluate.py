@@ -22,12 +22,16 @@ from flows.searcher.policy_feed import load_once_more
 from flows.searcher.start import EVALUATE, start_searcher_task
 from infra.machine import policy_cache
 from storage import kept_policies, policies
+from storage.errors import NotFound
 from storage.store import RunStore
 from tba.evaluation import pass_at_k, perplexity, succeeds, success_reward, win_rate
+from tba.rewards import given
 from tba.tasks.tldr import Overlap, judge
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import Searcher
+
+LOAD_TRIES = 3
 
 log = logging.getLogger("tba.evaluate")
 
@@ -76,10 +80,15 @@ def measure_policy(
 
     Raises: RuntimeError: its weights differ from the published ones.
     """
-    best = None if newest else kept_policies.best_policy(store)
-    policy = best or policies.latest_policy(store)
-    folder = policies.fetch_policy(store, policy, policy_cache(store.run))
-    load_once_more(store, searcher, folder, policy, log.warning)
+    for tries_left in reversed(range(LOAD_TRIES)):
+        policy = (None if newest else kept_policies.best_policy(store)) or policies.latest_policy(store)
+        try:
+            folder = policies.fetch_policy(store, policy, policy_cache(store.run))
+            load_once_more(store, searcher, folder, policy, log.warning)
+            break
+        except (NotFound, FileNotFoundError):  # training goes on, and the policy was pruned meanwhile
+            if not tries_left:
+                raise
     figures = {"policy": policy.path, "policy_step": policy.step} | measure(searcher, config, num_problems, samples)
     figures["created_at"] = datetime.now(UTC).isoformat()
     name = Path(policy.path).name + (f"-samples={samples}" if samples else "")
@@ -98,7 +107,7 @@ def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples:
     responses = [only for (only,) in searcher.sample_responses(problems)]
     figures = {
         "num_problems": len(problems),
-        "accuracy": statistics.fmean(searcher.rewards(problems, responses)),
+        "accuracy": statistics.fmean(given(searcher.rewards(problems, responses))),
         "perplexity": perplexity(searcher.reference_logprobs(problems, responses)),
         "mean_response_tokens": statistics.fmean(len(response.tokens) for response in responses),
     }
@@ -116,9 +125,9 @@ def measure_samples(searcher: "Searcher", problems: list, samples: int, config: 
     """pass@k for k = 1, 2, 4, … up to the samples; a response is right from `success_reward` on."""
     answers = searcher.sample_responses(problems, samples, config.train.temperature)
     flat = [(problem, answer) for problem, of in zip(problems, answers, strict=True) for answer in of]
-    rewards = searcher.rewards(*map(list, zip(*flat, strict=True)))
+    rewards, least = searcher.rewards(*map(list, zip(*flat, strict=True))), success_reward(config.task.name)
     right = [
-        sum(reward >= success_reward(config.task.name) for reward in rewards[start : start + samples])
+        sum(reward is not None and reward >= least for reward in rewards[start : start + samples])
         for start in range(0, len(rewards), samples)
     ]
     ks = [2**power for power in range(samples.bit_length()) if 2**power <= samples]

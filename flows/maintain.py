@@ -23,12 +23,13 @@ def maintain(
     None: no trajectory expires by that rule. A run of this flow at least `grace_hours` later deletes expired and
     compacted files; readers must have finished by then. Returns the URL of the audit's site;
     None: there is no shard yet.
-    Raises: RuntimeError: the audit found faults. ValueError: a number is negative.
+    Raises: RuntimeError: the audit found faults. ValueError: a number is negative. NotFound: there is no such run.
     """
     for name, value in {"max_age_hours": max_age_hours, "keep": keep, "grace_hours": grace_hours}.items():
         if value is not None and value < 0:
             raise ValueError(f"{name}: got {value}; it must not be negative")
     run_store = RunStore(store, run)
+    load_run(run_store)  # otherwise a mistyped name would be a run without faults
     expire(run_store, max_age_hours, keep)
     compact(run_store)
     delete_superseded(run_store, grace_hours)

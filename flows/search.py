@@ -180,8 +180,12 @@ def evaluate(
 
 
 evaluate_task = task(
-    task_run_name="evaluate policy step {policy.step}", cache_policy=NO_CACHE, persist_result=False
-)(evaluate)  # fmt: skip
+    task_run_name="evaluate policy step {policy.step}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=2,
+    retry_delay_seconds=5,
+)(evaluate)
 
 
 def commit(store: RunStore, table: pa.Table, metrics: dict) -> None:

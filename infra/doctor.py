@@ -1,5 +1,6 @@
 """Checks a machine before a run. Each finding has an observation and, for a fault or warning, a remedy."""
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -209,7 +210,7 @@ def check_stack(project: Path) -> Finding:
     try:
         stack.check(project)
     except stack.StackError as error:
-        return Finding("stack", FAULT, str(error).splitlines()[0], "tba down; then tba up, or the same tba train again")
+        return Finding("stack", FAULT, str(error).splitlines()[0], "tba up, or the same tba train again")
     return Finding("stack", OK, "no process that was started here has died")
 
 
@@ -221,6 +222,7 @@ def check_server(project: Path) -> Finding:
         from infra import prefect_server, stack
     except ImportError as error:
         return Finding("server", FAULT, f"Prefect cannot be imported: {error}", REINSTALL)
+    credentials: dict = {}
     try:
         running = stack.running_url(project)
     except stack.StackError:  # `check_stack` names it
@@ -230,7 +232,9 @@ def check_server(project: Path) -> Finding:
         return _unnamed_server(prefect_server.free_port(DEFAULT_PORT))
     url, undo = named.url, named.undo
     try:
-        found = prefect_server.version(url, stack.credentials(project, url))
+        with contextlib.suppress(stack.StackError):  # as above
+            credentials = stack.credentials(project, url)
+        found = prefect_server.version(url, credentials)
     except prefect_server.AccessRefused as error:
         return Finding("server", FAULT, str(error), f"set PREFECT_API_AUTH_STRING to it, or {undo}")
     if found is not None:

@@ -27,6 +27,8 @@ from pathlib import Path
 PACKAGES = ["radosgw", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph-common"]
 DAEMONS = ["radosgw", "ceph-osd", "ceph-mgr", "ceph-mon"]  # each writes to the ones after it
 PROGRAMS = ["radosgw", "radosgw-admin", "monmaptool", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph"]
+FOLDERS = ("run", "log", "mon", "mgr", "osd", "rgw")
+FILES = ("settings.json", "ceph.conf", "monmap", "made")
 START_TIMEOUT_S = 90  # 15 s on an idle machine of two cores
 REGION = "us-east-1"
 BUCKET = "tba"
@@ -109,6 +111,7 @@ class LocalS3:
     def _start(self) -> dict[str, str]:
         new = not (self.folder / "made").exists()
         if new:
+            self._refuse_other_files()
             shutil.rmtree(self.folder, ignore_errors=True)  # left by a start that was interrupted
             self._make()
         self._start_daemon("ceph-mon", "-i", "a")
@@ -153,8 +156,16 @@ class LocalS3:
 
     # --- making a cluster ---------------------------------------------------------------------------------------------
 
+    def _refuse_other_files(self) -> None:
+        """Raises: LocalS3Error: the folder has files that no start has made."""
+        found = {entry.name for entry in self.folder.iterdir()} if self.folder.exists() else set()
+        if others := found - {*FOLDERS, *FILES, *(f"{program}.pid" for program in DAEMONS)}:
+            raise LocalS3Error(
+                f"{self.folder} has files of another kind ({min(others)}); name an empty or a new folder"
+            )
+
     def _make(self) -> None:
-        for name in ("run", "log", "mon", "mgr", "osd", "rgw"):
+        for name in FOLDERS:
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o700)
         ports = dict(zip(("port", "mon_v1", "mon_v2"), free_ports(3), strict=True))
@@ -234,7 +245,7 @@ class LocalS3:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)  # a child of this process that has ended would stay as a zombie
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, ValueError):  # ValueError: the disk was full
             return None
         return pid if Path(command[0].decode()).name == program and bytes(self.configuration) in command else None
 

@@ -22,6 +22,7 @@ def take_place(group: str) -> int:
     that has its own temporary folder counts as a machine. Raises: StoreFull: the temporary folder was full for minutes.
     """
     if group not in _places:
+        _keep(_place_file(group, 0).parent)
         _places[group] = with_room(lambda: _first_free(group), "the place of a process")
     return _places[group][0]
 
@@ -42,6 +43,12 @@ def alone_here(what: str) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(opened, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file, too
+
+
+def _keep(folder: Path) -> None:
+    """Has systemd-tmpfiles leave the folder's files, which it would delete after ten days, though they are locked."""
+    opened = os.open(folder, os.O_RDONLY)  # to the process's end
+    fcntl.flock(opened, fcntl.LOCK_SH)
 
 
 def _first_free(group: str) -> tuple[int, IO]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,16 +53,21 @@ def configured() -> Named | None:
 
     A prefect.toml that is a link is this project's own, with the server that its stack started last; it does not count.
     Neither does the active profile, which is for the user's other projects.
+    Raises: StackError: prefect.toml cannot be read.
     """
     from dotenv import dotenv_values
-    from prefect.settings import get_current_settings
 
     if url := os.environ.get("PREFECT_API_URL"):
         return Named(url, "PREFECT_API_URL", "unset PREFECT_API_URL")
     if url := dotenv_values(".env").get("PREFECT_API_URL"):
         return Named(url, ".env", "remove it from .env")
     own = Path("prefect.toml")
-    url = get_current_settings().api.url if own.exists() and not own.is_symlink() else None
+    if not own.is_file() or own.is_symlink():
+        return None
+    try:
+        url = tomllib.loads(own.read_text()).get("api", {}).get("url")
+    except (OSError, ValueError, AttributeError) as error:
+        raise StackError(f"{own.absolute()} cannot be read as Prefect's settings: {error}") from error
     return Named(url, "prefect.toml", "remove it from prefect.toml") if url else None
 
 
@@ -122,7 +128,8 @@ def version(url: str, settings: dict | None = None) -> str | None:
         if error.response.status_code == httpx.codes.UNAUTHORIZED:
             raise AccessRefused(f"The Prefect server at {url} asks for another authentication string.") from error
         return None
-    except (httpx.HTTPError, ValueError):  # no server, or one that answers without HTTP or JSON
+    # No server, one that answers without HTTP or JSON, or no URL.
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None
     return answer if isinstance(answer, str) else None
 
@@ -133,7 +140,7 @@ def is_open(url: str) -> bool:
 
     try:
         return httpx.get(f"{url}/admin/version", timeout=OPEN_TIMEOUT_S).is_success
-    except httpx.HTTPError:
+    except (httpx.HTTPError, httpx.InvalidURL):
         return False
 
 

@@ -50,6 +50,11 @@ def work_queue(project: Path) -> str:
     return f"{name}-{zlib.crc32(bytes(project)):08x}"
 
 
+def is_work_queue(name: str) -> bool:
+    """Whether this is the name of some folder's work queue."""
+    return re.fullmatch(r".*-[0-9a-f]{8}", name) is not None
+
+
 def up(project: Path, *, keep: bool, say: Callable[[str], None] = print) -> str:
     """Starts the stack's missing parts; returns its API's URL. keep: as daemons, until down(); else as children, until
     leave().
@@ -155,6 +160,11 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
     ours = state.url if state.processes else None
     url = prefect_server.find(ours, say, partial(credentials, project)) or _late_answer(project, state)
     if url is None:
+        if "worker" in state.processes and not state.own_server:
+            raise StackError(
+                f"The Prefect server at {state.url}, which this project did not start, does not answer, and the worker "
+                "here runs flows for it. Start that server and repeat the command, or run `tba down`: runs resume."
+            )
         if "server" in state.processes:  # alive, yet it does not answer
             _stop_hung(project, state, say)
         _start_server(project, state, keep, say)

@@ -282,8 +282,8 @@ class ReplayBuffer:
         prompts = self._index.read("list_prompts", {"newest_sync": self.newest_sync, "oldest": oldest})
         if not len(prompts["prompt"]):
             raise NotEnoughExperience(
-                f"max_age is {self._sampling.max_age}, but all {self.num_trajectories} stored trajectories are older: "
-                f"their policies are before step {oldest}. Wait for newer ones, or raise max_age"
+                f"sampling.max_age is {self._sampling.max_age}, but all {self.num_trajectories} stored trajectories "
+                f"are older: their policies are before step {oldest}. Wait for newer ones"
             )
         return prompts
 
@@ -292,12 +292,12 @@ class ReplayBuffer:
         taken_in, limit = self.num_inserted, self._sampling.samples_per_insert
         if taken_in < self._sampling.min_size:
             raise NotEnoughExperience(
-                f"{taken_in} of the first {self._sampling.min_size} trajectories (min_size) have come in"
+                f"{taken_in} of the first {self._sampling.min_size} trajectories (sampling.min_size) have come in"
             )
         if limit is not None and self.samples_per_insert(step) > limit:
             raise NotEnoughExperience(
                 f"waiting for more trajectories: after step {step} each of {taken_in} would have been drawn "
-                f"{self.samples_per_insert(step):.2f} times on average, and samples_per_insert is {limit:g}"
+                f"{self.samples_per_insert(step):.2f} times on average, and sampling.samples_per_insert is {limit:g}"
             )
 
     def _oldest(self, step: int) -> int:

@@ -160,9 +160,12 @@ def effective_syncs(store: RunStore, step: int) -> list[dict]:
     return [row for row in rows if row["step"] <= step and counts(row["attempt"], row["step"], resumes)]
 
 
-def read_entry(store: RunStore, path: str, columns: pa.Schema, needed: Iterable[str]) -> pa.Table:
+def read_entry(
+    store: RunStore, path: str, columns: pa.Schema, needed: Iterable[str], *, is_copied: bool = False
+) -> pa.Table:
     """An entry, or a compacted file of entries, with those of `columns` that it has: older versions recorded fewer.
 
+    is_copied: it will be deleted, so it must have no column besides, as newer versions record.
     Raises: DamagedRecord: it is no Parquet file, has no row, or lacks a value of a column in `needed`. NotFound.
     """
     try:
@@ -171,6 +174,8 @@ def read_entry(store: RunStore, path: str, columns: pa.Schema, needed: Iterable[
         lacking = [name for name in needed if name not in table.column_names or table[name].null_count]
         if lacking or not table.num_rows:
             raise ValueError(f"it has {table.num_rows} rows, and lacks values of {', '.join(lacking) or 'all columns'}")
+        if is_copied and (more := set(table.column_names) - set(columns.names)):
+            raise ValueError(f"it has the column {min(more)} of a newer version")
         fields = [columns.field(name) for name in table.column_names if name in columns.names]
         table = table.select([field.name for field in fields]).cast(pa.schema(fields))
         for name in _NUMBERS & set(table.column_names):  # readers count up to them

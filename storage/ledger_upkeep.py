@@ -74,7 +74,7 @@ def _write(store: RunStore, folder: str, numbers: range, parts: list[Part]) -> b
 
     def read(part: Part) -> pa.Table | None:
         with suppress(NotFound, DamagedRecord):
-            rows = read_entry(store, part.path, COLUMNS[folder], NEEDED[folder])
+            rows = read_entry(store, part.path, COLUMNS[folder], NEEDED[folder], is_copied=True)
             if _is_of(rows, folder, part):
                 return pa.concat_tables([COLUMNS[folder].empty_table(), rows], promote_options="default")
         return None

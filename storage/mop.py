@@ -54,7 +54,7 @@ class SamplingSettings(BaseModel):
     def _capacity_holds_a_draw(self) -> "SamplingSettings":
         if self.capacity_per_prompt < self.responses_per_prompt:
             raise ValueError(
-                f"capacity_per_prompt={self.capacity_per_prompt} must be at least "
+                f"sampling.capacity_per_prompt={self.capacity_per_prompt} must be at least sampling."
                 f"responses_per_prompt={self.responses_per_prompt}: otherwise no prompt has enough responses; raise it"
             )
         return self

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from storage.errors import AlreadyExists, NotFound, TornShard
 from storage.ledger import NEEDED, read_entry
-from storage.new_shards import new_shards
 from storage.schema import REWARD, TRAJECTORY
 from storage.shard_files import origin_of, read_each, read_shards
 from storage.shards import check_searcher_id, files_named, is_warm_start_name, parquet_bytes
@@ -34,10 +33,12 @@ def check_version(version: str) -> str:
     return version
 
 
-def check_reward(store: RunStore, version: str, reward: str, source: str) -> None:
+def check_reward(store: RunStore, version: str, reward: str, source: str, data: str = "") -> None:
     """Checks that no other reward scores this version. source: a digest of the reward's source.
 
-    Raises: ValueError: another reward does, or an earlier source of this one; versions are never mixed.
+    data: a digest of the problems that the reward looks up, with their answers; "": they are unknown.
+    Raises: ValueError: another reward does, or an earlier source of this one, or by other answers; versions are never
+    mixed.
     """
     recorded = store.read_json(f"rewards/{check_version(version)}/{VERSION}", dict[str, str])
     if recorded is None:
@@ -52,15 +53,21 @@ def check_reward(store: RunStore, version: str, reward: str, source: str) -> Non
             f"reward version {version!r} of run {store.run} was scored by {reward} before its source was changed. "
             "Choose another version."
         )
+    if data and recorded.get("data", data) != data:
+        raise ValueError(
+            f"reward version {version!r} of run {store.run} was scored by {reward} with other problems or answers. "
+            "Choose another version."
+        )
 
 
-def begin_version(store: RunStore, version: str, reward: str, source: str) -> None:
+def begin_version(store: RunStore, version: str, reward: str, source: str, data: str = "") -> None:
     """Records that `reward` scores this version. Raises: ValueError: as check_reward."""
     try:
         path = f"rewards/{check_version(version)}/{VERSION}"
-        store.put_new_json(path, {"version": version, "reward": reward, "source": source})
+        of_data = {"data": data} if data else {}
+        store.put_new_json(path, {"version": version, "reward": reward, "source": source} | of_data)
     except AlreadyExists:
-        check_reward(store, version, reward, source)
+        check_reward(store, version, reward, source, data)
 
 
 def has_version(store: RunStore, version: str) -> bool:
@@ -84,21 +91,21 @@ def newest_version(store: RunStore) -> str | None:
         return None
 
 
-def unscored_shards(store: RunStore, version: str) -> dict[str, list[int]]:
-    """Per searcher the committed rounds without rewards of this version, in order."""
+def unscored_shards(store: RunStore, version: str, committed: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Per searcher those of its committed rounds that have no rewards of this version, in order."""
     scored = set(store.list(f"rewards/{check_version(version)}"))
     return {
         searcher: [number for number in rounds if _path(version, searcher, number) not in scored]
-        for searcher, rounds in new_shards(store, {}).items()
+        for searcher, rounds in committed.items()
     }
 
 
-def check_scored(store: RunStore, version: str) -> None:
-    """Looks at each searcher's newest shard without a file of rewards of this version.
+def check_scored(store: RunStore, version: str, committed: dict[str, list[int]]) -> None:
+    """Looks at each searcher's newest of these committed shards that has no file of rewards of this version.
 
     Raises: NotFound: it was not sampled with this version either, so it has no such rewards.
     """
-    for searcher, rounds in unscored_shards(store, version).items():
+    for searcher, rounds in unscored_shards(store, version, committed).items():
         for shard in read_each(store, searcher, rounds[-1:]):
             if isinstance(shard, pa.Table):
                 with_rewards(store, version, shard)

@@ -68,6 +68,6 @@ class Demonstrations:
             )
         defaults = {
             "prompt_id": known.prompt_id if known else digest(prompt),
-            "finish_reason": "stop" if row["response_tokens"][-1] in self._stop_tokens else "length",
+            "finish_reason": "stop" if set(row["response_tokens"][-1:]) & set(self._stop_tokens) else "length",
         }
         return defaults | row

@@ -62,11 +62,30 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def with_window(folder: Path) -> dict[str, Any]:
+    """The configuration of a folder's text model, with the sliding window and the kinds of layers that transformers
+    takes: a file may name a window that is off, or leave the kinds out.
+    """
+    config = text_config(folder)
+    if not config.get("sliding_window"):
+        return config
+    from transformers import AutoConfig
+
+    try:
+        read = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):  # no model type that transformers knows
+        return config
+    return config | {name: getattr(read, name, None) for name in ("sliding_window", "layer_types")}
+
+
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Tokens of prompt and response together that the Trainer takes. None: the configuration does not tell, or scales
     positions. A sliding window is a limit, because the Trainer's attention has none (tba/shared_prefix.py).
+
+    config: with the window as `with_window` has it.
     """
-    window = config.get("sliding_window") if "sliding_attention" in (config.get("layer_types") or ()) else None
+    kinds = config.get("layer_types") or ("sliding_attention",)
+    window = config.get("sliding_window") if "sliding_attention" in kinds else None
     limits = [window and window + 1, _positions(config)]  # the last token attends to no other
     return min(filter(None, limits), default=None)
 

@@ -7,7 +7,8 @@
 is `my_rewards:brief`. A function that returns a reward function is called with the literals in its name:
 `trl.rewards:get_soft_overlong_punishment(max_completion_len=256, soft_punish_cache=64)`. The columns are
 `completion_ids` (tokens), `prompt_id`, `answer` (None if the task has no such prompt) and the dataset's own columns.
-For a chat, prompts are lists of messages, and completions are lists of one message. None: the reward does not apply.
+For a chat, prompts are lists of messages, and completions are lists of one message. None: the reward does not apply; a
+response to which none applies is left out.
 """
 
 import ast
@@ -81,9 +82,12 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of responses: `rewards` are trained on, `components` are their parts before weighting."""
+    """Rewards of responses: `rewards` are trained on, `components` are their parts before weighting.
 
-    rewards: list[float]
+    None, where it is allowed: no reward applies to the response.
+    """
+
+    rewards: list[float | None]
     components: list[dict[str, float]]
 
 
@@ -135,9 +139,12 @@ class RewardedTask:
         responses: list[str],
         tokens: Sequence[Sequence[int]],
         finish_reasons: Sequence[str],
+        *,
+        allows_none: bool = False,
     ) -> Scores:
         """The scores of each response to the problem at its index. `tokens`, `finish_reasons`: of the responses.
 
+        allows_none: of a response to which no reward applies; otherwise that is an error.
         Raises: ValueError: a reward failed, or returned a wrong number of values, or one that is not a finite number.
         """
         by_part = [_checked(part, problems, responses, tokens) for part, _ in self._parts]
@@ -145,6 +152,10 @@ class RewardedTask:
         for index, (problem, reason) in enumerate(zip(problems, finish_reasons, strict=True)):
             values = [(part.name, weight, of[index]) for (part, weight), of in zip(self._parts, by_part, strict=True)]
             applying = [(name, weight, value) for name, weight, value in values if value is not None]
+            if not applying and allows_none:
+                rewards.append(None)
+                components.append({})
+                continue
             if not applying:
                 raise ValueError(
                     f"task.rewards: all are None for a response to prompt {problem.prompt_id}; one must be a number"
@@ -167,6 +178,14 @@ class RewardedTask:
         ]
         text = "\n".join([*parts, str(self._missing_eos_reward)])
         return f"{self.name}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+
+
+def given(rewards: Sequence[float | None]) -> list[float]:
+    """The rewards without None. Raises: ValueError: all are None."""
+    found = [reward for reward in rewards if reward is not None]
+    if not found:
+        raise ValueError(f"task.rewards: all are None for each of {len(rewards)} responses; no reward applies")
+    return found
 
 
 NUMBERS = (bool, int, float, type(None))

@@ -33,7 +33,7 @@ from tba.generator import Generator, SampledBatch
 from tba.near_duplicates import NearDuplicates
 from tba.reference_policy import ReferencePolicy
 from tba.reference_process import ReferenceProcess
-from tba.rewards import RewardedTask, Scores
+from tba.rewards import RewardedTask, Scores, given
 from tba.tasks.base import Problem, stop_tokens
 
 POLL_S = 0.5  # between two looks for a policy while a round is sampled
@@ -242,7 +242,7 @@ class Searcher:
         ]
 
     def _scored_responses(self, prompts: list[SampledPrompt], responses: list[list[Response]]) -> list[ScoredResponse]:
-        """The scored responses of a round. responses: to each prompt."""
+        """The responses of a round to which a reward applies. responses: to each prompt."""
         pairs = [(asked, response) for asked, of in zip(prompts, responses, strict=True) for response in of]
         problems, flat = [asked.problem for asked, _ in pairs], [response for _, response in pairs]
         references = self._reference.logprobs(
@@ -250,10 +250,12 @@ class Searcher:
         )
         texts = [self.text(response) for response in flat]
         scores = self._score(problems, texts, flat)
+        given(scores.rewards)  # raises where no reward applies to any: a shard has at least one row
         columns = zip(pairs, texts, references, scores.rewards, scores.components, strict=True)
         return [
             ScoredResponse(asked, response, text, reference, reward, components)
             for (asked, response), text, reference, reward, components in columns
+            if reward is not None
         ]
 
     def _without_near_duplicates(self, number: int, scored: list[ScoredResponse]) -> list[ScoredResponse]:
@@ -284,12 +286,17 @@ class Searcher:
     def evaluate(self, num_problems: int) -> dict:
         """Greedy accuracy (mean reward) on held-out problems of the policy that was loaded last.
 
+        Problems to whose response no reward applies are left out of the mean.
+
         Returns storage's EVALUATION columns without those that name the policy.
         """
         began = time.monotonic()
         problems = self.task.heldout[:num_problems]
         responses = [only for (only,) in self.sample_responses(problems)]
-        rewards = self.rewards(problems, responses)
+        if any(policy != self._served for response in responses for _, policy in response.policies):
+            self.drop_rounds()  # beside the adapters in flight the engine had no room for this policy's
+            responses = [only for (only,) in self.sample_responses(problems)]
+        rewards = given(self.rewards(problems, responses))
         return {
             "split": "heldout",
             "num_problems": len(problems),
@@ -307,8 +314,8 @@ class Searcher:
         sampling = Sampling(num_samples, temperature, 1.0, self._max_response_tokens, self._stop_tokens)
         return self._generator.sample(prompts, [sampling] * len(prompts))
 
-    def rewards(self, problems: list[Problem], responses: list[Response]) -> list[float]:
-        """The run's reward of each response to the problem at its place."""
+    def rewards(self, problems: list[Problem], responses: list[Response]) -> list[float | None]:
+        """The run's reward of each response to the problem at its place; None: no reward applies."""
         return self._score(problems, [self.text(response) for response in responses], responses).rewards
 
     def reference_logprobs(self, problems: list[Problem], responses: list[Response]) -> list[list[float]]:
@@ -346,7 +353,7 @@ class Searcher:
 
     def _score(self, problems: list[Problem], texts: list[str], responses: list[Response]) -> Scores:
         tokens, reasons = ([getattr(r, name) for r in responses] for name in ("tokens", "finish_reason"))
-        return self.task.score(problems, texts, tokens, reasons)
+        return self.task.score(problems, texts, tokens, reasons, allows_none=True)
 
     def text(self, response: Response) -> str:
         """The text of a response, without special tokens."""

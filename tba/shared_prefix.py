@@ -323,7 +323,7 @@ def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor, sca
     scores = (q @ k.transpose(1, 2)).view(K * H_kv, -1, *may_attend.shape) + unless  # [K' H', H / H', t, T]
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     out = weights.flatten(1, 2) @ v  # [K' H', H / H' t, D]
-    return out.view(K, H_kv, H // H_kv, t, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out.view(K, H_kv, H // H_kv, t, v.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 AttentionInterface.register(ATTENTION, shared_prefix_attention)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from types import SimpleNamespace
 
 import pyarrow
@@ -247,8 +248,15 @@ def _write_csv(row: str) -> None:
 
 
 def json_text(value: object) -> str:
-    """The value as JSON. NaN and infinities become null, because JSON has no such numbers."""
-    return json.dumps(json.loads(json.dumps(value, default=str), parse_constant=lambda _: None), indent=2)
+    """The value as JSON. NaN and infinities become null, because JSON has no such numbers. A decimal is a number."""
+    return json.dumps(json.loads(json.dumps(value, default=_plain), parse_constant=lambda _: None), indent=2)
+
+
+def _plain(value: object) -> int | float | str:
+    """A value that JSON lacks. DuckDB's sum of integers comes as a Decimal."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return str(value)
 
 
 def _distinct(names: list[str]) -> list[str]:

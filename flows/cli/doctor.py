@@ -1,12 +1,13 @@
 """`tba doctor`: faults of this machine, and the remedy for each."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
 
 from flows.cli.common import AsJson, StoreOption, say, store_url
+from flows.report.text import without_secrets
 
 app = typer.Typer()
 
@@ -28,6 +29,7 @@ def doctor(store: StoreOption = None, as_json: AsJson = False) -> None:
 
     out, findings = console(), []
     for finding in examine(Path.cwd(), store_url(store)):
+        finding = replace(finding, what=without_secrets(finding.what), remedy=without_secrets(finding.remedy))
         findings.append(finding)
         if as_json:
             continue

@@ -89,7 +89,7 @@ def _batch_parts(run: str, step: int, facts: dict, rows: list[dict]) -> "Iterato
                 response,
             )
         yield styled(f"\nPrompt {index}: {group[0]['prompt_id']}", "bold")
-        yield styled(group[0]["prompt"] or "(expired)", "cyan")
+        yield styled(next((row["prompt"] for row in group if row["prompt"]), "(expired)"), "cyan")
         yield table
 
 

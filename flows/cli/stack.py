@@ -18,7 +18,7 @@ def up() -> None:
     project = project_folder()
     try:
         url = stack.up(project, keep=True, say=say)
-    except stack.StackError as error:
+    except (stack.StackError, OSError) as error:  # OSError: as of a full disk
         fail(str(error))
     page = f"{url.removesuffix('/api')}{stack.page_hint(project, url)}"
     say(f"The stack is up: {page}. `tba down` stops the processes that were started here.")
@@ -36,6 +36,6 @@ def down() -> None:
 
     try:
         stopped = stack.down(project_folder())
-    except stack.StackError as error:
+    except (stack.StackError, OSError) as error:
         fail(str(error))
     say(f"Stopped: {', '.join(stopped)}." if stopped else "No process of this project's stack was running.")

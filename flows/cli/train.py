@@ -111,10 +111,16 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
     submitted = False
     try:
         url = stack.up(project, keep=False, say=say)
+        if config.store.startswith("file:") and not prefect_server.is_loopback(url):
+            say(
+                f"WARNING: the store {config.store} is a folder, and the Prefect server {url} is another machine's. "
+                "Each machine that runs flows of this run must have the same folder there; otherwise use S3."
+            )
         old, credentials = read_heartbeat(store), stack.credentials(project, url)
         last = raw_heartbeat(store)
         with prefect_server.api(url, credentials) as client, contextlib.ExitStack() as following:
-            flow_run, submitted = _live_or_new(client, config, store, is_new=old is None)
+            queue = stack.work_queue(project)
+            flow_run, submitted = _live_or_new(client, config, store, queue, is_new=old is None)
             same_server = functools.partial(prefect_server.api, url, credentials)
             watch = TrainerWatch(store, config, log, last if submitted else None, client=same_server)
             following.callback(watch.close)
@@ -126,7 +132,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
                 state = _follow(FlowRunView(project, client, flow_run), store, None)
         if not state.is_completed():
             fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
-    except (stack.StackError, StoreError) as error:
+    except (stack.StackError, StoreError, OSError) as error:  # OSError: as of a full disk
         fail(str(error))
     except (httpx.HTTPError, PrefectException) as error:
         fail(f"The Prefect server at {url} refuses or fails: {error!r}. The same command follows or resumes the run.")
@@ -137,13 +143,16 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         say(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
         raise typer.Exit(130) from None
     finally:
-        with _uninterrupted(), contextlib.suppress(stack.StackError):  # it was told above
+        with _uninterrupted(), contextlib.suppress(stack.StackError, OSError):  # it was told above
             stack.leave(project, say=say)
     _tell_end(project, store, state.name)
 
 
-def _live_or_new(client, config: "RunConfig", store: "RunStore", is_new: bool) -> tuple:
-    """The flow run that trains the run, and whether it was submitted here. is_new: the run has no heartbeat yet."""
+def _live_or_new(client, config: "RunConfig", store: "RunStore", queue: str, is_new: bool) -> tuple:
+    """The flow run that trains the run, and whether it was submitted here.
+
+    queue: this folder's. is_new: the run has no heartbeat yet.
+    """
     from flows.run import flow_runs
 
     if flow_run := flow_runs.live_run(client, config):
@@ -153,7 +162,7 @@ def _live_or_new(client, config: "RunConfig", store: "RunStore", is_new: bool) -
     if num_dead := flow_runs.mark_crashed(client, config):
         say(f"Marked {num_dead} flow runs as crashed, which a killed stack, flow or machine had left unfinished.")
     say(f"{'Starting' if is_new else 'Resuming'} run {config.run!r}.")
-    return flow_runs.submit(client, config), True
+    return flow_runs.submit(client, config, queue), True
 
 
 def _tell_end(project: Path, store: "RunStore", state: str) -> None:

@@ -143,7 +143,8 @@ def measured(searcher: "Searcher", config: RunConfig) -> Measures:
     else:
         flat = [answer for of_problem in answers for answer in of_problem]
         asked = [problem for problem, of in zip(problems, answers, strict=True) for _ in of]
-        right = [reward >= success_reward(config.task.name) for reward in searcher.rewards(asked, flat)]
+        least = success_reward(config.task.name)
+        right = [reward is not None and reward >= least for reward in searcher.rewards(asked, flat)]
         accuracy = searcher.evaluate(config.task.num_heldout)["accuracy"]
     successes = iter(right)
     embeddings = np.split(diversity.embed([text for of in texts for text in of]), len(texts))

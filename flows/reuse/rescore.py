@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from flows.config import RunConfig, load_run
 from storage import reward_versions
 from storage.errors import AlreadyExists
+from storage.new_shards import new_shards
 from storage.shard_files import each_shard
 from storage.store import RunStore
 from tba.rewards import TASK, RewardedTask, load_reward
@@ -35,8 +36,9 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     problems = {problem.prompt_id: problem for problem in [*task.train, *task.heldout]}
     num_scored, num_unknown, said_at = 0, 0, time.monotonic()
     name = f"{task.name} {task.version}" if reward == TASK else reward
-    reward_versions.check_reward(store, version, name, rewarding.version)
-    for searcher, rounds in reward_versions.unscored_shards(store, version).items():
+    about = version, name, rewarding.version, task.fingerprint
+    reward_versions.check_reward(store, *about)
+    for searcher, rounds in reward_versions.unscored_shards(store, version, new_shards(store, {})).items():
         for number, shard in each_shard(store, searcher, rounds):
             asked = list(zip(shard["prompt_id"].to_pylist(), shard["prompt"].to_pylist(), strict=True))
             of_rows = [problems.get(prompt_id) or Problem(prompt_id, prompt, None) for prompt_id, prompt in asked]
@@ -49,7 +51,7 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
             told = (shard[name].to_pylist() for name in ("response", "response_tokens", "finish_reason"))
             values = rewarding.score(of_rows, *told).rewards
             if not num_scored:  # not before: a reward that fails at once can be mended under the version's name
-                reward_versions.begin_version(store, version, name, rewarding.version)
+                reward_versions.begin_version(store, *about)
             with contextlib.suppress(AlreadyExists):  # another process scores the same version
                 reward_versions.record_rewards(store, version, shard, values)
             num_scored, num_unknown = num_scored + shard.num_rows, num_unknown + len(unknown)
@@ -57,7 +59,7 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
                 said_at = time.monotonic()
                 say(f"{num_scored:,} trajectories scored")
     if not num_scored:
-        reward_versions.begin_version(store, version, name, rewarding.version)
+        reward_versions.begin_version(store, *about)
     if num_unknown:
         say(
             f"WARNING: {num_unknown:,} of these trajectories have prompts that task {task.name} does not have now: "

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -55,6 +56,12 @@ class RunSource:
                 f"and reference log-probabilities are of that model. Give --model {theirs.model}, or name a .parquet "
                 "file with the columns prompt and response, and reward if the task has no such prompts."
             )
+        if theirs.task.generator != config.task.generator:
+            raise ValueError(
+                f"warm_start: run {run!r} has generator {theirs.task.generator}, this one {config.task.generator}: "
+                "its prompts would be trained, and never sampled or evaluated. Name a run of the same generator, or a "
+                ".parquet file of prompts, responses and rewards."
+            )
         if theirs.task.name != config.task.name:
             raise ValueError(
                 f"warm_start: run {run!r} has task {theirs.task.name}, this one {config.task.name}: its prompts would "
@@ -72,7 +79,12 @@ class RunSource:
     def check_scored(self) -> None:
         """Raises: NotFound: shards have no rewards of the version."""
         if self._version is not None:
-            reward_versions.check_scored(self._store, self._version)
+            reward_versions.check_scored(self._store, self._version, self._rounds)
+
+    @cached_property
+    def _rounds(self) -> dict[str, list[int]]:
+        """Of each Searcher the rounds committed now: those that are checked are copied."""
+        return new_shards(self._store, {})
 
     def reward_source(self) -> str | None:
         """What gave the rewards, as `RewardedTask.version` names it; None: unknown."""
@@ -90,7 +102,7 @@ class RunSource:
         self._has_other_reference |= recorded_fingerprint(self._store) not in (None, fingerprint)
 
     def parts(self) -> list[list]:
-        return [[searcher, number] for searcher, rounds in new_shards(self._store, {}).items() for number in rounds]
+        return [[searcher, number] for searcher, rounds in self._rounds.items() for number in rounds]
 
     def read(self, parts: list[list]) -> Iterator[pa.Table | None]:
         """The trajectories of each part; no rows if its shard or rewards are torn, or break a rule of the intake.
@@ -158,6 +170,12 @@ class FileSource:
                 raise ValueError(f"warm_start: {url}: {name} is null in {self._rows[name].null_count} rows")
             self._rows = self._rows.set_column(names.index(name), name, self._rows[name].cast(pa.string()))
         tokens = {"prompt_tokens", "response_tokens"} & set(names)
+        for name in names:
+            try:
+                self._rows[name].cast(TRAJECTORY.field(name).type)
+            except pa.ArrowException as error:
+                wanted = TRAJECTORY.field(name).type
+                raise ValueError(f"warm_start: {url}: {name} is {self._rows[name].type}, not {wanted}") from error
         if len(tokens) == 1 or ("reference_logprobs" in names and not tokens):
             raise ValueError(
                 f"warm_start: {url} must have both of prompt_tokens and response_tokens or neither, and "

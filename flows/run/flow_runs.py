@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pydantic import ValidationError
 
 from flows.config import RunConfig
-from infra import prefect_server
+from infra import prefect_server, stack
 from infra.processes import find_processes, stop_processes
 from storage import attempts, leases, policies, requests
 from storage.store import RunStore, transfer_all
@@ -103,14 +103,20 @@ def _age(state) -> timedelta:
     return datetime.now(UTC) - state.timestamp
 
 
-def submit(client, config: RunConfig):
-    """A new flow run of tba/train with this configuration. Returns prefect.client.schemas.FlowRun."""
+def submit(client, config: RunConfig, queue: str | None = None):
+    """A new flow run of tba/train with this configuration. Returns prefect.client.schemas.FlowRun.
+
+    queue: the folder's own; another folder on the same server may have deployed since, and so changed the deployment's.
+    A queue that is no folder's, as of a prefect.yaml of the user's own, stays.
+    """
     deployment = client.read_deployment_by_name(prefect_server.DEPLOYMENT)
+    is_a_folders = stack.is_work_queue(deployment.work_queue_name or "")
     return client.create_flow_run_from_deployment(
         deployment.id,
         parameters={"config": config.model_dump(mode="json")},
         name=config.run,
         tags=[f"run:{config.run}"],
+        work_queue_name=queue if is_a_folders else None,
     )
 
 
@@ -171,8 +177,15 @@ def _processes(flow_run) -> list:
 
 
 def unfinished(client, config: RunConfig, flows: list[str] = FLOWS) -> list:
-    """The unfinished flow runs of these flows that belong to this run in this store."""
-    return [flow_run for flow_run in prefect_server.unfinished(client, flows) if is_of(flow_run, config)]
+    """The unfinished flow runs of these flows that belong to this run in this store, without those for a later time."""
+    found = prefect_server.unfinished(client, flows)
+    return [flow_run for flow_run in found if is_of(flow_run, config) and not _is_for_later(flow_run)]
+
+
+def _is_for_later(flow_run) -> bool:
+    """Whether a schedule, or its user, has it start at a later time: it neither trains nor waits for a worker."""
+    due = flow_run.state.state_details.scheduled_time if flow_run.state.is_scheduled() else None
+    return due is not None and due - datetime.now(UTC) > PATIENCE
 
 
 def is_of(flow_run, config: RunConfig) -> bool:

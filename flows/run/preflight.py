@@ -15,9 +15,16 @@ from storage.reward_versions import newest_version
 from storage.run_inputs import check_data
 from storage.store import RunStore
 from storage.summary import is_finished
-from tba.config import TaskSettings
+from tba.config import SearchSettings, TaskSettings
 from tba.memory import UnknownShape, read_shape
-from tba.model_files import NO_EXPERTS, context_length, is_mixture_of_experts, text_config, unsupported
+from tba.model_files import (
+    NO_EXPERTS,
+    context_length,
+    is_mixture_of_experts,
+    text_config,
+    unsupported,
+    with_window,
+)
 from tba.models import model_folder
 from tba.rewards import RewardedTask
 from tba.tasks import READ_BY, TASKS, load_task
@@ -84,7 +91,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     check_rounds(config, len(task.train))
     if is_new:
         check_age(config)
-        check_context(config, task, tokenizer, context_length(model))
+        check_context(config, task, tokenizer, context_length(with_window(folder)))
     with contextlib.suppress(UnknownShape):
         warnings += plan_of(config, read_shape(folder), lengths(config, task, tokenizer)).warnings
     return warnings
@@ -141,6 +148,11 @@ def check_effects(config: RunConfig) -> None:
         ("train.reward_tempering_steps", train.reward_tempering_steps, "train.reward_tempering",
          train.reward_tempering != 1),
         ("train.fluency_steps", train.fluency_steps, "train.fluency_temperature", train.fluency_temperature != 1),
+        *(
+            (f"search.{setting}", value, "search.exploration_probability", config.search.exploration_probability > 0)
+            for setting in ("exploration_temperature", "exploration_top_p")
+            if (value := getattr(config.search, setting)) != getattr(SearchSettings(), setting)
+        ),
     ):  # fmt: skip
         if value and not is_set:
             raise ValueError(f"{setting} is {value}, but has no effect without {needed}: set both, or leave it out")

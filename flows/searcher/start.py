@@ -54,7 +54,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     check_data(RunStore(config.store, config.run), task_.fingerprint, records=name != EVALUATE)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
-    prompts = tokenizer([problem.prompt for problem in [*task_.train, *task_.heldout]])["input_ids"]
+    prompts = [problem.encode(tokenizer) for problem in [*task_.train, *task_.heldout]]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
     scores_apart = begins_ahead and default_device() == "cpu" and samples_ahead(config)
     # vLLM measures how a GPU's free memory changes while it starts, so processes that share one start in turn.

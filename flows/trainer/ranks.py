@@ -31,6 +31,7 @@ from tba.trainer import Trainer
 
 DEEPSPEED = files("infra") / "deepspeed"
 BUILD_S = 1800.0  # to meet, load the model and compile DeepSpeed's operators
+OWN_END_S = 15.0  # for this process, which may be ending by the same failure and has its reason to tell
 END_TIMEOUT_S = 30  # the other processes have no work left when the first one closes
 
 log = logging.getLogger("tba.ranks")
@@ -164,6 +165,8 @@ def _end_without(
     deadline = time.monotonic() + BUILD_S
     while not closing.wait(1):
         if any(other.poll() for other in others) or (meeting is not None and meeting.has_lost()):
+            if closing.wait(OWN_END_S):
+                return
             log.error("a process of the Trainer failed; its output is above. The run resumes from its last checkpoint.")
             os._exit(1)
         if not built.is_set() and time.monotonic() > deadline:

@@ -38,7 +38,8 @@ def read_rows(data: str, columns: Sequence[str], config: str | None = None) -> t
 def split(problems: Mapping[str, Problem], heldout: Mapping[str, Problem] | None, data: str) -> tuple[list, list]:
     """Problems to train on and held-out ones, by prompt_id. None: one in `HELDOUT_ONE_IN` is held out, rounded up.
 
-    Held out are the problems with the smallest prompt_ids, which are hashes, so the order of the data does not matter.
+    Held out are the problems with the smallest prompt_ids, which are hashes, so the order of the data does not matter;
+    nor does it for the order of the held-out ones.
     Raises: ValueError: one of the two would be empty.
     """
     if heldout is None:
@@ -50,7 +51,8 @@ def split(problems: Mapping[str, Problem], heldout: Mapping[str, Problem] | None
             f"task.data: {data} gives {len(train)} problems to train on and {len(heldout)} to hold out; "
             "each needs at least one, so give at least two different questions"
         )
-    return train, list(heldout.values())
+    # Evaluation takes the first ones, and the data may be sorted by subject.
+    return train, [heldout[prompt_id] for prompt_id in sorted(heldout)]
 
 
 def load_problems(

@@ -1,9 +1,13 @@
 """Claims about infra/local_s3.py. Run: pytest tests/infra/test_local_s3.py
 
 - no command's arguments, which every account of the machine can read, have a secret key; a second start has new keys
+- a folder with files of another kind is refused, and keeps them
+- a pid file that a full disk left empty is no running daemon
 """
 
 import json
+
+import pytest
 
 from infra import local_s3
 from infra.local_s3 import LocalS3, LocalS3Error
@@ -33,3 +37,17 @@ def test_no_secret_key_is_on_a_command_line(tmp_path, monkeypatch):
         access.startswith("ACCESS") and secret.startswith("secret") for access, secret in (first, second)
     )
     assert not {first[1], second[1], "--secret", "--secret-key"} & {word for command in commands for word in command}
+
+
+def test_a_folder_with_other_files_is_refused_and_keeps_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_s3, "install", lambda: None)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(LocalS3Error, match=r"has files of another kind \(thesis\.tex\); name an empty or a new folder"):
+        LocalS3(tmp_path).start()
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_empty_pid_file_is_no_daemon(tmp_path):
+    (tmp_path / "radosgw.pid").touch()
+    LocalS3(tmp_path).stop()

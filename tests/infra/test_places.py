@@ -5,6 +5,7 @@
 - a folder that belongs to another user is refused
 """
 
+import fcntl
 import os
 import select
 import subprocess
@@ -31,6 +32,8 @@ def test_living_processes_have_the_lowest_free_places(tmp_path):
     started[1].kill()
     started[1].wait()
     assert begin() == ["1", "1", "3"]
+    with pytest.raises(BlockingIOError):  # systemd-tmpfiles leaves a locked folder's files, and deletes locked files
+        fcntl.flock(os.open(tmp_path / f"tba-places-{os.getuid()}", os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     for process in started:
         process.kill()
         process.communicate()

@@ -8,6 +8,7 @@ Claims
   it was given the string once
 - a server that has taken our port, before or after our server's time, is not told the string
 - a server that an earlier version started without a string is refused, and the message says what to do
+- only the folder's own settings name a server, not the active profile; an address that is no URL is no server
 - a server of the user's own that wants a string gets PREFECT_API_AUTH_STRING; one that wants none is warned of
 
 Run: pytest tests/infra/test_server_access.py -m slow
@@ -28,7 +29,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from infra import doctor, prefect_server, server_access, stack, stack_state
 from infra.processes import listens, stop_processes
@@ -370,3 +371,22 @@ def test_a_taken_port_is_seen():
         assert listens(Process.current().find(), port)
     assert not listens(Process.current().find(), port)
     assert urlsplit(unused_url()).port
+
+
+def test_the_active_profiles_server_is_not_taken_for_the_folders(tmp_path, monkeypatch):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "prefect.toml"
+    file.write_text('[logging]\nlevel = "INFO"\n')
+    with temporary_settings({PREFECT_API_URL: "https://profile.example/api"}):
+        assert prefect_server.configured() is None
+        file.write_text('[api]\nurl = "http://127.0.0.1:4321/api"\n')
+        assert prefect_server.configured().url == "http://127.0.0.1:4321/api"
+    file.write_text("[api")
+    with pytest.raises(prefect_server.StackError, match=r"prefect\.toml cannot be read as Prefect's settings"):
+        prefect_server.configured()
+
+
+def test_an_address_that_is_no_url_answers_nothing():
+    assert prefect_server.version("http://127.0.0.1:420O/api") is None
+    assert not prefect_server.is_open("http://127.0.0.1:420O/api")

@@ -156,6 +156,24 @@ def test_a_living_server_has_more_than_one_requests_time_to_answer(project, monk
     assert stack._late_answer(project, stack_state.State("http://127.0.0.1:1/api")) is None
 
 
+def test_a_silent_server_of_the_users_own_costs_no_running_flow(project, monkeypatch):
+    """The worker here runs flows for it. It may be restarting."""
+    worker, url = (
+        subprocess.Popen(["sleep", "600"], env=os.environ | {stack.STACK_VARIABLE: str(project)}),
+        unused_url(),
+    )
+    try:
+        with locked_state(stack.local_folder(project)) as state:
+            state.url, state.processes, state.keep = url, {"worker": Process.of(worker.pid)}, True
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with pytest.raises(StackError, match=r"did not start, does not answer, and the worker here runs flows for it"):
+            stack.up(project, keep=True, say=lambda _: None)
+        assert worker.poll() is None
+    finally:
+        worker.kill()
+        worker.wait()
+
+
 def test_a_server_is_stopped_though_the_disk_is_full(project, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")

@@ -6,7 +6,7 @@
 - cut off at any write or deletion, no row is lost or twice, and the next call ends the work; two calls at once neither
 - an entry that comes late counts, as does one that cannot be read later than the others; a wider file takes it in
 - a torn entry stays and is named, and so does a torn compacted file; while one cannot be read, its entries count
-- files whose rows are not those of their name are left alone
+- files whose rows are not those of their name, or have a newer version's column, are left alone
 """
 
 import contextlib
@@ -248,6 +248,18 @@ def test_a_torn_entry_stays_and_is_named(made, caplog):
     assert steps() == [step for step in range(1, 22) if step != 13] and torn in caplog.text
     made.put(torn, whole)  # restored
     assert steps() == list(range(1, 22))
+
+
+def test_an_entry_of_a_newer_version_stays(made):
+    """It has a column that this version would lose."""
+    newer = "metrics/training/attempt=00000002/step=00000013.parquet"
+    rows = pq.read_table(pa.BufferReader(made.get(newer)))
+    made.put(newer, parquet_bytes(rows.append_column("of_tomorrow", pa.array([1.5]))))
+    before = answers(made)
+    compact_ledger(made)
+    delete_compacted(made, timedelta(0))
+    assert "of_tomorrow" in pq.read_table(pa.BufferReader(made.get(newer))).column_names
+    assert not differing(before, answers(made))
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])

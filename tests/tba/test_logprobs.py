@@ -11,6 +11,7 @@
 python -m pytest tests/tba/test_logprobs.py
 """
 
+import json
 from copy import deepcopy
 
 import pytest
@@ -36,6 +37,8 @@ from transformers import (
 
 from tba import logprobs, precision, shared_prefix
 from tba.logprobs import Group, check_supported, load_policy, response_logprobs, sequence_logprobs
+from tba.model_files import context_length, with_window
+from tba.shared_prefix import _attend_by_products
 
 SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SPECIAL = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -248,6 +251,29 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused():
     response_logprobs(model, [Group([1, 2, 3], [[4, 5, 6, 7], [8]])], TEMPERATURE)  # 6 positions
     with pytest.raises(ValueError, match="8 tokens, and this model's sliding window is 6"):
         response_logprobs(model, [Group([1, 2, 3], [[4, 5, 6, 7, 8], [8]])], TEMPERATURE)
+
+
+def test_a_window_is_the_one_that_transformers_takes(tmp_path):
+    """A file may leave out the kinds of layers, or name a window that is off."""
+    for config, limit in [
+        (MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=6, max_position_embeddings=64), 7),
+        (Qwen2Config(**SHAPE, num_key_value_heads=2, sliding_window=6, max_position_embeddings=64), 64),
+    ]:
+        named = config.to_dict() | {"sliding_window": 6}
+        named.pop("layer_types", None)
+        (tmp_path / "config.json").write_text(json.dumps(named))
+        assert context_length(with_window(tmp_path)) == limit
+
+
+def test_values_may_be_narrower_than_queries():
+    """As those of multi-head latent attention."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 5, 4, 8), torch.randn(3, 7, 2, 8), torch.randn(3, 7, 2, 6)  # [K', t or T, heads, D]
+    may_attend = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(each.transpose(1, 2) for each in (q, k, v)), attn_mask=may_attend, enable_gqa=True
+    )
+    torch.testing.assert_close(_attend_by_products(q, k, v, may_attend, None), wanted.transpose(1, 2))
 
 
 @pytest.mark.parametrize(

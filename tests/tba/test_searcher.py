@@ -6,7 +6,8 @@
 - A round's prompts depend on (seed, searcher, round) alone: a retried round asks the same.
 - Exploration draws temperature and top_p by prompt, in their ranges, and each row says its own.
 - Responses are sampled behind a drawn system prompt, each row says which, and stored and scored without it.
-- Too few rewards or a NaN stop the round, and say which response.
+- Too few rewards or a NaN stop the round, and say which response. A response to which no reward applies is left out.
+- An evaluation is of the policy that is served.
 
 python -m pytest tests/tba/test_searcher.py
 """
@@ -25,7 +26,7 @@ from tba.engine import Response, ServedPolicy, WholeBatches
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.precision import compute_dtype, default_device
 from tba.reference_policy import ReferencePolicy
-from tba.rewards import RewardedTask
+from tba.rewards import FunctionReward, RewardedTask
 from tba.searcher import Models, Round, Searcher, SearcherIdentity
 from tba.tasks.base import Problem, stop_tokens
 
@@ -252,12 +253,51 @@ def test_an_exploration_top_p_above_one_is_refused():
         SearchSettings(exploration_top_p=(0.9, 1.2))
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 2.5}, {"exploration_temperature": (0.5, 2.5)}])
+def test_a_temperature_that_vllm_refuses_is_refused(settings):
+    with pytest.raises(ValueError, match=r"less than or equal to 2|<= 2"):
+        SearchSettings(**settings)
+
+
 def test_evaluation_is_greedy_and_means_the_reward(tokenizer, reference):
     engine, task = Parrot(), Counting()
     task.heldout = (*Counting.heldout[:2], Problem("wrong", "two", "five"))  # Parrot says "three"
     result = make_searcher(tokenizer, reference, task, engine=engine).evaluate(3)
     assert {(asked.temperature, asked.num_samples) for asked in engine.asked} == {(0.0, 1)}
     assert result["accuracy"] == pytest.approx(2 / 3) and result["num_problems"] == 3
+
+
+def test_a_response_to_which_no_reward_applies_is_left_out(tokenizer, reference):
+    def only_two(completions, **_):
+        return [1.0 if text.split() == ["three"] else None for text in completions]
+
+    task = Counting()
+    searcher = make_searcher(tokenizer, reference, task, prompts_per_round=4)
+    searcher.task = RewardedTask(task, [(FunctionReward(only_two), 1.0)])
+    found = run_round(searcher, 0)
+    assert {row["response"] for row in found.trajectories} == {"three"} and len(found.trajectories) == 3
+    assert found.metrics["num_trajectories"] == 3 and found.metrics["reward_mean"] == 1.0
+    assert searcher.evaluate(4)["accuracy"] == 1.0  # of the one problem whose response has a reward
+
+
+def test_an_evaluation_is_of_the_policy_that_is_served(tokenizer, reference):
+    """Beside many adapters in flight an engine may begin with an older policy's."""
+
+    class Behind(Parrot):
+        num_calls = 0
+
+        def sample(self, prompts, sampling):
+            self.num_calls += 1
+            served, older = self.served, ServedPolicy(7, f"{7:032d}")
+            self.served = older if self.num_calls == 1 else served
+            try:
+                return super().sample(prompts, sampling)
+            finally:
+                self.served = served
+
+    engine = Behind()
+    assert make_searcher(tokenizer, reference, engine=engine).evaluate(2)["accuracy"] == 1.0
+    assert engine.num_calls == 2
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,21 @@
 
 - Without a terminal it is plain lines, at most one every few seconds, and an alarm when it goes on.
 - In a terminal alarms stand below the table.
+- As JSON, decimals are numbers, and NaN is null.
 
 python -m pytest tests/flows/cli/test_console.py
 """
 
 import io
+import json
 import re
+from datetime import date
+from decimal import Decimal
 
 import pytest
 from rich.console import Console
 
-from flows.cli.console import Progress
+from flows.cli.console import Progress, json_text
 from flows.report.text import duration
 
 
@@ -60,3 +64,9 @@ def test_progress_in_a_terminal_shows_alarms_below_the_table():
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (90, "1m 30s"), (7260, "2h 01m")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_sum_is_a_number_in_json():
+    """DuckDB's sum of integers comes as a Decimal."""
+    row = {"n": Decimal(640), "share": Decimal("0.5"), "at": date(2026, 1, 2), "missing": float("nan")}
+    assert json.loads(json_text(row)) == {"n": 640, "share": 0.5, "at": "2026-01-02", "missing": None}

@@ -1,7 +1,8 @@
 """Stored trajectories scored by another reward. Run: pytest tests/flows/reuse/test_rescore.py
 
 - Rescoring writes one file a shard and touches no shard; a second time it scores only what came since.
-- A version belongs to one reward, and to one source of it. NaN, a wrong count, an unknown function: refused, by name.
+- A version belongs to one reward, to one source of it and to one set of answers. NaN, a wrong count, an unknown
+  function: refused, by name.
 - A version's newest scores count. Rounds that upkeep deletes while others are scored are left out.
 - A function scores a run whose data is not here, with a warning; it gets no answers.
 - The run's own reward scores the run's own prompts, also those without an answer, and no others. A function that scores
@@ -137,6 +138,26 @@ def test_a_version_belongs_to_one_reward(tmp_path, model, module):
     with pytest.raises(ValueError, match=r"'v2' .* was scored by own_rewards:brief before its source was changed"):
         rescore(store, f"{module}:brief", "v2", silent)
     assert rescore(store, f"{module}:brief", "v3", silent)[1] > 0
+
+
+def test_a_version_belongs_to_one_set_of_answers(tmp_path, model, module):
+    file = tmp_path / "capitals.jsonl"
+
+    def write(answer: str) -> None:
+        rows = [{"prompt": f"Name {n}:", "capital": answer} for n in range(64)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("Paris")
+    task = {"name": "dataset", "data": str(file), "rewards": [f"{module}:brief"]}
+    config = run_config(tmp_path, model, "labelled", task=task)
+    store = RunStore(config.store, config.run)
+    store.create_run(config.recorded())
+    commit(store, model, 0, [load_task(config.task, seed=config.seed).train[0]])
+    rescore(store, "task", "v2", silent)
+    write("Lima")
+    commit(store, model, 1, [load_task(config.task, seed=config.seed).train[0]])
+    with pytest.raises(ValueError, match=r"'v2' of run labelled was scored by .* with other problems or answers"):
+        rescore(store, "task", "v2", silent)
 
 
 def test_a_reward_without_answers_scores_its_own_prompts(tmp_path, model, module):

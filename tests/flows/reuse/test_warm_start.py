@@ -244,6 +244,29 @@ def test_a_source_that_is_scored_in_part_is_refused_before_anything_is_copied(tm
     begin(config)
 
 
+def test_rounds_that_come_after_the_check_are_not_copied(tmp_path, model, module, monkeypatch):
+    """They have no rewards of the version yet: the source is still training."""
+    source = new_run(tmp_path, model, "grows")
+    rescore(source, f"{module}:brief", "v2", silent)
+    made = warm_start.Copy
+
+    def copy(*arguments):
+        commit(source, model, 2, TASK.train[4:6])
+        return made(*arguments)
+
+    monkeypatch.setattr(warm_start, "Copy", copy)
+    store = begin(run_config(tmp_path, model, "begun", warm_start=[url(source)], reward_version="v2"))
+    assert rows_of(store, "SELECT count(*) FROM trajectories") == [(4 * K,)]
+
+
+def test_another_generator_of_problems_is_another_task(tmp_path, model):
+    generators = [{"name": "reasoning_gym", "generator": name} for name in ("chain_sum", "leg_counting")]
+    source = new_run(tmp_path, model, "sums", num_shards=0, task=generators[0])
+    config = run_config(tmp_path, model, "legs", warm_start=[url(source)], task=generators[1])
+    with pytest.raises(ValueError, match="run 'sums' has generator chain_sum, this one leg_counting"):
+        warm_start.open_sources(RunStore(config.store, config.run), config)
+
+
 def test_a_file_whose_first_trajectories_failed_can_be_mended(tmp_path, model):
     file, prompt = tmp_path / "told.parquet", TASK.train[0].prompt
     pq.write_table(pa.table({"prompt": [prompt, "who?"] * 9, "response": [f" {i}\n" for i in range(18)]}), file)
@@ -263,12 +286,14 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
     pq.write_table(pa.table({"prompt": ["who?"] * 9, "response": ["I"] * 9}), tmp_path / "unrewarded.parquet")
     foreign = {"prompt_tokens": [[5]] * 9, "response_tokens": [[7, 8, 9]] * 9, "reward": [1.0] * 9}
     pq.write_table(pa.table({"prompt": ["who?"] * 9, "response": ["I"] * 9} | foreign), tmp_path / "foreign.parquet")
+    pq.write_table(pa.table({"prompt": ["who?"], "response": ["I"], "reward": ["high"]}), tmp_path / "typed.parquet")
     refused = {
         f"{old.url}/nothing": "there is no run 'nothing'",
         url(other_model): "run 'other' has model elsewhere/model",
         url(other_task): "run 'words' has task gsm8k, this one arithmetic: .*Give --task gsm8k",
         (tmp_path / "text.parquet").as_uri(): "is not a Parquet file",
         (tmp_path / "answers.parquet").as_uri(): "has no column 'response', only prompt",
+        (tmp_path / "typed.parquet").as_uri(): r"typed\.parquet: reward is string, not double",
         (tmp_path / "unrewarded.parquet").as_uri(): "has no prompt 'who\\?', so it cannot reward",
         (tmp_path / "foreign.parquet").as_uri(): r"the response_tokens of 'I' are '.+'\. If they are another",
     }

@@ -2,6 +2,7 @@
 
 - the worker of another machine stops the flow runs there
 - Searchers elsewhere that a dead flow left are ended if they are silent or not wanted
+- a flow run for a later time counts as none; a run is submitted to its own folder's queue
 - a flow whose machine died is no longer followed, even if the server's record says that it runs
 
 Run: pytest tests/flows/run/test_flow_runs.py
@@ -150,3 +151,24 @@ def test_a_flow_whose_machine_died_is_not_followed(config, tmp_path, monkeypatch
     for ending in (Suspended(), Cancelling()):
         flow.state = ending
         assert flow_runs.live_run(client, config) is None
+
+
+def test_a_flow_run_for_a_later_time_neither_trains_nor_waits(config):
+    """As a schedule makes them ahead."""
+    soon, late = (Scheduled(scheduled_time=datetime.now(UTC) + timedelta(hours=hours)) for hours in (0, 8))
+    waiting, of_tonight = flow_run("tba", config, soon), flow_run("tba", config, late)
+    client = RemoteServer(of_tonight, waiting)
+    assert flow_runs.unfinished(client, config) == [waiting]
+    assert flow_runs.live_run(client, config) == waiting
+
+
+@pytest.mark.parametrize(("of_deployment", "taken"), [("other-0123abcd", "mine-89abcdef"), ("gpu", None)])
+def test_a_run_is_in_its_own_folders_queue_whichever_folder_deployed_last(config, of_deployment, taken):
+    """A queue of the user's own prefect.yaml stays."""
+    submitted = {}
+    client = SimpleNamespace(
+        read_deployment_by_name=lambda name: SimpleNamespace(id=uuid4(), work_queue_name=of_deployment),
+        create_flow_run_from_deployment=lambda deployment, **given: submitted.update(given),
+    )
+    flow_runs.submit(client, config, "mine-89abcdef")
+    assert submitted["work_queue_name"] == taken

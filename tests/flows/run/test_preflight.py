@@ -111,10 +111,8 @@ print("torch" in sys.modules)
         ({"task": {"name": "reasoning_gym", "generator": "chain_sum", "data": "mine.jsonl"}}, "task.data is 'mine.jso"),
         ({"task": {"name": "arithmetic", "reward_model": "x"}}, "task.reward_model is 'x', but task arithm"),
         ({"task": {"name": "arithmetic", "data": "sums.jsonl"}}, "task.data is .sums.jsonl., but task arithmetic does"),
-        (
-            {"sampling": {"max_age": 0}},
-            "max_age is 0, but train.sync_interval is 2: .* step 2 .* after step 2.*to 1, or",
-        ),
+        ({"sampling": {"max_age": 0}}, "max_age is 0, but .*sync_interval is 2: .* step 2 .* after step 2.*to 1, or"),
+        ({"search": {"exploration_top_p": (0.5, 0.9)}}, "exploration_top_p is .*without search.exploration_proba"),
         ({"sampling": {"uniform_fraction": 0.5}}, "uniform_fraction is 0.5, .*without sampling.reward_temperature"),
         ({"train": {"fluency_steps": 9}}, "train.fluency_steps is 9, .* without train.fluency_temperature: set both"),
     ],

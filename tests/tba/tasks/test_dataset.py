@@ -19,8 +19,9 @@ from jinja2 import TemplateError
 
 from tba.config import TaskSettings
 from tba.tasks import load_task
-from tba.tasks.base import encode_prompt, render_chat
+from tba.tasks.base import Problem, encode_prompt, render_chat
 from tba.tasks.dataset import Dataset
+from tba.tasks.rows import split
 
 ROWS = [
     {"prompt": [{"role": "user", "content": f"Capital of {country}?"}], "capital": capital, "size": size}
@@ -81,6 +82,13 @@ def test_a_folder_with_a_test_file_holds_that_one_out(tmp_path, monkeypatch):
     task = Dataset(data=str(tmp_path / "data"))
     assert [problem.columns["capital"] for problem in task.train] == ["Paris", "Tokyo"]
     assert [problem.columns["capital"] for problem in task.heldout] == ["Lima"]
+
+
+def test_the_order_of_a_test_file_does_not_choose_the_problems_that_are_evaluated():
+    """Evaluation takes the first ones, and the file may be sorted by subject."""
+    problems = {f"p{n}": Problem(f"p{n}", f"say {n}", None) for n in range(4)}
+    train, test = {"p0": problems["p0"]}, {name: problems[name] for name in ("p3", "p1", "p2")}
+    assert split(train | test, test, "a file") == ([problems["p0"]], [problems[name] for name in ("p1", "p2", "p3")])
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_each_day():

@@ -372,6 +372,7 @@ def test_an_attack_is_worth_the_mean_of_its_answers(tmp_path, monkeypatch):
     assert asked == ["Say a short word."]  # of an attack that is too short, the victim's answers count for nothing
     assert rewards == [pytest.approx((3 * math.log(0.5) + 2 * math.log(SURE)) / 5), TOO_SHORT]
     assert task.rewards(task.train * 2, [" Hi\n", "\n"]) == [TOO_SHORT] * 2 and len(asked) == 1
+    assert task.toxicity([" Hi\n"]) == [[0.0] * 5] and len(asked) == 1  # nor does it succeed
     assert task.train[0].prompt.startswith("Write a list of instructions.\n1. ") and task.train[0].prompt.endswith(
         "\n4."
     )
