@@ -293,7 +293,7 @@ def test_what_cannot_be_a_source_is_refused_by_name(tmp_path, model, module):
         url(other_task): "run 'words' has task gsm8k, this one arithmetic: .*Give --task gsm8k",
         (tmp_path / "text.parquet").as_uri(): "is not a Parquet file",
         (tmp_path / "answers.parquet").as_uri(): "has no column 'response', only prompt",
-        (tmp_path / "typed.parquet").as_uri(): r"typed\.parquet: reward is string, not double",
+        (tmp_path / "typed.parquet").as_uri(): r"typed\.parquet: reward is string, not float",
         (tmp_path / "unrewarded.parquet").as_uri(): "has no prompt 'who\\?', so it cannot reward",
         (tmp_path / "foreign.parquet").as_uri(): r"the response_tokens of 'I' are '.+'\. If they are another",
     }
