@@ -294,7 +294,9 @@ def test_bad_settings_are_refused():
     for settings in bad:
         with pytest.raises(ValidationError, match=next(iter(settings))):
             SamplingSettings(**settings)
-    with pytest.raises(ValidationError, match="capacity_per_prompt=8 must be at least responses_per_prompt=16"):
+    with pytest.raises(
+        ValidationError, match=r"capacity_per_prompt=8 must be at least sampling\.responses_per_prompt=16"
+    ):
         SamplingSettings(capacity_per_prompt=8, responses_per_prompt=16)
 
 

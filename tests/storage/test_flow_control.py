@@ -34,7 +34,7 @@ def test_samples_per_insert_holds_a_step_back_until_enough_came_in(store):
     assert buffer.samples_per_insert(2) == 2
     with pytest.raises(
         NotEnoughExperience,
-        match=r"each of 8 would have been drawn 3\.00 times .* samples_per_insert is 2",
+        match=r"each of 8 would have been drawn 3\.00 times .* sampling\.samples_per_insert is 2",
     ):
         buffer.draw(3)
     commit(store, "s0", 1, distinct("ab", 2))  # repeats count: they were sampled

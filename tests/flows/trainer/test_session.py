@@ -61,7 +61,7 @@ def experience(store, alarms):
 def test_flow_control_is_in_the_metrics_and_its_reason_in_words(store, experience):
     experience.sync(1)
     with pytest.raises(
-        TooEarly, match=r"^0 of the first 1 trajectories \(min_size\).*; the Searchers load their engines"
+        TooEarly, match=r"^0 of the first 1 trajectories \(sampling\.min_size\).*; the Searchers load their engines"
     ):
         experience.draw(1)
     commit(store, "s0", 0, distinct("ab", 4))
