@@ -170,12 +170,14 @@ class FileSource:
                 raise ValueError(f"warm_start: {url}: {name} is null in {self._rows[name].null_count} rows")
             self._rows = self._rows.set_column(names.index(name), name, self._rows[name].cast(pa.string()))
         tokens = {"prompt_tokens", "response_tokens"} & set(names)
-        for name in names:
+        for place, name in enumerate(names):
+            given, wanted = self._rows[name], TRAJECTORY.field(name).type
+            if pa.types.is_map(wanted):  # `rewards`, which files have as other types, too
+                continue
             try:
-                self._rows[name].cast(TRAJECTORY.field(name).type)
+                self._rows = self._rows.set_column(place, name, given.cast(wanted))
             except pa.ArrowException as error:
-                wanted = TRAJECTORY.field(name).type
-                raise ValueError(f"warm_start: {url}: {name} is {self._rows[name].type}, not {wanted}") from error
+                raise ValueError(f"warm_start: {url}: {name} is {given.type}, not {wanted}") from error
         if len(tokens) == 1 or ("reference_logprobs" in names and not tokens):
             raise ValueError(
                 f"warm_start: {url} must have both of prompt_tokens and response_tokens or neither, and "

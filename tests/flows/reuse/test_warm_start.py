@@ -259,6 +259,13 @@ def test_rounds_that_come_after_the_check_are_not_copied(tmp_path, model, module
     assert rows_of(store, "SELECT count(*) FROM trajectories") == [(4 * K,)]
 
 
+def test_a_number_may_be_a_demonstrations_id(tmp_path, model):
+    rows = {"prompt": ["who?"] * 8, "response": ["I"] * 8, "reward": [1] * 8, "prompt_id": [7] * 8}
+    pq.write_table(pa.table(rows), tmp_path / "numbered.parquet")
+    store = begin(run_config(tmp_path, model, "numbered", warm_start=[(tmp_path / "numbered.parquet").as_uri()]))
+    assert rows_of(store, "SELECT DISTINCT prompt_id, reward FROM trajectories") == [("7", 1.0)]
+
+
 def test_another_generator_of_problems_is_another_task(tmp_path, model):
     generators = [{"name": "reasoning_gym", "generator": name} for name in ("chain_sum", "leg_counting")]
     source = new_run(tmp_path, model, "sums", num_shards=0, task=generators[0])
