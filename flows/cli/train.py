@@ -143,9 +143,19 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         say(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
         raise typer.Exit(130) from None
     finally:
-        with _uninterrupted(), contextlib.suppress(stack.StackError, OSError):  # it was told above
-            stack.leave(project, say=say)
+        with _uninterrupted(), contextlib.suppress(stack.StackError):  # it was told above
+            _leave(project)
     _tell_end(project, store, state.name)
+
+
+def _leave(project: Path) -> None:
+    """Leaves the stack. An error, as of a full disk, is told, and the command goes on to tell the run's end."""
+    from infra import stack
+
+    try:
+        stack.leave(project, say=say)
+    except OSError as error:
+        say(f"The stack was not left: {error}. `tba down` stops it.")
 
 
 def _live_or_new(client, config: "RunConfig", store: "RunStore", queue: str, is_new: bool) -> tuple:
