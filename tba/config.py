@@ -181,7 +181,7 @@ class SearchSettings(Settings):
 
     samples_per_prompt: int = Field(8, ge=2, description="S: responses sampled for each prompt of a round.")
     prompts_per_round: int = Field(24, ge=1, description="Number of prompts in a round; a round is one shard.")
-    temperature: float = Field(1.0, ge=0.01, le=2, description="Temperature at which responses are sampled.")
+    temperature: float = Field(1.0, gt=0, description="Temperature at which responses are sampled.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Probability mass of the nucleus that tokens are sampled from; 1: all tokens."
     )
@@ -249,11 +249,11 @@ class SearchSettings(Settings):
 
     @model_validator(mode="after")
     def _ranges_are_ranges(self):
-        for name, least, most in (("exploration_temperature", 0.01, 2.0), ("exploration_top_p", 0.01, 1.0)):
+        for name, most in (("exploration_temperature", float("inf")), ("exploration_top_p", 1.0)):
             low, high = getattr(self, name)
-            if not least <= low <= high <= most:  # vLLM refuses others, or takes the nearest
+            if not 0 < low <= high <= most:
                 raise ValueError(
-                    f"search.{name}: got {low}, {high}; give lowest and highest: {least} <= low <= high <= {most}"
+                    f"search.{name}: got {low}, {high}; give the lowest and highest value: 0 < low <= high <= {most}"
                 )
         return self
 

@@ -55,6 +55,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     is_new = not store.exists("run.json")  # an older run goes on as it is
     if is_new:
         check_effects(config)
+        check_temperatures(config)
         if not config.searchers and not config.warm_start:
             warnings.append(
                 f"searchers is 0: training waits until `{store.command(f'searchers {config.run} +1')}` adds one"
@@ -63,8 +64,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     check_trackers(config.trackers)
     check_packages(config)
     folder = model_folder(config.model)
-    model = text_config(folder)
-    if fault := unsupported(model):
+    if fault := unsupported(text_config(folder)):
         raise ValueError(f"model {config.model}: {fault}")
     if config.train.lora_rank and is_mixture_of_experts(folder):
         raise ValueError(NO_EXPERTS)
@@ -156,6 +156,15 @@ def check_effects(config: RunConfig) -> None:
     ):  # fmt: skip
         if value and not is_set:
             raise ValueError(f"{setting} is {value}, but has no effect without {needed}: set both, or leave it out")
+
+
+def check_temperatures(config: RunConfig) -> None:
+    """Raises: ValueError: vLLM refuses a temperature, or takes another one. Older runs with such ones can be read."""
+    explored = zip(("lowest", "highest"), config.search.exploration_temperature, strict=True)
+    named = {f"search.exploration_temperature ({which})": value for which, value in explored}
+    for name, value in (named | {"search.temperature": config.search.temperature}).items():
+        if not 0.01 <= value <= 2:
+            raise ValueError(f"{name} is {value}; vLLM samples at 0.01 <= temperature <= 2")
 
 
 def check_rounds(config: RunConfig, num_problems: int) -> None:

@@ -20,6 +20,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from flows.config import RunConfig
+from flows.run.preflight import check_temperatures
 from storage.shards import shard_of
 from tba.config import SearchSettings
 from tba.engine import Response, ServedPolicy, WholeBatches
@@ -255,8 +257,8 @@ def test_an_exploration_top_p_above_one_is_refused():
 
 @pytest.mark.parametrize("settings", [{"temperature": 2.5}, {"exploration_temperature": (0.5, 2.5)}])
 def test_a_temperature_that_vllm_refuses_is_refused(settings):
-    with pytest.raises(ValueError, match=r"less than or equal to 2|<= 2"):
-        SearchSettings(**settings)
+    with pytest.raises(ValueError, match=r"is 2\.5; vLLM samples at .* <= 2"):
+        check_temperatures(RunConfig(search=settings))
 
 
 def test_evaluation_is_greedy_and_means_the_reward(tokenizer, reference):
