@@ -12,6 +12,7 @@ If files of a complete checkpoint are torn, the run resumes from an older one th
 
 import logging
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ _NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4,}))?")
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
 _BYTES |= {f"{kind}{bits}": bits // 8 for kind in "IU" for bits in (8, 16, 32, 64)}
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
+# Files that are uploaded at once. With eight of them on two cores other requests take half a second, with two a fifth.
+_UPLOADS = min(8, os.cpu_count() or 1)
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ def save_checkpoint(store: RunStore, step: int, local_folder: str | Path, attemp
         checkpoint_path(step, attempt),
         last=_COMPLETE,
         before_last=lambda: check_not_superseded(store, attempt),
+        at_once=_UPLOADS,
     )
 
 

@@ -63,12 +63,12 @@ def _adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)
 
 
-def transfer_all(transfer: Callable, items: Iterable) -> list:
+def transfer_all(transfer: Callable, items: Iterable, at_once: int = _PARALLEL_TRANSFERS) -> list:
     """transfer(item) for each item, in order. Some run at once, so that waits for an object store overlap."""
     items = list(items)
     if len(items) < 2:
         return list(map(transfer, items))
-    with ThreadPoolExecutor(_PARALLEL_TRANSFERS) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(transfer, items))
 
 
@@ -200,8 +200,9 @@ class RunStore:
         last: str | None = None,
         before_last: Callable[[], object] = lambda: None,
         only: Iterable[str] | None = None,
+        at_once: int = _PARALLEL_TRANSFERS,
     ) -> None:
-        """Copies files of a local folder, replacing existing files.
+        """Copies files of a local folder, `at_once` of them at a time, replacing existing files.
 
         last: path inside the folder of the file to copy after all others; its presence means "complete".
         before_last: called right before `last` is copied; if it raises, the folder stays incomplete.
@@ -211,7 +212,7 @@ class RunStore:
         names = (path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file())
         chosen = set(names if only is None else only) - {last}
         with self._errors("upload to", folder):
-            transfer_all(lambda name: self._files.put_file(f"{folder}/{name}", local / name), sorted(chosen))
+            transfer_all(lambda name: self._files.put_file(f"{folder}/{name}", local / name), sorted(chosen), at_once)
             if last is not None:
                 before_last()
                 self._files.put_file(f"{folder}/{last}", local / last)

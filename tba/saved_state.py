@@ -1,4 +1,4 @@
-"""A Trainer's state as the files of a checkpoint. Tensors of one file at a time are copied from where they are trained.
+"""A Trainer's state as the files of a checkpoint. Tensors of a few files at a time are copied from where they train.
 
     trainer-00000.safetensors   policy.NAME, and by AdamW step.NAME, exp_avg.NAME, exp_avg_sq.NAME; after a reset
                                 reference.NAME. Then trainer-00001.safetensors, ...
@@ -9,6 +9,7 @@ Older versions wrote one file, trainer.safetensors, and no num_files.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors import safe_open
@@ -16,26 +17,38 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 STATE = "state.json"
-FILE_BYTES = 1 << 30  # from which on a file takes no further tensor
+FILE_BYTES = 1 << 28  # from which on a file takes no further tensor
+NUM_WRITERS = 4  # files that are written at once: beside a step that uses all cores, one thread takes twice as long
 
 
 def write_state(folder: Path, step: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes tensors by name, in their order."""
-    num_files, of_file = 0, {}
+    """Writes tensors by name, in their order. The tensors of `NUM_WRITERS` files are in memory at a time."""
+    files: list[Future[None]] = []
 
-    def write_file() -> None:
-        nonlocal num_files
-        save_file(of_file, folder / f"trainer-{num_files:05d}.safetensors")
-        of_file.clear()
-        num_files += 1
+    def write_file(of_file: dict[str, Tensor], file: Path) -> None:
+        save_file(of_file, file)
+        of_file.clear()  # frees the copies before the next file's are made
 
+    with ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="checkpoint") as writers:
+        for of_file in _files(tensors):
+            files.append(writers.submit(write_file, of_file, folder / f"trainer-{len(files):05d}.safetensors"))
+            if len(files) >= NUM_WRITERS:
+                files[-NUM_WRITERS].result()
+    for file in files:
+        file.result()
+    (folder / STATE).write_text(json.dumps({"step": step, "num_files": len(files)}))
+
+
+def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file, by name."""
+    of_file: dict[str, Tensor] = {}
     for name, tensor in tensors:
         of_file[name] = tensor.detach().contiguous()
         if sum(each.nbytes for each in of_file.values()) >= FILE_BYTES:
-            write_file()
+            yield of_file
+            of_file = {}
     if of_file:
-        write_file()
-    (folder / STATE).write_text(json.dumps({"step": step, "num_files": num_files}))
+        yield of_file
 
 
 class SavedState(Mapping[str, Tensor]):

@@ -1,7 +1,8 @@
 """A Trainer's state as files (tba/saved_state.py).
 
 - What is read is what was written, in as many files as its size needs, and state.json has their number.
-- In writing only the tensors of one file are in memory at a time.
+- In writing only the tensors of a few files are in memory at a time.
+- A file that cannot be written ends in its error, without the state.json that makes a checkpoint complete.
 - The checkpoint of an older version is read.
 
 Run: pytest tests/tba/test_saved_state.py
@@ -11,6 +12,7 @@ import json
 import weakref
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -33,20 +35,29 @@ def test_what_is_read_is_what_was_written_in_several_files(tmp_path, monkeypatch
     assert json.loads((tmp_path / "state.json").read_text()) == {"step": 5, "num_files": 3}
 
 
-def test_tensors_of_one_file_are_in_memory_at_a_time(tmp_path, monkeypatch):
+def test_tensors_of_a_few_files_are_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(saved_state, "FILE_BYTES", 3 * BYTES)
+    monkeypatch.setattr(saved_state, "NUM_WRITERS", 2)
     memory, most = [], 0  # of each tensor, whatever views of it there are
 
     def each():
         nonlocal most
-        for number in range(20):
+        for number in range(40):
             array = np.zeros((16, 16), np.float32)
             memory.append(weakref.ref(array))
             most = max(most, sum(each() is not None for each in memory))
             yield str(number), torch.from_numpy(array)
 
     write_state(tmp_path, 1, each())
-    assert most <= 4  # those of a file, and the one that is being made
+    assert most <= 2 * 3 + 1  # those of two files, and the one that is being made
+
+
+def test_a_file_that_cannot_be_written_ends_in_its_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved_state, "FILE_BYTES", BYTES)
+    (tmp_path / "trainer-00002.safetensors").mkdir()
+    with pytest.raises(Exception, match=r"trainer-00002|[Ii]s a directory"):
+        write_state(tmp_path, 5, ((str(number), torch.ones(16, 16)) for number in range(9)))
+    assert not (tmp_path / "state.json").exists()
 
 
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path):
