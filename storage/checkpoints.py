@@ -7,20 +7,24 @@ A superseded Trainer may complete a checkpoint minutes later. The checkpoint doe
 run resumes from it, and the live Trainer deletes it. A checkpoint without an attempt in its name counts as a checkpoint
 of the last attempt that an older version began.
 
-If files of a complete checkpoint are torn, the run resumes from an older one that is whole.
+state.json has a digest of each file. If files of a complete checkpoint are torn or have other bytes, the run resumes
+from an older one that is whole.
 """
 
+import json
 import logging
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic_core import from_json
 
 from storage.attempts import Attempt, check_not_superseded, counts, list_attempts
-from storage.errors import DamagedRecord, NotFound, StoreError
+from storage.errors import DamagedCheckpoint, DamagedRecord, NotFound, StoreError
+from storage.policy_delta import digest_of, file_digest
 from storage.store import RunStore, scans
 
 _COMPLETE = "state.json"
@@ -28,6 +32,7 @@ _NAME = re.compile(r"step=(?P<step>[0-9]{8})(-a(?P<attempt>[0-9]{4,}))?")
 # Bytes of a number of each type that safetensors has.
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
 _BYTES |= {f"{kind}{bits}": bits // 8 for kind in "IU" for bits in (8, 16, 32, 64)}
+_OTHER_BYTES = "it has other bytes than the Trainer saved"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
 # Files that are uploaded at once. With eight of them on two cores other requests take half a second, with two a fifth.
 _UPLOADS = min(8, os.cpu_count() or 1)
@@ -53,6 +58,7 @@ class _State:
 
     step: int
     num_files: int = 1  # with tensors; older versions wrote one, and no number
+    digests: dict[str, str] = field(default_factory=dict)  # of every other file, by name; older versions wrote none
 
 
 def checkpoint_path(step: int, attempt: int) -> str:
@@ -62,8 +68,12 @@ def checkpoint_path(step: int, attempt: int) -> str:
 def save_checkpoint(store: RunStore, step: int, local_folder: str | Path, attempt: int) -> None:
     """Uploads a checkpoint's folder. It is complete once its state.json exists, which is copied last.
 
+    The files' digests are added to the folder's state.json before.
     Raises: Superseded: a later attempt began before state.json was copied; the checkpoint stays incomplete.
     """
+    state = Path(local_folder) / _COMPLETE
+    digests = {file.name: file_digest(file) for file in Path(local_folder).iterdir() if file != state}
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"digests": digests}))
     store.upload_folder(
         local_folder,
         checkpoint_path(step, attempt),
@@ -71,6 +81,19 @@ def save_checkpoint(store: RunStore, step: int, local_folder: str | Path, attemp
         before_last=lambda: check_not_superseded(store, attempt),
         at_once=_UPLOADS,
     )
+
+
+def download_checkpoint(store: RunStore, checkpoint: Checkpoint, local_folder: Path) -> None:
+    """Raises: DamagedCheckpoint: a file's bytes are not those that were saved. NotFound: the checkpoint was deleted."""
+    store.download_folder(checkpoint.path, local_folder)
+    digests = json.loads((local_folder / _COMPLETE).read_text()).get("digests", {})
+    there = {file.name for file in local_folder.iterdir()}
+    wrong = [name for name in digests if name not in there or file_digest(local_folder / name) != digests[name]]
+    if wrong:
+        raise DamagedCheckpoint(
+            f"checkpoint {checkpoint.path} of run {store.run} in {store.url} is damaged: {', '.join(sorted(wrong))}: "
+            f"{_OTHER_BYTES}"
+        )
 
 
 def list_checkpoints(store: RunStore) -> list[Checkpoint]:
@@ -83,12 +106,17 @@ def superseded_checkpoints(store: RunStore) -> list[Checkpoint]:
     return _by_kind(store)[1]
 
 
-def newest_whole_checkpoint(store: RunStore, before: int | None = None) -> Checkpoint | None:
+def newest_whole_checkpoint(
+    store: RunStore, before: int | None = None, damaged: Collection[Checkpoint] = ()
+) -> Checkpoint | None:
     """The checkpoint to resume from. A warning names each newer one that is torn. None: none is whole.
 
     before: an attempt; this one and later ones are left out of account. None: none is.
+    damaged: checkpoints whose bytes were found to be wrong (download_checkpoint). Here sizes are checked, not bytes.
     """
     for checkpoint in reversed(_by_kind(store, before)[0]):
+        if checkpoint in damaged:
+            continue
         if not (faults := checkpoint_faults(store, checkpoint)):
             return checkpoint
         logger.warning(
@@ -119,6 +147,27 @@ def checkpoint_faults(store: RunStore, checkpoint: Checkpoint) -> list[tuple[str
         faults.append((checkpoint.path, f"it has {len(weights)} safetensors files of {num_files}"))
     of_files = ((path, _broken_safetensors(store, path)) for path in weights)
     return faults + [(path, fault) for path, fault in of_files if fault]
+
+
+@scans
+def content_faults(store: RunStore, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """The files that are missing or have other bytes than were saved, as (path, fault). Reads all of them.
+
+    Raises: NotFound: the checkpoint was deleted since it was listed.
+    """
+    if (state := store.read_json(f"{checkpoint.path}/{_COMPLETE}", _State)) is None:
+        raise NotFound(f"{checkpoint.path} (run {store.run} in {store.url}) no longer exists")
+    filesystem, base = store.arrow_filesystem()
+
+    def fault(path: str, digest: str) -> str | None:
+        if path not in there:
+            return "it is missing"
+        with filesystem.open_input_stream(f"{base}/{path}") as file:
+            return None if digest_of(file) == digest else _OTHER_BYTES
+
+    there = set(store.list(checkpoint.path))
+    of_files = ((f"{checkpoint.path}/{name}", digest) for name, digest in sorted(state.digests.items()))
+    return [(path, found) for path, digest in of_files if (found := fault(path, digest))]
 
 
 def delete_checkpoints(store: RunStore, keep: int, attempt: int) -> None:

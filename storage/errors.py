@@ -49,6 +49,10 @@ class DamagedPolicy(StoreError):
     """A published policy's files differ from the published ones."""
 
 
+class DamagedCheckpoint(StoreError):
+    """A checkpoint's files differ from the saved ones."""
+
+
 class Superseded(StoreError):
     """Another process has taken over: a Trainer's run, or a Searcher's name. This one must stop."""
 

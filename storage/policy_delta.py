@@ -72,10 +72,15 @@ logger = logging.getLogger(__name__)
 
 def file_digest(path: Path) -> str:
     """BLAKE3 of a file's bytes."""
-    digest = blake3()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+        return digest_of(file)
+
+
+def digest_of(file: BinaryIO) -> str:
+    """BLAKE3 of the bytes that are left in an open file."""
+    digest = blake3()
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -319,7 +319,7 @@ def _unpublished_policies(shards: Shards, published: dict[str, Manifest]) -> Ite
 def _bad_checkpoints(store: RunStore) -> Iterator[Fault]:
     for found in checkpoints.list_checkpoints(store):
         with suppress(NotFound):  # the Trainer has deleted it since it was listed
-            faults = checkpoints.checkpoint_faults(store, found)
+            faults = checkpoints.checkpoint_faults(store, found) or checkpoints.content_faults(store, found)
             if faults and found in checkpoints.list_checkpoints(store):
                 yield from (Fault("damaged checkpoint", path, message) for path, message in faults)
     for found in checkpoints.superseded_checkpoints(store):

@@ -14,15 +14,17 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
+from functools import partial
 
 from flows.config import RunConfig, load_run
 from flows.report.text import log_printable
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.heartbeat import Heartbeat
-from infra.temporary_folders import remove_leftovers
+from infra.temporary_folders import filled_folder, remove_leftovers
 from storage import attempts, checkpoints, policies
-from storage.errors import AlreadyTraining
+from storage.errors import AlreadyTraining, DamagedCheckpoint
 from storage.process_identity import Identity
 from storage.store import RunStore
 
@@ -39,7 +41,7 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
     If the run has its final policy (it was killed before the last evaluation), this does nothing.
 
     Raises: AlreadyTraining: another Trainer trains the run; nothing was written. Superseded: another took over.
-    RuntimeError: the run had a checkpoint, and none is whole now; nothing was written.
+    RuntimeError: the run had a checkpoint, and none is whole now; nothing was written but the record of the attempt.
     """
     store = RunStore(store_url, run)
     config = load_run(store).on_devices(devices or {})
@@ -71,15 +73,39 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
             attempts.resume_from(store, attempt, newer.step, newer.path)
             checkpoint = newer
         remove_leftovers(run)
+        checkpoint, files = download(store, config, attempt, checkpoint)
         log.info("attempt %d of run %s begins at step %d", attempt, run, checkpoint.step)
         from flows.trainer.session import train_run
 
-        state = train_run(store, config, attempt, checkpoint, heart)
+        state = train_run(store, config, attempt, checkpoint.step, heart, files)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise
     finally:
         heart.end(state, message)
+
+
+def download(
+    store: RunStore, config: RunConfig, attempt: int, checkpoint: checkpoints.Checkpoint
+) -> tuple[checkpoints.Checkpoint, tempfile.TemporaryDirectory | None]:
+    """The checkpoint and its files; if their bytes are damaged, those of an older one. None: there are no files.
+
+    Raises: RuntimeError: no checkpoint is whole.
+    """
+    damaged = []
+    while checkpoint != checkpoints.FROM_SCRATCH:
+        fill = partial(checkpoints.download_checkpoint, store, checkpoint)
+        try:
+            return checkpoint, filled_folder("resume", store.run, fill)
+        except DamagedCheckpoint as error:
+            log.warning("%s. It is not resumed from", error)
+        damaged.append(checkpoint)
+        older = checkpoints.newest_whole_checkpoint(store, before=attempt, damaged=damaged)
+        if older is None:
+            refuse_to_lose_training(store, config, None)  # raises, because there was one
+        checkpoint = older
+        attempts.resume_from(store, attempt, checkpoint.step, checkpoint.path)
+    return checkpoint, None
 
 
 def refuse_to_lose_training(store: RunStore, config: RunConfig, latest: policies.PolicyRef | None) -> None:

@@ -4,8 +4,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -20,8 +20,7 @@ from infra.gpus import GPU_START, shares_a_gpu
 from infra.machine import cpu_threads
 from infra.memory import keep_freed_memory
 from infra.places import alone_here
-from infra.temporary_folders import filled_folder
-from storage import checkpoints, requests
+from storage import requests
 from storage.buffer import ReplayBuffer
 from storage.rules import Limits
 from storage.run_inputs import check_model
@@ -36,10 +35,11 @@ log = logging.getLogger("tba.trainer")
 
 
 def train_run(
-    store: RunStore, config: RunConfig, attempt: int, checkpoint: checkpoints.Checkpoint, heart: Heartbeat
+    store: RunStore, config: RunConfig, attempt: int, step: int, heart: Heartbeat, files: TemporaryDirectory | None
 ) -> str:
     """Trains from a checkpoint or from scratch, to the run's end or until a stop request.
 
+    step, files: of the checkpoint; 0 and None: there is none. The files are removed once they are read.
     Returns "finished" or "stopped".
     """
     folder, processes = model_folder(config.model), config.train.processes
@@ -52,11 +52,11 @@ def train_run(
     alarms = RunAlarms()
     with (
         contextlib.closing(StoreOutbox(store, config, attempt, folder, heart, alarms)) as outbox,
-        _resumed_trainer(store, config, attempt, checkpoint, alarms) as trainer,
+        _resumed_trainer(store, config, attempt, files, alarms) as trainer,
     ):
         limits = Limits(vocab_size=trainer.vocabulary_size, last_step=config.train.steps)
         buffer = ReplayBuffer(store, config.sampling, config.seed, limits)
-        buffer.rebuild(checkpoint.step)
+        buffer.rebuild(step)
         log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
         has_searchers = requests.wanted_or_configured(store, config.searchers) > 0
         experience = StoredExperience(
@@ -69,9 +69,9 @@ def train_run(
 
 @contextlib.contextmanager
 def _resumed_trainer(
-    store: RunStore, config: RunConfig, attempt: int, checkpoint: checkpoints.Checkpoint, alarms: RunAlarms
+    store: RunStore, config: RunConfig, attempt: int, files: TemporaryDirectory | None, alarms: RunAlarms
 ) -> Iterator[Trainer]:
-    """The run's Trainer with the state of the checkpoint. If a Searcher has its GPU, one of them loads at a time."""
+    """The run's Trainer with the checkpoint's state. If a Searcher has its GPU, one of them loads at a time."""
     folder, num_machines = model_folder(config.model), config.train.machines
     meeting = Meeting(store, attempt, num_machines, os.environ[KEY_VARIABLE]) if num_machines > 1 else None
     is_shared = shares_a_gpu(config.searchers, config.train.processes, config.search.num_devices)
@@ -79,14 +79,13 @@ def _resumed_trainer(
         with alone_here(GPU_START) if is_shared else contextlib.nullcontext():
             trainer = training.enter_context(trainer_of(folder, config.train, config.seed, meeting))
             log.info("attempt %d: the model is loaded", attempt)
-            if checkpoint != checkpoints.FROM_SCRATCH:
-                _restore(trainer, alarms, store, checkpoint)
-                log.info("attempt %d: checkpoint of step %d is restored", attempt, checkpoint.step)
+            if files:
+                _restore(trainer, alarms, store, files)
+                log.info("attempt %d: checkpoint of step %d is restored", attempt, trainer.step)
         yield trainer
 
 
-def _restore(trainer: Trainer, alarms: RunAlarms, store: RunStore, checkpoint: checkpoints.Checkpoint) -> None:
-    download = partial(store.download_folder, checkpoint.path)
-    with filled_folder("resume", store.run, download) as local:
+def _restore(trainer: Trainer, alarms: RunAlarms, store: RunStore, files: TemporaryDirectory) -> None:
+    with files as local:
         trainer.load(Path(local))
         alarms.load(Path(local), store)

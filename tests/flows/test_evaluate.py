@@ -4,7 +4,7 @@
   diversity.
 - The best policy is evaluated, the newest where that is asked for or none was measured, and the figures stay in the
   run's store. A run without a policy is refused, and a missing judge or encoder named, before an engine starts; weights
-  that are not the published ones are refused.
+  that are not the published ones are refused. A policy that training prunes meanwhile gives way to the newest.
 
 python -m pytest tests/flows/test_evaluate.py
 """
@@ -18,7 +18,7 @@ import pytest
 
 from flows import evaluate
 from flows.config import RunConfig
-from storage import kept_policies
+from storage import kept_policies, policies
 from storage.store import RunStore
 from tba.engine import Response, ServedPolicy
 from tba.tasks.base import Problem
@@ -142,6 +142,20 @@ def test_the_best_policy_is_evaluated_and_its_figures_stay(tmp_path):
     fewer = evaluate.measure_policy(store, config(tmp_path, num_heldout=2), told, 1, 0, newest=True)
     assert json.loads(store.get("evaluations/step=00000014-a0002-problems=1.json")) == fewer
     assert json.loads(store.get("evaluations/step=00000014-a0002.json")) == figures  # of another call
+
+
+def test_a_policy_that_is_pruned_meanwhile_gives_way_to_the_newest(tmp_path, monkeypatch):
+    store, told, fetch = RunStore(tmp_path.as_uri(), "told"), Told(), policies.fetch_policy
+    publish(store, tmp_path / "policy", 12)
+
+    def fetch_late(store, policy, cache):
+        if policy.step == 12:
+            publish(store, tmp_path / "policy", 14)
+            kept_policies.prune_policies(store, keep=1)
+        return fetch(store, policy, cache)
+
+    monkeypatch.setattr(policies, "fetch_policy", fetch_late)
+    assert evaluate.measure_policy(store, config(tmp_path), told, 2, 0)["policy_step"] == told.loaded == 14
 
 
 def test_what_an_evaluation_lacks_is_said_before_an_engine_starts(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Torn checkpoints (storage/checkpoints.py). Run: pytest tests/storage/test_checkpoints.py
 
 - a resume takes the newest whole one; a warning and verify name each torn one
+- other bytes of the same number are found by the files' digests: at the download before a resume, and by verify
 - torn ones do not use up the number of kept ones
 - where the store cannot tell which are whole, nothing is deleted and nothing is passed over
 """
@@ -13,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from storage import attempts, checkpoints
-from storage.errors import StoreError
+from storage.errors import DamagedCheckpoint, StoreError
 from storage.store import RunStore
 from storage.verify import verify
 from tests.storage.helpers import OWNER
@@ -68,6 +69,35 @@ def test_a_resume_takes_the_newest_whole_checkpoint(run, caplog, name):
     assert [(fault.kind, fault.path) for fault in verify(run, None).faults if "checkpoint" in fault.kind] == [
         ("damaged checkpoint", path)
     ]
+
+
+def test_other_bytes_are_found_by_their_digest(run, tmp_path):
+    found = checkpoints.newest_whole_checkpoint(run)
+    checkpoints.download_checkpoint(run, found, tmp_path / "whole")
+    assert (tmp_path / "whole/trainer.safetensors").read_bytes() == run.get(WEIGHTS)
+    assert verify(run, None).faults == []
+    run.put(WEIGHTS, run.get(WEIGHTS)[:-1] + b"\1")
+    with pytest.raises(DamagedCheckpoint, match=rf"{NEWEST} of run {run.run} in .* trainer.safetensors"):
+        checkpoints.download_checkpoint(run, found, tmp_path / "damaged")
+    assert checkpoints.newest_whole_checkpoint(run, damaged=[found]).step == 50
+    assert [(fault.kind, fault.path) for fault in verify(run, None).faults] == [("damaged checkpoint", WEIGHTS)]
+
+
+def test_a_file_that_is_missing_is_found_by_its_digest(run, tmp_path):
+    """alarms.json has no tensors, so no header tells that it is missing."""
+    alarms = f"{checkpoints.checkpoint_path(150, 1)}/alarms.json"
+    (tmp_path / "checkpoint/alarms.json").write_text("{}")
+    save(run, tmp_path, 150)
+    run.delete(alarms)
+    with pytest.raises(DamagedCheckpoint, match=r"is damaged: alarms\.json"):
+        checkpoints.download_checkpoint(run, checkpoints.newest_whole_checkpoint(run), tmp_path / "copy")
+    assert [(fault.path, fault.message) for fault in verify(run, None).faults] == [(alarms, "it is missing")]
+
+
+def test_a_checkpoint_of_an_older_version_has_no_digests(run, tmp_path):
+    run.put(f"{NEWEST}/state.json", b'{"step": 100}')
+    checkpoints.download_checkpoint(run, checkpoints.newest_whole_checkpoint(run), tmp_path / "copy")
+    assert verify(run, None).faults == []
 
 
 def test_torn_checkpoints_do_not_push_whole_ones_out(run, tmp_path):

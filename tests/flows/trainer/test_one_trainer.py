@@ -43,7 +43,7 @@ import sys, time
 from types import SimpleNamespace
 from flows.trainer import __main__, heartbeat
 
-def train_run(store, config, attempt, checkpoint, heart):
+def train_run(store, config, attempt, step, heart, files):
     heart.tell("training", 1, {})
     print("training", flush=True)
     heart.stop.wait()
@@ -153,16 +153,20 @@ def test_a_trainer_whose_flow_is_gone_ends(store, start):
 
 @pytest.fixture
 def resumed(store, monkeypatch):
-    """resumed() -> the checkpoint that a Trainer resumes from, which trains nothing."""
+    """resumed() -> the path of the checkpoint that a Trainer resumes from, which trains nothing; "": it begins at 0."""
     taken = []
-    session = SimpleNamespace(train_run=lambda *given: (taken.append(given[3]), "stopped")[1])
+    session = SimpleNamespace(train_run=lambda *given: (taken.append(given[3:]), "stopped")[1])
     monkeypatch.setitem(sys.modules, "flows.trainer.session", session)
     monkeypatch.setattr(trainer_main.signal, "signal", lambda *_: None)
     monkeypatch.setattr(attempts, "is_alive", lambda *_: False)  # this process, which was each Trainer
 
-    def resumed() -> checkpoints.Checkpoint:
+    def resumed() -> str:
         learn(store.url, store.run, os.getppid())
-        return taken[-1]
+        path, (step, _, files) = attempts.newest_attempt(store).checkpoint, taken[-1]
+        if path:
+            assert json.loads((Path(files.name) / "state.json").read_text())["step"] == step
+        assert path == (checkpoints.checkpoint_path(step, int(path[-4:])) if files else "")
+        return path
 
     return resumed
 
@@ -176,20 +180,34 @@ def save_checkpoint(store: RunStore, folder: Path, step: int, attempt: int) -> s
 
 
 def test_a_run_resumes_from_its_newest_whole_checkpoint(store, resumed, tmp_path):
-    assert resumed() == checkpoints.FROM_SCRATCH
+    assert resumed() == ""
     whole, torn = (save_checkpoint(store, tmp_path / "checkpoint", step, 1) for step in (50, 100))
     store.put(f"{torn}/trainer.safetensors", b"")
-    assert resumed().path == whole
+    assert resumed() == whole
     assert attempts.newest_attempt(store).resumed_from == 50
     save_checkpoint(store, tmp_path / "checkpoint", 100, 2)
-    assert resumed().path == "trainer/step=00000100-a0002"
+    assert resumed() == "trainer/step=00000100-a0002"
+
+
+def test_a_checkpoint_with_wrong_bytes_is_not_resumed_from(store, resumed, tmp_path, caplog):
+    resumed()
+    older, newer = (save_checkpoint(store, tmp_path / "checkpoint", step, 1) for step in (50, 100))
+    weights = store.get(f"{newer}/trainer.safetensors")
+    store.put(f"{newer}/trainer.safetensors", weights[:-1] + b"\1")
+    assert resumed() == older
+    assert attempts.newest_attempt(store).resumed_from == 50
+    assert f"checkpoint {newer} of run run in {store.url} is damaged: trainer.safetensors" in caplog.text
+    store.put(f"{older}/trainer.safetensors", weights[:-1] + b"\1")
+    with pytest.raises(RuntimeError, match=r"has trained 50 steps, but no checkpoint .*--warm-start run"):
+        resumed()
+    assert store.exists(f"{older}/state.json")
 
 
 def test_a_checkpoint_that_a_cut_off_trainer_saves_before_the_claim_is_resumed_from(
     store, resumed, tmp_path, monkeypatch
 ):
     """It has deleted the one that was chosen."""
-    assert resumed() == checkpoints.FROM_SCRATCH
+    assert resumed() == ""
     chosen = save_checkpoint(store, tmp_path / "checkpoint", 50, 1)
     start_attempt = attempts.start_attempt
 
@@ -199,7 +217,7 @@ def test_a_checkpoint_that_a_cut_off_trainer_saves_before_the_claim_is_resumed_f
         return start_attempt(*arguments, **named)
 
     monkeypatch.setattr(attempts, "start_attempt", late)
-    assert resumed().step == 100
+    assert resumed() == checkpoints.checkpoint_path(100, 1)
     record = attempts.read_attempt(store, 2)
     assert (record.resumed_from, record.checkpoint) == (100, checkpoints.checkpoint_path(100, 1))
     assert [found.step for found in checkpoints.list_checkpoints(store)] == [100]
@@ -214,7 +232,7 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_at_step_0(store, resumed
         resumed()
     assert attempts.latest_attempt(store) == 1
     store.put(f"{whole}/trainer.safetensors", weights)
-    assert resumed().step == 50
+    assert resumed() == whole
     store.put(f"{whole}/state.json", b"")
     with pytest.raises(RuntimeError, match=r"has trained 50 steps, but no checkpoint .*--warm-start run"):
         resumed()
@@ -228,7 +246,7 @@ def test_a_run_far_behind_its_first_checkpoint_does_not_begin_at_step_0(store, r
         ref = policies.policy_ref(step, f"{step:032d}", attempt=attempts.latest_attempt(store) or 1)
         policies.publish_policy(store, tmp_path / "policy", ref)
         if may_begin:
-            assert resumed() == checkpoints.FROM_SCRATCH
+            assert resumed() == ""
         else:
             with pytest.raises(RuntimeError, match="is not begun again at step 0"):
                 resumed()
