@@ -1,13 +1,15 @@
-"""Torn checkpoints (storage/checkpoints.py). Run: pytest tests/storage/test_checkpoints.py
+"""Checkpoints that are torn, or have other bytes (storage/checkpoints.py). Run: pytest tests/storage/test_checkpoints.py
 
 - a resume takes the newest whole one; a warning and verify name each torn one
 - other bytes of the same number are found by the files' digests: at the download before a resume, and by verify
+- the upload of one leaves room for other requests
 - torn ones do not use up the number of kept ones
 - where the store cannot tell which are whole, nothing is deleted and nothing is passed over
 """
 
 import json
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -98,6 +100,25 @@ def test_a_checkpoint_of_an_older_version_has_no_digests(run, tmp_path):
     run.put(f"{NEWEST}/state.json", b'{"step": 100}')
     checkpoints.download_checkpoint(run, checkpoints.newest_whole_checkpoint(run), tmp_path / "copy")
     assert verify(run, None).faults == []
+
+
+def test_as_many_files_are_uploaded_at_once_as_there_are_cores(run, tmp_path, monkeypatch):
+    """More of them would take the requests of the same process longer."""
+    now, most, put_file = [], [], run._files.put_file
+
+    def counted(path, local) -> None:
+        now.append(path)
+        most.append(len(now))
+        time.sleep(0.01)
+        put_file(path, local)
+        now.remove(path)
+
+    for number in range(9):
+        (tmp_path / f"checkpoint/more-{number}.safetensors").write_bytes(b"any")
+    monkeypatch.setattr(checkpoints, "_UPLOADS", 2)
+    monkeypatch.setattr(run._files, "put_file", counted)
+    save(run, tmp_path, 150)
+    assert max(most) == 2
 
 
 def test_torn_checkpoints_do_not_push_whole_ones_out(run, tmp_path):
