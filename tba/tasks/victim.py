@@ -145,8 +145,11 @@ def grouped_attention(_, query, key, value, attention_mask, scaling=None, **__):
     """
     from torch.nn.functional import scaled_dot_product_attention
 
-    is_causal = attention_mask is None and query.shape[2] > 1
+    n, heads, length, d = query.shape
+    if length == 1:  # heads that share keys become queries of one head, so that the keys are read once for them
+        query = query.reshape(n, key.shape[1], -1, d)
+    is_causal = attention_mask is None and length > 1
     attended = scaled_dot_product_attention(
         query, key, value, attention_mask, scale=scaling, is_causal=is_causal, enable_gqa=True
     )
-    return attended.transpose(1, 2).contiguous(), None
+    return attended.reshape(n, heads, length, -1).transpose(1, 2).contiguous(), None

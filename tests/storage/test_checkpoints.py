@@ -1,4 +1,4 @@
-"""Checkpoints that are torn, or have other bytes (storage/checkpoints.py). Run: pytest tests/storage/test_checkpoints.py
+"""Checkpoints that are torn, or have other bytes (storage/checkpoints.py). pytest tests/storage/test_checkpoints.py
 
 - a resume takes the newest whole one; a warning and verify name each torn one
 - other bytes of the same number are found by the files' digests: at the download before a resume, and by verify

@@ -34,8 +34,9 @@ ATTACKS = ["12 + 34", "5", "7 + 86 + 901", "1", "44", "9 + 9"]
 )
 def test_answers_are_those_to_each_attack_alone(begin, end_of_turn, tmp_path, monkeypatch):
     folder = save_character_model(
-        tmp_path, chat_template=TEMPLATE.format(begin), initializer_range=0.5, num_hidden_layers=2
-    )
+        tmp_path, chat_template=TEMPLATE.format(begin), initializer_range=0.5, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     model.lm_head.weight.data[tokenizer.eos_token_id] *= 2  # so answers end after different numbers of tokens
     if end_of_turn:  # a token that the model gives within its answers
