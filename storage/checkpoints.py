@@ -24,7 +24,7 @@ from pydantic_core import from_json
 
 from storage.attempts import Attempt, check_not_superseded, counts, list_attempts
 from storage.errors import DamagedCheckpoint, DamagedRecord, NotFound, StoreError
-from storage.policy_delta import digest_of, file_digest
+from storage.file_delta import digest_of, file_digest
 from storage.store import RunStore, scans
 
 _COMPLETE = "state.json"
@@ -34,7 +34,8 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "
 _BYTES |= {f"{kind}{bits}": bits // 8 for kind in "IU" for bits in (8, 16, 32, 64)}
 _OTHER_BYTES = "it has other bytes than the Trainer saved"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
-# Files that are uploaded at once. With eight of them on two cores other requests take half a second, with two a fifth.
+# Files that are uploaded at once. Other requests of the process wait for them, on two cores twice as long beside seven
+# as beside two (docs/LOG.md, 2026-11-30).
 _UPLOADS = min(8, os.cpu_count() or 1)
 
 logger = logging.getLogger(__name__)

@@ -77,7 +77,7 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
         log.info("attempt %d of run %s begins at step %d", attempt, run, checkpoint.step)
         from flows.trainer.session import train_run
 
-        state = train_run(store, config, attempt, checkpoint.step, heart, files)
+        state = train_run(store, config, attempt, heart, files)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise

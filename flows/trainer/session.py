@@ -35,11 +35,11 @@ log = logging.getLogger("tba.trainer")
 
 
 def train_run(
-    store: RunStore, config: RunConfig, attempt: int, step: int, heart: Heartbeat, files: TemporaryDirectory | None
+    store: RunStore, config: RunConfig, attempt: int, heart: Heartbeat, files: TemporaryDirectory | None
 ) -> str:
     """Trains from a checkpoint or from scratch, to the run's end or until a stop request.
 
-    step, files: of the checkpoint; 0 and None: there is none. The files are removed once they are read.
+    files: of the checkpoint; None: there is none. They are removed once they are read.
     Returns "finished" or "stopped".
     """
     folder, processes = model_folder(config.model), config.train.processes
@@ -56,7 +56,7 @@ def train_run(
     ):
         limits = Limits(vocab_size=trainer.vocabulary_size, last_step=config.train.steps)
         buffer = ReplayBuffer(store, config.sampling, config.seed, limits)
-        buffer.rebuild(step)
+        buffer.rebuild(trainer.step)
         log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
         has_searchers = requests.wanted_or_configured(store, config.searchers) > 0
         experience = StoredExperience(

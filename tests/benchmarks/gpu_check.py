@@ -139,7 +139,7 @@ def step(is_small: bool) -> dict:
 
 
 def swap(is_small: bool) -> dict:
-    from storage.policy_delta import apply_deltas, write_delta
+    from storage.file_delta import apply_deltas, write_delta
     from tba import weights
     from tba.engine import Sampling
     from tba.engines import make_engine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from storage import policy_delta
+from storage import file_delta, policy_delta
 from storage.policies import policy_ref, publish_policy
 from storage.store import RunStore
 from tests.faults.memory_store import memory_store
@@ -37,8 +37,8 @@ def memory_run() -> RunStore:
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Small chunks and pieces, so that a file has several, the last one shorter."""
-    monkeypatch.setattr(policy_delta, "_CHUNK_BYTES", 10_000)
-    monkeypatch.setattr(policy_delta, "_PIECE_BYTES", 3_000)
+    monkeypatch.setattr(file_delta, "_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(file_delta, "_PIECE_BYTES", 3_000)
 
 
 @pytest.fixture

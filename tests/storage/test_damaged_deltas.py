@@ -227,12 +227,12 @@ def test_killed_at_any_request_of_fetching(trainer, memory_run, tmp_path, monkey
 REBUILDING = """
 import sys, time
 from pathlib import Path
-from storage import policy_delta
+from storage import file_delta
 from storage.policies import fetch_policy, latest_policy
 from storage.store import RunStore
 
-policy_delta._CHUNK_BYTES = 10_000
-read = policy_delta._next_changes
+file_delta._CHUNK_BYTES = 10_000
+read = file_delta._next_changes
 
 def waits(delta, num_bytes):
     if delta.tell() > 0:
@@ -240,7 +240,7 @@ def waits(delta, num_bytes):
         time.sleep(600)
     return read(delta, num_bytes)
 
-policy_delta._next_changes = waits
+file_delta._next_changes = waits
 store = RunStore(sys.argv[1], "run")
 fetch_policy(store, latest_policy(store), sys.argv[2])
 """

@@ -17,9 +17,9 @@ import tempfile
 import pytest
 
 from storage.errors import DamagedPolicy, NotFound, StoreError, Superseded
+from storage.file_delta import file_digest
 from storage.kept_policies import prune_policies
 from storage.policies import fetch_policy, latest_policy, published_policies
-from storage.policy_delta import file_digest
 from storage.store import RunStore
 from tests.storage.helpers import has_weights
 

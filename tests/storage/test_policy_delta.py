@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage import attempts, kept_policies, policy_delta
+from storage import attempts, file_delta, kept_policies, policy_delta
 from storage.errors import Superseded
 from storage.kept_policies import best_policy, hold_policy, keep_if_best, prune_policies, release_policy
 from storage.policies import fetch_policy, is_stored, latest_policy, published_policies
@@ -36,11 +36,11 @@ def test_what_the_deltas_make_of_a_file_is_the_other_file(tmp_path, small_chunks
         file.write_bytes(random.bytes(num_bytes))
     deltas = [tmp_path / f"{number}.delta" for number in range(3)]
     for before, after, delta in zip(names, names[1:], deltas, strict=False):
-        found = policy_delta.write_delta(before, after, delta)
-        assert found == (policy_delta.file_digest(before), policy_delta.file_digest(after))
-    digest = policy_delta.apply_deltas(names[0], deltas, tmp_path / "rebuilt")
+        found = file_delta.write_delta(before, after, delta)
+        assert found == (file_delta.file_digest(before), file_delta.file_digest(after))
+    digest = file_delta.apply_deltas(names[0], deltas, tmp_path / "rebuilt")
     assert (tmp_path / "rebuilt").read_bytes() == names[3].read_bytes()
-    assert digest == policy_delta.file_digest(names[3])
+    assert digest == file_delta.file_digest(names[3])
 
 
 def test_the_changes_travel_instead_of_the_weights(trainer, memory_run, tmp_path):

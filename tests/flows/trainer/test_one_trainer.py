@@ -43,7 +43,7 @@ import sys, time
 from types import SimpleNamespace
 from flows.trainer import __main__, heartbeat
 
-def train_run(store, config, attempt, step, heart, files):
+def train_run(store, config, attempt, heart, files):
     heart.tell("training", 1, {})
     print("training", flush=True)
     heart.stop.wait()
@@ -155,18 +155,19 @@ def test_a_trainer_whose_flow_is_gone_ends(store, start):
 def resumed(store, monkeypatch):
     """resumed() -> the path of the checkpoint that a Trainer resumes from, which trains nothing; "": it begins at 0."""
     taken = []
-    session = SimpleNamespace(train_run=lambda *given: (taken.append(given[3:]), "stopped")[1])
+    session = SimpleNamespace(train_run=lambda *given: (taken.append(given[-1]), "stopped")[1])
     monkeypatch.setitem(sys.modules, "flows.trainer.session", session)
     monkeypatch.setattr(trainer_main.signal, "signal", lambda *_: None)
     monkeypatch.setattr(attempts, "is_alive", lambda *_: False)  # this process, which was each Trainer
 
     def resumed() -> str:
         learn(store.url, store.run, os.getppid())
-        path, (step, _, files) = attempts.newest_attempt(store).checkpoint, taken[-1]
-        if path:
-            assert json.loads((Path(files.name) / "state.json").read_text())["step"] == step
-        assert path == (checkpoints.checkpoint_path(step, int(path[-4:])) if files else "")
-        return path
+        record, files = attempts.newest_attempt(store), taken[-1]
+        if record.checkpoint:
+            assert json.loads((Path(files.name) / "state.json").read_text())["step"] == record.resumed_from
+        else:
+            assert files is None and record.resumed_from == 0
+        return record.checkpoint
 
     return resumed
 

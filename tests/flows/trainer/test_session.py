@@ -196,7 +196,7 @@ def test_a_session_refuses_tokens_and_policies_that_its_model_and_run_do_not_hav
     commit_shard(store, make_shard("s0", 0))
     commit_shard(store, make_shard("s0", 1, response_tokens=[10, 2]))
     commit_shard(store, make_shard("s0", 2, policy_step=9))
-    session.train_run(store, RunConfig(train={"steps": 8}), 1, 0, heart, None)
+    session.train_run(store, RunConfig(train={"steps": 8}), 1, heart, None)
     assert [refusal.round for refusal in intake.refusals(store)] == [1, 2]
 
 
@@ -331,20 +331,20 @@ def test_a_life_without_a_checkpoint_waits_for_its_searchers_too(store, heart, w
     """A run that was killed before its first checkpoint begins anew with its buffer, before its engines start."""
     monkeypatch.setattr(session, "train", lambda trainer, experience, outbox: experience.draw(1))
     with pytest.raises(TooEarly, match=r"^resumed"):
-        session.train_run(store, RunConfig(), 2, 0, heart, None)
+        session.train_run(store, RunConfig(), 2, heart, None)
     alone = RunConfig(searchers=0)
     with pytest.raises(TooEarly, match=r"^0 of the first 192 trajectories .* starts no Searcher"):
-        session.train_run(store, alone, 2, 0, heart, None)
+        session.train_run(store, alone, 2, heart, None)
     requests.want_searchers(store, 1)  # by `tba searchers RUN +1`
     with pytest.raises(TooEarly, match=r"^resumed"):
-        session.train_run(store, alone, 2, 0, heart, None)
+        session.train_run(store, alone, 2, heart, None)
 
 
 def test_another_model_than_the_runs_is_not_trained(store, heart, tmp_path):
     check_model(store, "model", "the first machine's")
     config = RunConfig(model=str(save_character_model(tmp_path / "model")))
     with pytest.raises(RunConfigMismatch, match="began with the first machine's"):
-        session.train_run(store, config, 2, 0, heart, None)
+        session.train_run(store, config, 2, heart, None)
 
 
 def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
