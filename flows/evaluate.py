@@ -122,16 +122,22 @@ def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples:
 
 
 def measure_samples(searcher: "Searcher", problems: list, samples: int, config: RunConfig) -> dict:
-    """pass@k for k = 1, 2, 4, … up to the samples; a response is right from `success_reward` on."""
+    """pass@k for k = 1, 2, 4, … up to the samples; a response is right from `success_reward` on.
+
+    A response that no reward judges does not count; a problem counts for k if at least k of its responses are judged.
+    """
     answers = searcher.sample_responses(problems, samples, config.train.temperature)
     flat = [(problem, answer) for problem, of in zip(problems, answers, strict=True) for answer in of]
     rewards, least = searcher.rewards(*map(list, zip(*flat, strict=True))), success_reward(config.task.name)
-    right = [
-        sum(reward is not None and reward >= least for reward in rewards[start : start + samples])
+    are_right = [
+        [reward >= least for reward in rewards[start : start + samples] if reward is not None]
         for start in range(0, len(rewards), samples)
     ]
-    ks = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
-    return {f"pass@{k}": statistics.fmean(pass_at_k(samples, count, k) for count in right) for k in ks}
+    figures = {}
+    for k in (2**power for power in range(samples.bit_length())):
+        if values := [pass_at_k(len(judged), sum(judged), k) for judged in are_right if len(judged) >= k]:
+            figures[f"pass@{k}"] = statistics.fmean(values)
+    return figures
 
 
 def measure_attacks(searcher: "Searcher", samples: int) -> dict:

@@ -114,6 +114,7 @@ class LocalS3:
             self._refuse_other_files()
             shutil.rmtree(self.folder, ignore_errors=True)  # left by a start that was interrupted
             self._make()
+        self._refuse_taken_ports()
         self._start_daemon("ceph-mon", "-i", "a")
         self._start_daemon("ceph-mgr", "-i", "a")
         if new:
@@ -139,7 +140,7 @@ class LocalS3:
     def start_gateway(self) -> None:
         process = self._start_daemon("radosgw", "-n", "client.rgw")
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._gateway_answers():
+        while not _answers(*self._gateway()):
             if time.monotonic() > deadline or process.poll() is not None:
                 output = (self.folder / "log" / "radosgw.out").read_text()
                 raise LocalS3Error(f"the gateway did not start; logs are in {self.folder}/log: {output[-1000:]}")
@@ -163,6 +164,16 @@ class LocalS3:
             raise LocalS3Error(
                 f"{self.folder} has files of another kind ({min(others)}); name an empty or a new folder"
             )
+
+    def _refuse_taken_ports(self) -> None:
+        """Raises: LocalS3Error: another program listens where a daemon would; it would answer in the daemon's place."""
+        settings = self._settings()
+        for address, port in (self._gateway(), *(("127.0.0.1", settings[name]) for name in ("mon_v1", "mon_v2"))):
+            if _answers(address, port):
+                raise LocalS3Error(
+                    f"another program listens on port {port} of {address}, which this store's "
+                    "daemons had; stop that program (`ss -ltnp` names it)"
+                )
 
     def _make(self) -> None:
         for name in FOLDERS:
@@ -252,10 +263,6 @@ class LocalS3:
     def _pid_file(self, program: str) -> Path:
         return self.folder / f"{program}.pid"
 
-    def _gateway_answers(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(self._gateway()) == 0
-
     def _gateway(self) -> tuple[str, int]:
         settings = self._settings()
         return settings.get("address", "127.0.0.1"), settings["port"]  # without an address: of an older version
@@ -265,6 +272,11 @@ class LocalS3:
 
     def _run(self, program: str, *arguments: str) -> str:
         return run(program, "--conf", str(self.configuration), *arguments)
+
+
+def _answers(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) == 0
 
 
 def run(program: str, *arguments: str) -> str:

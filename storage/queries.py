@@ -99,7 +99,8 @@ def _tables_in(statement: str) -> Collection[str]:
     text = statement.lower()
     if "query" in text:  # DuckDB's functions query and query_table put names together
         return STORED
-    return [name for name in STORED if name in text]
+    named = [name for name in STORED if name in text]
+    return [*named, "trajectories"] if "rewards" in named and "trajectories" not in named else named
 
 
 @scans

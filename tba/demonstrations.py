@@ -57,6 +57,8 @@ class Demonstrations:
         if "response_tokens" not in row:
             tokens = self._tokenizer.encode(response, add_special_tokens=False)
             ends = bool(tokens) and tokens[-1] in self._stop_tokens
+            if ends and tokens[-1] in self._tokenizer.all_special_ids:  # rewards see no such token of a Searcher either
+                row = row | {"response": response.removesuffix(self._tokenizer.decode(tokens[-1:]))}
             row = row | {
                 "prompt_tokens": known.encode(self._tokenizer) if known else encode_prompt(self._tokenizer, prompt),
                 "response_tokens": tokens if ends else [*tokens, self._stop_tokens[0]],

@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Context
 from pathlib import Path
 from statistics import fmean
 
@@ -120,7 +121,10 @@ def answer(text: str) -> str:
     from tba.tasks.gsm8k import last_number
 
     number = last_number(text)
-    return " ".join(words(text)) if number is None else str(number.normalize())
+    if number is None:
+        return " ".join(words(text))
+    exact = Context(prec=len(number.as_tuple().digits))  # the usual one rounds to 28 digits
+    return str(number.normalize(exact)) if number else "0"
 
 
 def cosine_distance(embeddings: np.ndarray) -> float:

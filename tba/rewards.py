@@ -158,7 +158,8 @@ class RewardedTask:
                 continue
             if not applying:
                 raise ValueError(
-                    f"task.rewards: all are None for a response to prompt {problem.prompt_id}; one must be a number"
+                    f"reward {', '.join(part.name for part, _ in self._parts)}: got None for a response to prompt "
+                    f"{problem.prompt_id}; here each response needs a number"
                 )
             of_response = {name: float(value) for name, _, value in applying}
             total = sum(weight * float(value) for _, weight, value in applying)

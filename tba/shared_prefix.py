@@ -240,7 +240,13 @@ def _padded(P: int, bringing: list[list[int]], is_new: list[list[bool]], device:
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
-    """[num, num_before + num]: each token attends to all `num_before` tokens, and causally among the `num`."""
+    """[num, num_before + num]: each token attends to all `num_before` tokens, and causally among the `num`.
+
+    On a GPU in the form that flash attention takes, which has its shape alone. torch cannot make one inside a layer
+    whose activations are checkpointed selectively.
+    """
+    if device.type == "cuda":
+        return causal_lower_right(num, num_before + num)
     return torch.ones(num, num_before + num, dtype=torch.bool, device=device).tril(num_before)
 
 
@@ -277,9 +283,7 @@ def shared_prefix_attention(
         v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
         if q.device.type == "cpu" and len(q) * q.shape[2] * piece.may_attend.numel() <= MAX_SCORES:
             return _attend_by_products(q, k, v, piece.may_attend, kwargs.get("scaling")).flatten(0, 1)[piece.new]
-        # On a GPU flash attention takes this form of the mask alone.
-        mask = causal_lower_right(*piece.may_attend.shape) if q.device.type == "cuda" else piece.may_attend
-        return attend(q, k, v, attn_mask=mask).flatten(0, 1)[piece.new]
+        return attend(q, k, v, attn_mask=piece.may_attend).flatten(0, 1)[piece.new]
 
     # Split once: a slice for each piece would cost a gradient of the whole row for each.
     common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)

@@ -60,6 +60,11 @@ def check_inputs(config: RunConfig) -> list[str]:
             warnings.append(
                 f"searchers is 0: training waits until `{store.command(f'searchers {config.run} +1')}` adds one"
             )
+        if (interval := config.train.reference_reset_interval or 0) >= config.train.steps:
+            warnings.append(
+                f"train.reference_reset_interval is {interval} and train.steps {config.train.steps}: the reference is "
+                "never reset before a step"
+            )
     sources = check_sources(store, config)
     check_trackers(config.trackers)
     check_packages(config)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 
 from tba.tasks.base import Problem
+from tba.tasks.numerals import without_separators
 from tba.tasks.rows import digest, load_problems, text_of
 
 DATASET = "openai/gsm8k"
@@ -27,7 +28,8 @@ COLUMNS = ("question", "answer")
 
 _NUMBER = re.compile(
     r"""
-    (?: (?<![\w)]) [-−] \$? | \$ [-−] )?    # a sign, but not the minus of a difference: "5-3" ends in 3, not -3
+    # a sign, an en dash included, but not the minus of a difference: "5-3" ends in 3, not -3
+    (?: (?<![\w)]) [-−–] (?: \\?\$ | [€£] )? | (?: \\?\$ | [€£] ) [-−–] )?
     (?: (?: \d{1,3}(?:,\d{3})+ (?!\d) | \d+ ) (?:\.\d+)? | \.\d+ )
     """,
     re.VERBOSE,
@@ -36,7 +38,7 @@ _NUMBER = re.compile(
 
 class GSM8K:
     name = "gsm8k"
-    version = "last-number-2"
+    version = "last-number-3"
     stop = ()
     max_response_tokens = 512
 
@@ -62,11 +64,14 @@ class GSM8K:
 def last_number(text: str) -> Decimal | None:
     """The last number in a text; None: there is none. Thousands separators, units and a final full stop are ignored."""
     numbers = _numbers(text)
-    return Decimal(re.sub(r"[$,]", "", numbers[-1]).replace("−", "-")) if numbers else None
+    if not numbers:
+        return None
+    number = Decimal(re.sub(r"[^\d.]", "", numbers[-1]))
+    return number.copy_negate() if re.search("[-−–]", numbers[-1]) else number
 
 
 def _numbers(text: str) -> list[str]:
-    return _NUMBER.findall(text.replace("{,}", ","))  # a separator in LaTeX
+    return _NUMBER.findall(without_separators(text.replace("{,}", ",")))
 
 
 def _problem(row: Mapping, where: str) -> Problem:

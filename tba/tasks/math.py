@@ -19,20 +19,23 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 from tba.tasks.base import Problem
+from tba.tasks.numerals import without_separators
 from tba.tasks.rows import digest, load_problems, text_of
 from tba.tasks.verifier import Verifier
 
 DATASET = "nlile/hendrycks-MATH-benchmark"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-BOX = r"\boxed{"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is none
 MAX_ANSWER_CHARS = 500  # a longer boxed text is no answer, but could take the algebra until its time limit
+_SIGNS = {"−": "-", "⁄": "/", "°": r"^\circ ", "·": r"\cdot ", "∞": r"\infty "}
 
 _verifier = Verifier()
 
 
 class Math:
     name = "math"
-    version = "math-verify-3"
+    version = "math-verify-4"
     stop = ()
     max_response_tokens = 2048
 
@@ -54,39 +57,52 @@ class Math:
 def is_same(answer: str, response: str) -> bool:
     """Whether the response's conclusion equals the answer, as numbers or formulas.
 
-    The conclusion is the last boxed text; without a box, the answer that math-verify finds. False after the time limit.
+    The conclusion is the last boxed text; without a box, the answer that math-verify finds. False if that box is cut
+    off, and after the time limit.
     """
-    response = plain(response)
-    if (boxed := last_boxed(response)) is not None:
-        if len(boxed) > MAX_ANSWER_CHARS:
+    if _BOX.search(response):
+        boxed = last_boxed(response)
+        if boxed is None or len(boxed) > MAX_ANSWER_CHARS:
             return False
-        response = f"{BOX}{boxed}}}"
-    return _verifier.is_same(f"{BOX}{plain(answer)}}}", response)
+        response = _box(boxed)
+    else:
+        response = plain(response)
+    return _verifier.is_same(_box(answer), response)
+
+
+def _box(answer: str) -> str:
+    r"""\boxed{answer}, as math-verify reads it. In a box a space separates thousands, or a number from its fraction."""
+    answer = re.sub(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)", lambda number: number[0].replace(" ", ""), plain(answer))
+    answer = re.sub(r"(\d+)(?:\s|\\[ ,])+(\d+/\d+)", r"(\1+\2)", answer)
+    return rf"\boxed{{{answer.removesuffix('.')}}}"
 
 
 def plain(text: str) -> str:
-    """The text without characters that math-verify misreads: full-width digits, 10², 2½, −."""
-    text = re.sub("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match[0]}}}", text)
-    text = re.sub(r"(\d+)([¼½¾⅐-⅞])", r"(\1+\2)", text)
-    return unicodedata.normalize("NFKC", text).replace("−", "-").replace("⁄", "/")
+    """The text without characters that math-verify misreads: full-width digits, 10², x₂, 2½, −, √2."""
+    text = re.sub("[⁺⁻⁽⁾⁰¹²³⁴⁵⁶⁷⁸⁹ⁿⁱˣʸ]+", r"^{\g<0>}", text)
+    text = re.sub("[₀-₎ₐ-ₜ]+", r"_{\g<0>}", text)
+    text = re.sub(r"(\d+)(?:\s|\\[ ,])*([¼½¾⅐-⅞])", r"(\1+\2)", without_separators(text))
+    text = re.sub(r"(?<![\w)}\]])–(?=[\d.])", "-", text)  # an en dash as a sign
+    text = re.sub(r"√(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}", text)
+    return unicodedata.normalize("NFKC", text).translate(str.maketrans(_SIGNS))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…}, braces inside it balanced; None: there is none."""
-    start = text.rfind(BOX)
-    if start < 0:
-        return None
-    depth, begin = 1, start + len(BOX)
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    r"""The content of the last \boxed{…}, braces inside it balanced; None: there is none, or it is cut off."""
+    begin = max((box.end() for box in _BOX.finditer(text)), default=len(text))
+    depth = 1
+    for brace in _BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if not depth:
-            return text[begin:place]
-    return None  # never closed: the response was cut off
+            return text[begin : brace.start()]
+    return None
 
 
 def _problem(row: Mapping, where: str) -> Problem:
     problem = text_of(row, "problem", where).strip()
-    answer = text_of(row, "answer", where) if "answer" in row else last_boxed(str(row.get("solution")))
+    # a table of rows with and without an answer has None in the latter
+    has_answer = row.get("answer") not in (None, "")
+    answer = text_of(row, "answer", where) if has_answer else last_boxed(str(row.get("solution")))
     if not answer:
-        raise ValueError(rf"task.data: {where} has no column 'answer', and its 'solution' boxes nothing (\boxed{{…}})")
+        raise ValueError(rf"task.data: {where} has no 'answer', and its 'solution' boxes nothing (\boxed{{…}})")
     return Problem(digest(problem), f"{problem}\n\n{INSTRUCTION}\n", answer)

@@ -8,9 +8,9 @@ PyPI reasoning-gym). `task.generator` names the kind; the package generates and 
     response    " -4", or a text that ends in <answer>-4</answer>
     reward      the generator's own score of the answer, 0 to 1: here 1 for -4
 
-The answer is the text in the last <answer> tag; without a tag, the response's last line, or its last paragraph where
-the right answer has several lines. The seed decides the problems. Generators that run an answer as Python code are
-refused.
+The answer is the text in the last <answer> tag; without a tag, as many of the response's last lines as the right answer
+has. The seed decides the problems. Generators that run an answer as Python code are refused, and those that make other
+problems in another process.
 """
 
 import inspect
@@ -21,7 +21,10 @@ from tba.tasks.base import Problem
 from tba.tasks.rows import digest, split
 
 NUM_PROBLEMS = 1200  # some generators take milliseconds a problem; a tenth is held out
+# Their problems or answers depend on the order of sets, or of files, which differs between processes.
+VARYING = {"codeio", "isomorphic_strings", "knight_swap", "list_functions", "ransom_note", "word_ladder"}
 _RUNS_THE_ANSWER = re.compile(r"\b(eval|exec|parse_expr|sympify)\(\s*answer\b")  # SymPy's functions call eval, too
+_HUGE = re.compile(r"\d[eE][+-]?\d{5}")  # as an exact number it would take minutes
 
 log = logging.getLogger("tba.reasoning_gym")
 
@@ -39,15 +42,20 @@ class ReasoningGym:
             raise ValueError(
                 f"task reasoning_gym: reasoning-gym is not installed ({error}); install it, or tba's extra tasks"
             ) from error
-        if generator not in DATASETS:
+        if generator not in DATASETS or generator == "composite":  # which needs further generators' settings
             raise ValueError(f"task.generator: got {generator!r}; reasoning-gym has {', '.join(sorted(DATASETS))}")
         if runs_the_answer(DATASETS[generator][0]):
             raise ValueError(
                 f"task.generator: {generator} grades a response by running it as Python code, so a policy could run "
                 "anything here; take another generator"
             )
+        if generator in VARYING:
+            raise ValueError(
+                f"task.generator: {generator} makes other problems in each process, so Searchers and resumes would not "
+                "have the same; take another generator"
+            )
         self.name = f"reasoning_gym.{generator}"
-        self.version = f"reasoning-gym-{generator}-2"
+        self.version = f"reasoning-gym-{generator}-3"
         self._dataset = reasoning_gym.create_dataset(generator, size=NUM_PROBLEMS, seed=seed)
         self._entries = {digest(entry["question"]): entry for entry in self._dataset}
         problems = {
@@ -63,6 +71,8 @@ class ReasoningGym:
         ]
 
     def _score(self, answer: str | None, problem: Problem) -> float:
+        if answer and _HUGE.search(answer):
+            return 0.0
         try:
             return float(self._dataset.score_answer(answer=answer, entry=self._entries[problem.prompt_id]))
         except Exception as error:  # a grader may fail on an answer of another form
@@ -79,5 +89,5 @@ def answer_of(response: str, right: str) -> str | None:
     """The response's answer; None: there is none. right: the right answer, in whose form it is."""
     from reasoning_gym.utils import extract_answer
 
-    blocks = re.split(r"\n\s*\n" if "\n" in right.strip() else r"\n", response.strip())
-    return extract_answer(response) or blocks[-1].strip() or None
+    num_lines = len(right.strip().split("\n"))
+    return extract_answer(response) or "\n".join(response.strip().split("\n")[-num_lines:]).strip() or None

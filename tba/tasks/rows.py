@@ -108,6 +108,8 @@ def _read_jsonl(file: Path) -> Rows:
             where = f"{file}, line {number}"
             try:
                 row = json.loads(line)
+                if b"\\u" in line:  # half of a surrogate pair is JSON, and no text
+                    json.dumps(row, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"task.data: {where} is not JSON ({error}); each line is one object") from error
             if not isinstance(row, dict):

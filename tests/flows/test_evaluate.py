@@ -77,6 +77,18 @@ def test_figures_of_sums(tmp_path):
     }
 
 
+def test_what_no_reward_judges_is_neither_right_nor_wrong(tmp_path):
+    told, judges = Told(), [True, True, False, True, *[False] * 4]  # three responses to a, none to b
+    every = told.rewards
+
+    def rewards(problems, responses):
+        return [value if judged else None for value, judged in zip(every(problems, responses), judges, strict=False)]
+
+    told.rewards = rewards
+    figures = evaluate.measure(told, config(tmp_path), num_problems=2, samples=4)
+    assert {name: value for name, value in figures.items() if name.startswith("pass")} == {"pass@1": 1, "pass@2": 1}
+
+
 def test_a_reward_of_one_half_is_a_right_response(tmp_path):
     """A task's rewards may add up to less than 1 for a right answer."""
 

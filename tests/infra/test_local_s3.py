@@ -2,10 +2,12 @@
 
 - no command's arguments, which every account of the machine can read, have a secret key; a second start has new keys
 - a folder with files of another kind is refused, and keeps them
+- a port that another program has taken meanwhile is named, before a daemon starts
 - a pid file that a full disk left empty is no running daemon
 """
 
 import json
+import socket
 
 import pytest
 
@@ -46,6 +48,18 @@ def test_a_folder_with_other_files_is_refused_and_keeps_them(tmp_path, monkeypat
     with pytest.raises(LocalS3Error, match=r"has files of another kind \(thesis\.tex\); name an empty or a new folder"):
         LocalS3(tmp_path).start()
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("taken", ["port", "mon_v1", "mon_v2"])
+def test_a_taken_port_is_named(tmp_path, monkeypatch, taken):
+    monkeypatch.setattr(local_s3, "install", lambda: None)
+    (tmp_path / "made").touch()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports = dict(zip(("port", "mon_v1", "mon_v2"), local_s3.free_ports(3), strict=True))
+        port = ports[taken] = other.getsockname()[1]
+        (tmp_path / "settings.json").write_text(json.dumps(ports))
+        with pytest.raises(LocalS3Error, match=f"another program listens on port {port} of 127.0.0.1"):
+            LocalS3(tmp_path).start()
 
 
 def test_an_empty_pid_file_is_no_daemon(tmp_path):

@@ -4,7 +4,8 @@ Claims
 - every view has the rows, columns and comments that `tba sql` has, of a folder and of S3
 - a reader in another process sees what is committed after it opened the file read-only; neither waits for the other
 - a run that has stored nothing yet has empty views, and rows once it has
-- what has expired or was compacted counts as in `tba sql`, whatever files lie side by side
+- what has expired or was compacted counts as in `tba sql`, whatever files lie side by side; so do rewards of what has
+  expired or was refused
 - the store's path may have any character; files with other names than a run's, and symbolic links, are in
   nobody's way
 
@@ -19,6 +20,7 @@ import pytest
 
 from storage import attempts, ledger, queries, shards
 from storage.export import export
+from storage.reward_versions import record_rewards
 from storage.shards import commit_shard
 from storage.store import RunStore
 from storage.upkeep import compact, delete_superseded, expire
@@ -107,9 +109,11 @@ def test_what_was_compacted_or_expired_counts_as_in_tba_sql(local_store, tmp_pat
     local_store.create_run({})
     local_store.put("summary.json", b"{}")  # a run that goes on keeps what a resume needs
     for number in range(10):
-        commit_shard(local_store, make_shard("s0", number))
+        commit_shard(local_store, shard := make_shard("s0", number))
+        record_rewards(local_store, "v2", shard, [0.5] * 4)
     export(local_store, tmp_path / "run.duckdb")
     rounds = "SELECT round, count(*) FROM trajectories GROUP BY round ORDER BY round"
+    rewards, num_rewards = "SELECT count(*) FROM rewards", []
     seen = []
     with duckdb.connect(tmp_path / "run.duckdb", read_only=True) as reader:
         for upkeep_of in (
@@ -122,8 +126,13 @@ def test_what_was_compacted_or_expired_counts_as_in_tba_sql(local_store, tmp_pat
             with queries.connect(local_store) as ours:
                 seen.append(reader.execute(rounds).fetchall())
                 assert seen[-1] == ours.execute(rounds).fetchall()
+            num_rewards.append(reader.execute(rewards).fetchall())
+            assert num_rewards[-1] == [tuple(row.values()) for row in queries.query(local_store, rewards).to_pylist()]
     assert seen[0] == seen[1] == [(number, 4) for number in range(2, 10)]
     assert seen[2] == seen[3] == [(number, 4) for number in range(4, 10)], "no compacted file is cut"
+    assert num_rewards == [[(32,)], [(32,)], [(24,)], [(24,)]]
+    local_store.put("quarantine/searcher=s0/round=00000009.json", b"{}")  # the Trainer refuses one
+    assert queries.query(local_store, rewards).to_pylist() == [{"count_star()": 20}]
 
 
 def test_a_torn_compacted_file_hides_no_shard(local_store, tmp_path, monkeypatch):

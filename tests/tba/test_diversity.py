@@ -74,6 +74,8 @@ def test_clusters_are_linked_by_small_steps():
 
 def test_answers_are_the_last_number_or_the_words():
     assert diversity.answer("so 3 + 4 is 1,234.0 in all.") == diversity.answer("1234")
+    assert diversity.answer("-0") == diversity.answer("0.00")
+    assert diversity.answer("7" * 35) != diversity.answer("7" * 34 + "8")
     assert diversity.answer("No  Idea!") == diversity.answer("no idea !") == "no idea !"
 
 

@@ -11,12 +11,12 @@
 python -m pytest tests/tba/test_logprobs.py
 """
 
+import functools
 import json
 from copy import deepcopy
 
 import pytest
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -155,11 +155,21 @@ def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups,
         )
 
 
-def test_the_mask_of_responses_apart_is_the_one_that_flash_attention_takes():
-    """On a GPU torch's own form of it takes its place."""
-    (piece,) = shared_prefix._apart(0, shared_prefix._Tree(5, 10, [[5, 6], [7, 8, 9]]), torch.device("cpu"))
-    mask = causal_lower_right(*piece.may_attend.shape)._materialize()
-    assert piece.may_attend.shape == (3, 8) and torch.equal(piece.may_attend, mask)
+def as_on_a_gpu(monkeypatch) -> None:
+    """Attention with masks in the form that flash attention takes, which a CPU's attention turns into tensors."""
+    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
+    monkeypatch.setattr(shared_prefix, "MAX_SCORES", 0)
+    on_gpu = functools.partial(shared_prefix._causal_behind, device=torch.device("cuda"))
+    monkeypatch.setattr(shared_prefix, "_causal_behind", lambda num_before, num, device: on_gpu(num_before, num))
+
+
+def test_masks_in_the_form_of_flash_attention_change_nothing(monkeypatch):
+    model = model_of("llama", "tba_shared_prefix")
+    expected = [t for of_group in response_logprobs(model, GROUPS, TEMPERATURE) for t in of_group]
+    as_on_a_gpu(monkeypatch)
+    got = [t for of_group in response_logprobs(model, GROUPS, TEMPERATURE) for t in of_group]
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -177,9 +187,12 @@ def test_in_bfloat16_they_agree_within_its_rounding(architecture, monkeypatch):
     assert other.norm() == pytest.approx(one.norm().item(), rel=0.02)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_gradient_checkpointing_changes_nothing(architecture, tmp_path):
+def test_gradient_checkpointing_changes_nothing(architecture, on_gpu, tmp_path, monkeypatch):
     model_of(architecture, "sdpa").save_pretrained(tmp_path)
+    if on_gpu:
+        as_on_a_gpu(monkeypatch)
 
     def result(checkpointing: str) -> dict[str, torch.Tensor]:
         model = load_policy(tmp_path, torch.float64, checkpointing)

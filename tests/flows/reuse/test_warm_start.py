@@ -121,16 +121,18 @@ def test_an_id_that_has_another_text_here_is_another_prompt(tmp_path, model):
 
 
 def test_what_demonstrations_lack_is_computed(tmp_path, model):
-    problem = TASK.train[3]
-    table = pa.table({"prompt": [problem.prompt] * 2, "response": [f" {problem.answer}\n", " 7"]})
+    problem, tokenizer = TASK.train[3], AutoTokenizer.from_pretrained(model)
+    responses = [f" {problem.answer}\n", " 7", f" 8{tokenizer.eos_token}"]
+    table = pa.table({"prompt": [problem.prompt] * 3, "response": responses})
     pq.write_table(table, tmp_path / "told.parquet")
     sampling = {"prompts_per_batch": 4, "responses_per_prompt": K, "min_size": 2}
     config = run_config(tmp_path, model, "told", warm_start=[(tmp_path / "told.parquet").as_uri()], sampling=sampling)
-    right, wrong = query(begin(config), "SELECT * FROM trajectories ORDER BY trajectory_id").to_pylist()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    right, wrong, ended = query(begin(config), "SELECT * FROM trajectories ORDER BY trajectory_id").to_pylist()
     assert right["prompt_id"] == problem.prompt_id and right["prompt_tokens"] == tokenizer.encode(problem.prompt)
     assert right["response_tokens"] == tokenizer.encode(f" {problem.answer}\n")  # ends by the task's stop
     assert wrong["response_tokens"] == [*tokenizer.encode(" 7"), tokenizer.eos_token_id]
+    assert ended["response_tokens"] == [*tokenizer.encode(" 8"), tokenizer.eos_token_id]
+    assert ended["response"] == " 8", "as a Searcher's: a reward sees no end of sequence"
     assert (right["reward"], wrong["reward"]) == (1.0, 0.0) and right["reward_version"] == TASK.version
     group = Group(right["prompt_tokens"], [right["response_tokens"], wrong["response_tokens"]])
     ((first, second),) = response_logprobs(load_policy(model), [group], config.train.temperature)

@@ -5,7 +5,7 @@
 - A run that exists with another configuration: the message says what differs. One of an older version, without a
   setting that there is today, resumes with what was done then: mostly that setting's default.
 - Of a run whose reward has changed since its newest round, a warning names both versions.
-- Of a run without Searchers and warm start a warning says how to add one.
+- Of a run without Searchers and warm start, or with a reset that never comes, a warning says so.
 - A run resumes although a default has changed since; only a setting that is given can be refused.
 - A command takes back an earlier request to stop the run; a takeover without a command does not.
 
@@ -234,13 +234,15 @@ def test_a_resume_with_other_data_is_refused(tmp_path, tokenizer_only):
         check_inputs(resumed)
 
 
-def test_a_run_that_nobody_samples_for_is_warned_about(tmp_path, tokenizer_only, monkeypatch):
+def test_what_never_comes_is_warned_about(tmp_path, tokenizer_only, monkeypatch):
     (warning,) = check_inputs(at_home := config(tmp_path, searchers=0))
     more = f"tba searchers checked +1 --store {at_home.store}"
     assert warning == f"searchers is 0: training waits until `{more}` adds one"
     monkeypatch.setenv("TBA_STORE", at_home.store)
     (warning,) = check_inputs(at_home)
     assert "until `tba searchers checked +1` adds one" in warning
+    (warning,) = check_inputs(config(tmp_path, train={"steps": 50, "reference_reset_interval": 50}))
+    assert "train.reference_reset_interval is 50 and train.steps 50: the reference is never reset" in warning
 
 
 def test_good_input_passes_and_leaves_nothing_behind(tmp_path, tokenizer_only):

@@ -2,8 +2,6 @@ r"""Graders against cases that are easily got wrong, and the tasks around them.
 
 - math: numbers, units, fractions, LaTeX, several answers, unicode, none; the last box counts; rows that box nothing are
   named; a response that keeps the algebra busy is wrong after a limit, in any thread, and holds up no other one.
-- reasoning_gym: generators grade their own answers as right and others as wrong; an unknown one, and those that run a
-  response as Python code, are refused.
 - tldr: ROUGE-L by hand; a reward model is asked with query and response, reads the end of sequence, and must have one
   label.
 - redteam: the mean of log p(toxic) over the victim's answers; too short an attack gets the floor; the word list.
@@ -11,7 +9,6 @@ r"""Graders against cases that are easily got wrong, and the tasks around them.
 python -m pytest tests/tba/tasks/test_graders.py
 """
 
-import contextlib
 import json
 import math
 import threading
@@ -23,17 +20,13 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, MPNetConfig, RobertaConfig
 
-from tba.config import TaskSettings
-from tba.tasks import load_task
 from tba.tasks.classifiers import SURE, SequenceClassifier, WordList, mean_log, most_tokens, rouge_l
 from tba.tasks.math import Math, is_same, last_boxed
-from tba.tasks.reasoning_gym import answer_of, runs_the_answer
 from tba.tasks.redteam import TOO_SHORT, RedTeam
 from tba.tasks.tldr import TLDR, judge
 from tba.tasks.verifier import LIMIT_S, Verifier
 
 pytest.importorskip("math_verify", reason="extra tasks")
-pytest.importorskip("reasoning_gym", reason="extra tasks")
 
 
 # math
@@ -76,6 +69,37 @@ pytest.importorskip("reasoning_gym", reason="extra tasks")
         ("−7", r"\boxed{-7}", True),  # the dataset's answer, too
         ("10²", r"\boxed{100}", True),
         ("42", "\\boxed{" + "9" * 1000 + "}", False),
+        ("1011_2", "\\boxed{1011₂}", True),  # subscripts and letters: no 10112, no 2n
+        ("25168", "\\boxed{2516₈}", False),
+        ("2^n", "\\boxed{2ⁿ}", True),
+        ("2n", "\\boxed{2ⁿ}", False),
+        ("2x", "\\boxed{x₂}", False),
+        ("x^2", "\\boxed{x⁺²}", True),
+        ("2.5", r"\boxed{2 1/2}", True),  # a whole number and a fraction
+        ("2.5", r"\boxed{2\ 1/2}", True),
+        ("2.5", "\\boxed{2 ½}", True),
+        ("1.5", "\\boxed{2 ½}", False),
+        ("10080", r"\boxed{10\,080}", True),  # thousands, once more
+        ("10080", r"\boxed{10,\!080}", True),
+        ("10080", r"\boxed{10~080}", True),
+        ("10080", "\\boxed{10\u202f080}", True),
+        ("1234567", r"\boxed{1 234 567}", True),
+        ("0", r"\boxed{1\,000}", False),
+        ("(1,200)", r"\boxed{(1, 200)}", True),
+        ("42", r"\boxed{42} hmm, no: \boxed{4", False),  # cut off
+        ("4", r"\boxed{4}, as said: \boxed{\frac{4", False),
+        ("7", r"First \boxed{5}, no: \boxed {7}", True),
+        ("5", r"First \boxed{5}, no: \boxed {7}", False),
+        ("42", r"\fbox{42}", True),
+        ("90", "\\boxed{90°}", True),
+        ("12", r"\boxed{12.}", True),
+        ("-7", "\\boxed{–7}", True),  # en dash
+        ("-7", "It is –7.", True),
+        (r"\sqrt{2}", "\\boxed{√2}", True),
+        (r"3\sqrt{5}", "\\boxed{3√5}", True),
+        (r"\sqrt{x+1}", "\\boxed{√(x+1)}", True),
+        (r"\infty", "\\boxed{∞}", True),
+        ("6", "\\boxed{2·3}", True),
     ],
 )
 def test_math_takes_what_is_the_same_for_the_same(answer, response, same):
@@ -122,6 +146,7 @@ def test_the_last_box_with_its_braces_balanced():
     assert last_boxed(r"a \boxed{1} b \boxed{\frac{1}{2}} c") == r"\frac{1}{2}"
     assert last_boxed(r"\boxed{1} then \boxed{2") is None
     assert last_boxed("none") is None
+    assert last_boxed(r"\boxed{\left\{ a \right.} and {b} }") == r"\left\{ a \right."
 
 
 def test_maths_rows(tmp_path):
@@ -130,76 +155,17 @@ def test_maths_rows(tmp_path):
         {"problem": "Of 20 and 45?", "answer": "5"},
         {"problem": "Half?", "solution": r"It is $\boxed{\frac{1}{2}}$."},
         {"problem": "One?", "answer": "1"},
+        {"problem": "Two?", "answer": "", "solution": r"It is $\boxed{2}$."},
+        {"problem": "Three?", "answer": None, "solution": r"It is $\boxed{3}$."},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = Math(data=str(file))
     problems = task.train + task.heldout
-    assert {problem.answer for problem in problems} == {"5", r"\frac{1}{2}", "1"}
-    assert task.rewards(problems, [rf"\boxed{{{problem.answer}}}" for problem in problems]) == [1, 1, 1]
+    assert {problem.answer for problem in problems} == {"5", r"\frac{1}{2}", "1", "2", "3"}
+    assert task.rewards(problems, [rf"\boxed{{{problem.answer}}}" for problem in problems]) == [1] * 5
     file.write_text(json.dumps({"problem": "?", "solution": "It is 3."}) + "\n")
-    with pytest.raises(ValueError, match="line 1 has no column 'answer', and its 'solution' boxes nothing"):
+    with pytest.raises(ValueError, match="line 1 has no 'answer', and its 'solution' boxes nothing"):
         Math(data=str(file))
-
-
-# reasoning_gym
-
-
-@pytest.mark.parametrize("generator", ["chain_sum", "spell_backward", "leg_counting"])
-def test_reasoning_gym_grades_its_own_answers(generator):
-    task = load_task(TaskSettings(name="reasoning_gym", generator=generator), seed=1)
-    problems = task.train[:20]
-    assert not {p.prompt_id for p in task.train} & {p.prompt_id for p in task.heldout}
-    right = [f"Let me see.\n<answer>{problem.answer}</answer> That is it." for problem in problems]
-    assert task.task.rewards(problems, right) == [1] * 20
-    assert task.task.rewards(problems, [f" {problem.answer}" for problem in problems]) == [1] * 20
-    assert max(task.task.rewards(problems, ["a wrong answer"] * 20)) < 1
-    assert max(task.task.rewards(problems, [""] * 20)) < 1
-
-
-def test_reasoning_gyms_answer_is_the_last_tag_or_line():
-    assert answer_of("<answer>1</answer> or <answer> 2 </answer>\nyes", "2") == "2"
-    assert answer_of("so\n 7 \n", "7") == "7"
-    assert answer_of(" \n", "7") is None
-    assert answer_of("Turned:\n\n3 1\n4 2\n", "3 1\n4 2") == "3 1\n4 2"
-
-
-@pytest.mark.parametrize("generator", ["rotate_matrix", "mini_sudoku"])
-def test_reasoning_gyms_answers_of_several_lines_are_graded_whole(generator):
-    task = load_task(TaskSettings(name="reasoning_gym", generator=generator), seed=1)
-    problems = [problem for problem in task.train if "\n" in problem.answer][:20]
-    assert len(problems) == 20
-    assert task.task.rewards(problems, [problem.answer for problem in problems]) == [1] * 20
-    assert task.task.rewards(problems, [f"It is\n\n{problem.answer}\n" for problem in problems]) == [1] * 20
-
-
-@pytest.mark.parametrize("response", ["5", "null", "[1]", '{"a": "b"}'])
-def test_a_response_on_which_a_grader_fails_gets_no_reward(response):
-    task = load_task(TaskSettings(name="reasoning_gym", generator="boxnet"), seed=1)
-    assert task.task.rewards(task.train[:1], [response]) == [0]
-
-
-def test_generators_that_run_a_response_as_code_are_refused(tmp_path):
-    from reasoning_gym.factory import DATASETS
-
-    refused = {name for name, (dataset, _) in DATASETS.items() if runs_the_answer(dataset)}
-    assert refused == {
-        "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
-        "simple_integration", "spiral_matrix", "string_insertion",
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=r"task\.generator: n_queens grades a response by running it as Python code"):
-        load_task(TaskSettings(name="reasoning_gym", generator="n_queens"), seed=1)
-    file = tmp_path / "written"
-    attack = f"__import__('pathlib').Path({str(file)!r}).touch()"
-    for generator in sorted(DATASETS.keys() - refused - {"composite"}):
-        dataset = DATASETS[generator][0](DATASETS[generator][1](size=1, seed=1))
-        with contextlib.suppress(Exception):
-            dataset.score_answer(answer=attack, entry=dataset[0])
-    assert not file.exists()
-
-
-def test_an_unknown_generator_is_refused():
-    with pytest.raises(ValueError, match=r"task\.generator: got 'chess'; reasoning-gym has .*chain_sum"):
-        load_task(TaskSettings(name="reasoning_gym", generator="chess"), seed=1)
 
 
 # tldr

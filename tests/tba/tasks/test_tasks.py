@@ -151,6 +151,17 @@ def test_only_the_sum_alone_on_an_ended_line_is_rewarded(response, reward):
         ("3 apples and 4 pears", "4"),
         ("007", "7"),
         ("9" * 400, "9" * 400),
+        ("-" + "9" * 400, "-" + "9" * 400),
+        (r"so 10\,080 in all", "10080"),
+        (r"1,\!234", "1234"),
+        (r"1\ 234\ 567", "1234567"),
+        ("1\u202f234", "1234"),
+        ("12 345", "345"),
+        (r"a loss of -\$5", "-5"),
+        ("–5 degrees", "-5"),
+        ("-€5", "-5"),
+        ("£-5", "-5"),
+        ("pages 5–7", "7"),
     ],
 )
 def test_the_last_number_is_read_as_a_person_would(text, number):
@@ -255,6 +266,7 @@ def test_a_dataset_that_cannot_be_loaded_or_has_no_split_train_is_named(monkeypa
     [
         ('{"question": "cut o', r"problems\.jsonl, line 5 is not JSON"),
         ("\n", r"problems\.jsonl, line 5 is not JSON"),
+        (r'{"question": "\ud800", "answer": "#### 2"}', r"problems\.jsonl, line 5 is not JSON .*surrogates"),
         ("[1, 2]", r"line 5 is not an object, but b'\[1, 2\]'"),
         ('{"question": "q", "solution": "s"}', "line 5 has no column 'answer', only question, solution"),
         ("{}", "line 5 has no column 'question', only none at all"),
