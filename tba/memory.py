@@ -48,9 +48,11 @@ class Shape:
     KV: int
     is_bfloat16: bool  # every parameter in its files
     has_query_norms: bool = False  # queries and keys have norms of their own, as in Qwen3
+    num_not_linear: int = 0  # of num_in_layers, in other modules than nn.Linear: these stay float32
 
 
 _OF_A_LAYER = re.compile(r"(^|\.)(layers|h)\.\d+\.")
+_OF_EXPERTS = re.compile(r"\.experts\.\d+\.")  # transformers has those of a layer in one parameter
 
 
 class UnknownShape(ValueError):
@@ -77,6 +79,8 @@ def read_shape(folder: Path) -> Shape:
     matrices = {
         name: tensor for name, tensor in tensors.items() if _OF_A_LAYER.search(name) and len(tensor["shape"]) == 2
     }
+    is_conv1d = config.get("model_type") == "gpt2"
+    not_linear = [matrix for name, matrix in matrices.items() if is_conv1d or _OF_EXPERTS.search(name)]
     head_size = number("head_dim", instead=D // heads)
     return Shape(
         num_parameters=sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
@@ -90,6 +94,7 @@ def read_shape(folder: Path) -> Shape:
         KV=number("num_key_value_heads", instead=heads) * head_size,
         is_bfloat16=all(tensor["dtype"] == "BF16" for tensor in tensors.values()),
         has_query_norms=any("q_norm" in name for name in tensors),
+        num_not_linear=sum(math.prod(matrix["shape"]) for matrix in not_linear),
     )
 
 
@@ -121,7 +126,7 @@ def trainer_parts(shape: Shape, settings: TrainSettings, largest: Pass, machine:
         trained = settings.lora_rank * shape.num_sides
         frozen = 4 * shape.num_parameters
         if shape.is_bfloat16 and settings.num_processes == 1:
-            frozen -= 2 * shape.num_in_layers
+            frozen -= 2 * (shape.num_in_layers - shape.num_not_linear)
     size, stage = settings.num_processes, settings.zero_stage if settings.num_processes > 1 else 0
     gradient = 4 * trained // (size if stage >= 2 else 1)
     parts = {
@@ -191,27 +196,39 @@ def _logits(shape: Shape, machine: Machine) -> Bytes:
     return 4 * shape.V * LOGIT_ROWS + wide
 
 
-def searcher_parts(
-    shape: Shape, num_devices: int, machine: Machine, cache_bytes: Bytes, *, merges_adapters: bool, scores_apart: bool
-) -> dict[str, Bytes]:
-    """Of each of its devices. cache_bytes: of keys and values.
+@dataclass(frozen=True)
+class Sampling:
+    """What a Searcher's memory follows from, beside the model and the machine."""
 
-    merges_adapters: policies are adapters, which a CPU's engine merges. scores_apart: by tba/reference_process.py.
-    """
+    num_devices: int
+    cache_bytes: Bytes  # of keys and values, on each device
+    longest: int  # tokens of the longest prompt with its longest response
+    merges_adapters: bool = False  # policies are adapters, which a CPU's engine merges
+    scores_apart: bool = False  # by tba/reference_process.py
+
+
+def searcher_parts(shape: Shape, machine: Machine, of: Sampling) -> dict[str, Bytes]:
+    """Of each of its devices."""
     wide = 2 if machine.has_bfloat16 else 4
-    loaded = wide + 2 + (2 if merges_adapters else 0)  # a policy's file, what is made of it, and what is merged
+    loaded = wide + 2 + (2 if of.merges_adapters else 0)  # a policy's file, what is made of it, and what is merged
     parts = {
-        "engine's weights": wide * shape.num_parameters // num_devices,
+        "engine's weights": wide * shape.num_parameters // of.num_devices,
         "weights that are loaded": loaded * shape.num_parameters,
-        "keys and values": cache_bytes,
+        "keys and values": of.cache_bytes,
         "reference policy": 4 * shape.num_parameters,  # until it is loaded; a process keeps the memory that it frees
     }
     if machine.is_gpu:  # models are loaded by way of the machine's memory
-        in_float32 = shape.num_parameters - shape.num_in_layers
-        of_token = 12 * shape.D + wide * (3 * shape.I + 2 * (shape.Q + shape.KV))  # of one layer
-        return parts | {
-            "weights that are loaded": 0,
-            "reference policy": wide * shape.num_in_layers + 4 * in_float32,
-            "a pass of the reference policy": PASS_TOKENS * of_token + _logits(shape, machine),
-        }
-    return parts | {"process": ENGINE_PROCESS} | ({"process of the reference policy": PROCESS} if scores_apart else {})
+        return parts | {"weights that are loaded": 0} | scoring_parts(shape, machine, of.longest)
+    apart = {"process of the reference policy": PROCESS} if of.scores_apart else {}
+    return parts | {"process": ENGINE_PROCESS} | apart
+
+
+def scoring_parts(shape: Shape, machine: Machine, longest: int) -> dict[str, Bytes]:
+    """Of the reference policy on a Searcher's first GPU, which has it whole. longest: as of Sampling."""
+    wide = 2 if machine.has_bfloat16 else 4
+    in_linear = shape.num_in_layers - shape.num_not_linear
+    of_token = 12 * shape.D + wide * (3 * shape.I + 2 * (shape.Q + shape.KV))  # of one layer
+    return {
+        "reference policy": wide * in_linear + 4 * (shape.num_parameters - in_linear),
+        "a pass of the reference policy": max(PASS_TOKENS, longest) * of_token + _logits(shape, machine),
+    }

@@ -13,7 +13,7 @@ from flows.searcher.start import ENGINE_SHARE
 from infra.gpus import gpu_bytes, gpu_places, num_gpus
 from infra.machine import cpu_threads, has_bfloat16
 from infra.memory import memory_bytes
-from tba.memory import GIB, Machine, Pass, Shape, certain, read_shape, searcher_parts, trainer_parts
+from tba.memory import GIB, Machine, Pass, Sampling, Shape, certain, read_shape, searcher_parts, trainer_parts
 from tba.models import model_folder
 from tba.rewards import RewardedTask
 from tba.tasks import load_task
@@ -45,14 +45,17 @@ class MemoryPlan:
     task: str
     lengths: "Lengths"  # of that task
     on_trainers_gpu: int = 0  # Searchers that share a GPU with a process of the Trainer
+    gpus_of_searcher: int = 1
 
     @property
     def fault(self) -> str | None:
         """A sentence if the Trainer cannot fit here, whatever its batches are and whatever else runs here."""
         trainer = self.processes[0]
-        if certain(trainer.parts) <= self.machine.num_bytes:
+        number = 1 if self.machine.is_gpu else trainer.number  # that share the memory
+        if number * certain(trainer.parts) <= self.machine.num_bytes:
             return None
-        return f"{self._too_much(trainer)}. {self._remedy}"
+        each = f", for each of {number} processes" if number > 1 else ""
+        return f"{self._too_much(trainer)}{each}. {self._remedy}"
 
     @property
     def warnings(self) -> list[str]:
@@ -62,11 +65,7 @@ class MemoryPlan:
         if self.fault is None and trainer.num_bytes > self.machine.num_bytes:
             found.append(f"{self._too_much(trainer)} if all responses are different and as long as allowed")
         if self.machine.is_gpu:
-            if searcher.num_bytes > self.machine.num_bytes:
-                found.append(
-                    f"{self._too_much(searcher)}. Lower search.engine.gpu_memory_utilization, or spread the engine "
-                    "over GPUs by search.engine.tensor_parallel_size"
-                )
+            found += self._warnings_of_searcher(searcher)
             together = trainer.num_bytes + self.on_trainers_gpu * searcher.num_bytes
             if not found and together > self.machine.num_bytes:
                 found.append(
@@ -80,6 +79,33 @@ class MemoryPlan:
             return found
         each = " and ".join(f"{plan.number} x {plan.process} {gib(plan.num_bytes)}" for plan in self.processes)
         return [f"memory: {each} need {gib(together)} together, and this machine has {gib(self.machine.num_bytes)}"]
+
+    def _warnings_of_searcher(self, searcher: ProcessPlan) -> list[str]:
+        """On a GPU."""
+        found, weights = [], searcher.parts["engine's weights"]
+        if self.gpus_of_searcher > self.machine.num_gpus:
+            found.append(
+                f"a Searcher needs {self.gpus_of_searcher} GPUs (search.engine), and this machine has "
+                f"{self.machine.num_gpus}: Searchers need another machine"
+            )
+        if searcher.num_bytes > self.machine.num_bytes:
+            without = searcher.num_bytes - searcher.parts["keys and values"]
+            found.append(
+                f"{self._too_much(searcher)}. "
+                + (
+                    "Lower search.engine.gpu_memory_utilization, or spread the engine over GPUs by "
+                    "search.engine.tensor_parallel_size"
+                    if without - weights < self.machine.num_bytes
+                    else "The reference policy is whole on one GPU: take a smaller model, or GPUs with more memory"
+                )
+            )
+        elif not searcher.parts["keys and values"]:
+            found.append(
+                f"memory: the engine's weights ({gib(weights)}) leave nothing of vLLM's share of a GPU here to keys "
+                "and values: raise search.engine.gpu_memory_utilization or search.engine.tensor_parallel_size, or "
+                "give the run another GPU"
+            )
+        return found
 
     def _too_much(self, plan: ProcessPlan) -> str:
         device = "a GPU here" if self.machine.is_gpu else "this machine"
@@ -140,13 +166,15 @@ def longest(problems: list[Problem]) -> list[Problem]:
 def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: int | None = None) -> MemoryPlan:
     machine, largest = this_machine(), largest_pass(config, of_task, response_tokens)
     trainer = ProcessPlan("Trainer", config.train.processes, trainer_parts(shape, config.train, largest, machine))
-    cache = _cache(config, shape, machine)
     has_cores = cpu_threads(config.searchers + config.train.processes) > 1 and not config.synchronous
-    by_adapters = bool(config.train.lora_rank) and shape.is_bfloat16  # other policies are published whole
-    of_searcher = searcher_parts(
-        shape, config.search.num_devices, machine, cache, merges_adapters=by_adapters, scores_apart=has_cores
-    )
-    searcher = ProcessPlan("Searcher", config.searchers, of_searcher)
+    # other policies are published whole
+    by_adapters = bool(config.train.lora_rank) and shape.is_bfloat16 and not shape.num_not_linear
+    sampling = Sampling(
+        config.search.num_devices, _cache(config, shape, machine), of_task.prompt + of_task.response,
+        merges_adapters=by_adapters, scores_apart=has_cores,
+    )  # fmt: skip
+    number = config.searchers * (1 if machine.is_gpu else sampling.num_devices)
+    searcher = ProcessPlan("Searcher", number, searcher_parts(shape, machine, sampling))
     trained = config.train.lora_rank * shape.num_sides if config.train.lora_rank else shape.num_parameters
     of_checkpoint = 16 if config.train.reference_reset_interval else 12  # the reference, after a reset
     files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": of_checkpoint * trained}
@@ -154,7 +182,9 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
         files["a policy's adapters"] = (2 if machine.has_bfloat16 else 4) * trained
     shared = _searchers_by_gpu(config, machine) if machine.is_gpu else Counter()
     on_trainers = max((shared[gpu] for gpu in range(config.train.processes)), default=0)
-    return MemoryPlan([trainer, searcher], machine, files, config.task.name, of_task, on_trainers)
+    return MemoryPlan(
+        [trainer, searcher], machine, files, config.task.name, of_task, on_trainers, config.search.num_devices
+    )
 
 
 def largest_pass(config: RunConfig, of_task: Lengths, response_tokens: int | None = None) -> Pass:
@@ -186,7 +216,8 @@ def _cache(config: RunConfig, shape: Shape, machine: Machine) -> int:
     if given := config.search.engine.get("kv_cache_memory_bytes"):  # then vLLM has no share
         return given
     share = config.search.engine.get("gpu_memory_utilization", ENGINE_SHARE / max(num_processes.values()))
-    return max(0, int(share * machine.num_bytes) - 2 * shape.num_parameters // config.search.num_devices)
+    wide = 2 if machine.has_bfloat16 else 4
+    return max(0, int(share * machine.num_bytes) - wide * shape.num_parameters // config.search.num_devices)
 
 
 def _searchers_by_gpu(config: RunConfig, machine: Machine) -> Counter[int]:

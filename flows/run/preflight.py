@@ -56,15 +56,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     if is_new:
         check_effects(config)
         check_temperatures(config)
-        if not config.searchers and not config.warm_start:
-            warnings.append(
-                f"searchers is 0: training waits until `{store.command(f'searchers {config.run} +1')}` adds one"
-            )
-        if (interval := config.train.reference_reset_interval or 0) >= config.train.steps:
-            warnings.append(
-                f"train.reference_reset_interval is {interval} and train.steps {config.train.steps}: the reference is "
-                "never reset before a step"
-            )
+        warnings += what_never_comes(config, store)
     sources = check_sources(store, config)
     check_trackers(config.trackers)
     check_packages(config)
@@ -100,6 +92,19 @@ def check_inputs(config: RunConfig) -> list[str]:
     with contextlib.suppress(UnknownShape):
         warnings += plan_of(config, read_shape(folder), lengths(config, task, tokenizer)).warnings
     return warnings
+
+
+def what_never_comes(config: RunConfig, store: RunStore) -> list[str]:
+    """Warnings about settings by which nobody samples, or a reset of the reference comes after the last step."""
+    found = []
+    if not config.searchers and not config.warm_start:
+        found.append(f"searchers is 0: training waits until `{store.command(f'searchers {config.run} +1')}` adds one")
+    if (interval := config.train.reference_reset_interval or 0) >= config.train.steps:
+        found.append(
+            f"train.reference_reset_interval is {interval} and train.steps {config.train.steps}: the reference is "
+            "never reset before a step"
+        )
+    return found
 
 
 def changed_reward(store: RunStore, version: str) -> str | None:

@@ -108,13 +108,18 @@ def _read_jsonl(file: Path) -> Rows:
             where = f"{file}, line {number}"
             try:
                 row = json.loads(line)
-                if b"\\u" in line:  # half of a surrogate pair is JSON, and no text
-                    json.dumps(row, ensure_ascii=False).encode()
+                _check_text(row, line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"task.data: {where} is not JSON ({error}); each line is one object") from error
             if not isinstance(row, dict):
                 raise ValueError(f"task.data: {where} is not an object, but {line[:40]!r}; each line is one object")
             yield where, row
+
+
+def _check_text(row: object, line: bytes) -> None:
+    """Raises: UnicodeEncodeError: half of a surrogate pair, which JSON may have and a text may not."""
+    if b"\\u" in line:
+        json.dumps(row, ensure_ascii=False).encode()
 
 
 def _read_parquet(file: Path) -> Rows:

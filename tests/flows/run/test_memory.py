@@ -4,7 +4,7 @@
 - The parts that follow from the number of parameters alone are those of the Trainer's tensors.
 - Activations are, within 10 %, what autograd keeps of a real pass.
 - A run whose Trainer's weights, gradient and moments do not fit is refused, with figures and the settings to change.
-- What else may not fit is a warning.
+- What else may not fit is a warning. Searchers: test_searchers_memory.py.
 
 make bench-memory compares whole processes with their peaks.
 python -m pytest tests/flows/run/test_memory.py
@@ -191,53 +191,13 @@ def test_sharding_divides_the_state(monkeypatch):
     assert searcher.parts["engine's weights"] + searcher.parts["keys and values"] == int(0.6 * 80 * GIB)
 
 
-@pytest.mark.parametrize(("num_gpus", "share"), [(2, 1), (1, 2)])
-def test_processes_that_share_a_gpu_share_its_memory(num_gpus, share, monkeypatch):
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 24 * GIB, num_gpus))
-    small = read_shape(memory.model_folder("smollm2-135m-instruct"))
-    fits = plan_of(RunConfig(searchers=1), small, Lengths(33, 20, 8))
-    parts = fits.processes[1].parts
-    assert parts["engine's weights"] + parts["keys and values"] == int(0.6 / share * 24 * GIB) and not fits.warnings
-    engine = {"search": {"engine": {"gpu_memory_utilization": 0.9}}}
-    found = plan_of(RunConfig.model_validate(engine), small, Lengths(33, 20, 8)).warnings
-    assert [("share a GPU of 24.0 GiB" in warning) for warning in found] == [True] * (share - 1)
-
-
-def test_a_searcher_that_a_gpu_cannot_hold_is_a_warning(monkeypatch):
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 32 * GIB, num_gpus=9))
-    sharded = {"train": {"processes": 8, "zero_stage": 3}}
-    found = plan_of(RunConfig.model_validate(sharded), SEVEN_B, Lengths(200, 0, 512)).warnings[-1]
-    assert found.startswith("memory: the Searcher needs 34.1 GiB") and "search.engine.gpu_memory_utilization" in found
-    less = sharded | {"search": {"engine": {"gpu_memory_utilization": 0.4}}}
-    fits = plan_of(RunConfig.model_validate(less), SEVEN_B, Lengths(200, 0, 512))
-    assert not any("the Searcher needs" in warning for warning in fits.warnings)
-
-
-def test_the_engines_cache_is_as_vllm_reads_it(monkeypatch):
-    monkeypatch.setattr(memory, "this_machine", lambda: CPU)
-    found = []
-    for value in ("", "2", "0.5", "much"):
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
-        found.append(plan_of(RunConfig(), SEVEN_B, Lengths(2, 0, 2)).processes[1].parts["keys and values"])
-    assert found == [GIB, 2 * GIB, GIB // 2, GIB]
-
-
-@pytest.mark.parametrize(("cores", "synchronous", "apart"), [(2, False, False), (4, False, True), (4, True, False)])
-def test_the_reference_policys_own_process_counts(monkeypatch, cores, synchronous, apart):
-    monkeypatch.setattr(memory, "this_machine", lambda: CPU)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
-    searcher = plan_of(RunConfig(searchers=1, synchronous=synchronous), SEVEN_B, Lengths(2, 0, 2)).processes[1]
-    assert ("process of the reference policy" in searcher.parts) == apart
-
-
-def test_adapters_that_a_cpus_engine_merges_count(monkeypatch):
-    plans = []
-    for machine, rank in ((CPU, None), (CPU, 16), (Machine(True, True, 80 * GIB, num_gpus=2), 16)):
-        monkeypatch.setattr(memory, "this_machine", lambda of=machine: of)
-        config = RunConfig.model_validate({"train": {"lora_rank": rank}})
-        plans.append(plan_of(config, SEVEN_B, Lengths(2, 0, 2)).processes[1].parts["weights that are loaded"])
-    whole, merged, on_gpu = plans
-    assert merged - whole == 2 * SEVEN_B.num_parameters and on_gpu == 0
+def test_processes_of_a_trainer_that_share_a_machine_are_added_up(monkeypatch):
+    monkeypatch.setattr(memory, "this_machine", lambda: replace(CPU, num_bytes=120 * GIB))
+    one, two = (
+        plan_of(RunConfig.model_validate({"train": {"processes": n, "zero_stage": 2}}), SEVEN_B, Lengths(2, 0, 2)).fault
+        for n in (1, 2)
+    )
+    assert one is None and "for each of 2 processes" in two
 
 
 def test_only_a_trainer_that_cannot_fit_is_refused(monkeypatch):
@@ -290,13 +250,6 @@ def test_deepspeed_has_the_output_layer_whole():
         for stage in (1, 2, 3)
     }
     assert parts[2] - parts[1] == head and parts[3] - parts[2] == 4 * 1_000_000_000
-
-
-def test_a_cache_of_given_size_is_planned_as_it_is(monkeypatch):
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(True, True, 80 * GIB, num_gpus=2))
-    config = RunConfig.model_validate({"search": {"engine": {"kv_cache_memory_bytes": 4 * GIB}}})
-    parts = plan_of(config, SEVEN_B, Lengths(2, 0, 2)).processes[1].parts
-    assert parts["keys and values"] == 4 * GIB and parts["a pass of the reference policy"] > 0
 
 
 def test_a_trainer_that_does_not_fit_on_the_machines_that_came_says_so(folder, monkeypatch):
