@@ -36,3 +36,4 @@ class Outcome:
     # With a model: of the responses' embeddings, and policy steps.
     cosine_distance: float | None = None
     staleness: float | None = None
+    processor: str = ""  # of the machine; older versions did not record it

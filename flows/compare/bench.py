@@ -15,7 +15,7 @@ from flows.compare.arm import Arm, Outcome
 from flows.compare.on_model import OnModel
 from flows.compare.on_testbed import OnTestbed
 from infra.gpus import gpu_bytes
-from infra.machine import code_version, cpu_threads
+from infra.machine import code_version, cpu_threads, processor_name
 from infra.memory import memory_bytes
 from storage.store import RunStore
 
@@ -32,6 +32,7 @@ class Bench:
     def __init__(self, store: str, study: str, runs: OnTestbed | OnModel, say: Callable[[str], None]) -> None:
         """`study`: its name, in the names of its runs. `runs`: how its arms train."""
         self._store, self._study, self._runs, self._say = store, study, runs, say
+        self.outcomes: list[Outcome] = []  # of all runs so far, those that choose a step size included
         workers = cpu_threads(1)
         if runs.trains_a_model:  # an engine takes a part of a GPU's memory
             workers = 1 if gpu_bytes() else max(1, min(workers, memory_bytes() // BYTES_OF_RUN))
@@ -47,9 +48,10 @@ class Bench:
 
     def run(self, jobs: list[tuple[Arm, int]]) -> list[Outcome]:
         """The outcome of each arm with a seed, in the order of the jobs."""
+        stores = [self._run_store(arm, seed) for arm, seed in jobs]  # all names are tried before a run begins
         futures = {
-            self._pool.submit(run_arm, self._runs, arm, seed, self._run_store(arm, seed)): place
-            for place, (arm, seed) in enumerate(jobs)
+            self._pool.submit(run_arm, self._runs, arm, seed, store): place
+            for place, ((arm, seed), store) in enumerate(zip(jobs, stores, strict=True))
         }
         outcomes: dict[int, Outcome] = {}
         for future in as_completed(futures):
@@ -59,11 +61,18 @@ class Bench:
                 f"{outcome.arm}, step size {outcome.learning_rate:.2g}, seed {outcome.seed}: "
                 f"{before}{outcome.accuracy_after:.3f}, {outcome.seconds:.1f} s"
             )
+        self.outcomes += outcomes.values()
         return [outcomes[place] for place in range(len(jobs))]
 
     def _run_store(self, arm: Arm, seed: int) -> RunStore:
+        """Raises: ValueError: the names of study and arm are too long for a run's, or the study's has other letters."""
         rate = f"{arm.settings['train']['learning_rate']:.2e}".replace("+", "")  # which a run's name may not have
-        return RunStore(self._store, f"{self._study}-{arm.name}-rate{rate}-seed{seed}")
+        try:
+            return RunStore(self._store, f"{self._study}-{arm.name}-rate{rate}-seed{seed}")
+        except ValueError as error:
+            raise ValueError(
+                f"study {self._study!r}, arm {arm.label!r}: their names begin a run's, but {error}"
+            ) from error
 
     def tune(self, arms: list[Arm]) -> list[Arm]:
         """Each arm with its best step size, by one run for each arm and step size."""
@@ -107,6 +116,7 @@ def run_arm(runs: OnTestbed | OnModel, arm: Arm, seed: int, store: RunStore) -> 
         learning_rate=arm.settings["train"]["learning_rate"],
         seconds=time.monotonic() - started,
         code_version=code_version(),
+        processor=processor_name(),
         **found,
     )
     store.put_json("outcome.json", outcome)

@@ -48,6 +48,8 @@ class Study(Settings):
             lags = self.lags_of(label)
             if not isinstance(lags, list | tuple) or not all(type(lag) is int for lag in lags):
                 raise ValueError(f"arm {label}: lags is {lags!r}; give a list of policy steps, such as [1, 4]")
+            if not lags or len(set(lags)) < len(lags):
+                raise ValueError(f"arm {label}: lags is {list(lags)}; give different policy steps, at least one")
             if not _LABEL.fullmatch(label):
                 raise ValueError(f"arm {label!r}: a label has small letters, digits and '_', and begins with a letter")
             try:

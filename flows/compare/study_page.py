@@ -18,6 +18,7 @@ from flows.compare.results import (
     write_numbers,
 )
 from flows.compare.study import Study
+from infra.machine import processor_name
 
 JOINT = "The {} intervals hold at once with 95 % (Student's t, Bonferroni)."
 
@@ -37,9 +38,13 @@ def run_study(name: str, study: Study, store: str, out: Path, say: Callable[[str
         "seeds": study.seeds,
         **runs.before(outcomes),
         "seconds a run": f"{statistics.median(outcome.seconds for outcome in outcomes):.1f} (median)",
-        "commit": ", ".join(sorted({outcome.code_version for outcome in outcomes})),
+        "commit": ", ".join(sorted({outcome.code_version for outcome in bench.outcomes})),
     }
-    return write_study(out, name, study, outcomes, about | hardware(runs.trains_a_model))
+    here = hardware(runs.trains_a_model)
+    others = {outcome.processor for outcome in bench.outcomes} - {"", processor_name()}
+    if others:  # begun there, and continued here
+        here["hardware"] += f"; some runs on {', '.join(sorted(others))}"
+    return write_study(out, name, study, outcomes, about | here)
 
 
 def _steps(study: Study) -> int | str:

@@ -48,7 +48,7 @@ def render(store: RunStore) -> str:
     totals, reset = tables["totals"][0], config.get("train", {}).get("reference_reset_interval")
     for row in tables["draws"]:
         if reset and row["step"] > reset:  # the Trainer's gap is to another reference than the stored one
-            row["policy_behavior_gap"] = None
+            row["policy_behavior_gap"] = row["policy_reference_gap"] = None
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (number, percent, clip, when, long_duration, setting)}
     page = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.compare import study_page, turns
 from flows.compare.arm import Arm, Outcome
-from flows.compare.bench import LARGEST_RATE, Bench, rates_to_try, run_arm, with_rate
+from flows.compare.bench import LARGEST_RATE, TUNING_SEED, Bench, rates_to_try, run_arm, with_rate
 from flows.compare.on_testbed import Configuration, OnTestbed, experience
 from flows.compare.results import confidence_interval, file_name, hardware, paired_differences
 from flows.compare.study import Study, read_study
@@ -104,6 +104,31 @@ def test_the_largest_step_size_has_a_name_that_a_run_may_have(tmp_path):
     arm = with_rate(Arm("a", 1, {"train": {}}), LARGEST_RATE)
     with Bench(tmp_path.as_uri(), "mine", OnTestbed(), print) as bench:
         assert bench._run_store(arm, 0).run == "mine-a-lag1-rate1.00e00-seed0"
+
+
+def test_names_that_are_too_long_for_a_run_are_refused_before_any_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.compare.bench.run_arm", lambda *_: pytest.fail("a run was begun"))
+    arms = [with_rate(Arm(label, 1, {"train": {}}), 1e-3) for label in ("a", "b" * 60)]
+    with (
+        Bench(tmp_path.as_uri(), "mine", OnTestbed(), print) as bench,
+        pytest.raises(ValueError, match=r"study 'mine', arm 'b+': their names begin a run's, but"),
+    ):
+        bench.run([(arm, 0) for arm in arms])
+
+
+def test_a_page_names_each_processor_and_commit_of_its_runs(tmp_path, monkeypatch):
+    def run(self, jobs):
+        for arm, seed in jobs:
+            rate = arm.settings["train"]["learning_rate"]
+            found = outcome(arm.name, seed, 0.9 - abs(rate - 10**-2.5), rate)
+            version = "tuned" if seed == TUNING_SEED else "code"
+            self.outcomes.append(replace(found, processor="another", code_version=version))
+        return self.outcomes[-len(jobs) :]
+
+    monkeypatch.setattr(Bench, "run", run)
+    study = read_study("staleness", seeds=2)
+    page, _ = study_page.run_study("staleness", study, tmp_path.as_uri(), tmp_path / "results", print)
+    assert "some runs on another\n" in page.read_text() and "- commit: code, tuned\n" in page.read_text()
 
 
 def test_each_arm_gets_the_step_size_that_is_best_for_it(monkeypatch):

@@ -66,6 +66,8 @@ def test_a_study_is_a_short_file_and_in_the_help(name):
         ),
         ({"model": "m", "arms": {"a": {}, "b": {"searchers": "4"}}}, "arm b: searchers is '4'; give a whole number"),
         ({"arms": {"a": {}, "b": {"lags": 1}}}, r"arm b: lags is 1; give a list of policy steps, such as \[1, 4\]"),
+        ({"arms": {"a": {}, "b": {"lags": []}}}, r"arm b: lags is \[\]; give different policy steps, at least one"),
+        ({"lags": [4, 4], "arms": {"a": {}}}, r"arm a: lags is \[4, 4\]; give different policy steps, at least one"),
         ({"lags": [-1, 4], "arms": {"a": {}}}, "lags: got -1; samples are of this policy step, 0, or of an earlier"),
     ],
 )

@@ -133,6 +133,7 @@ def test_after_a_reset_of_the_reference_no_distance_is_drawn(run_store, monkeypa
     render(run_store)
     found = [row["step"] for row in drawn["draws"] if row["policy_behavior_gap"] is not None]
     assert found == list(range(1, 11))
+    assert found == [row["step"] for row in drawn["draws"] if row["policy_reference_gap"] is not None]
 
 
 def test_where_drawn_trajectories_have_expired_no_distance_is_drawn(tmp_path):
