@@ -9,21 +9,28 @@ from itertools import groupby
 from pathlib import Path
 from typing import Unpack
 
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
 from tba import lora
 from tba.engine import EngineOptions, Response, Sampling, ServedPolicy, WholeBatches
 from tba.precision import compute_dtype, default_device
 from tba.weights import fingerprint, read_weights
 
-SCORES_BYTES = 4 * 1024**3  # of memory for the scores of TransformersEngine
+ROWS_BYTES = 4 * 1024**3  # of memory for the responses that TransformersEngine samples at once
 
 
 class TransformersEngine(WholeBatches):
     """transformers' generate. A policy's adapters are merged into the weights of the model that it began with."""
 
     def __init__(self, folder: Path, **options: Unpack[EngineOptions]) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, GenerationConfig
-
         super().__init__()
         self._folder = folder
         torch.set_num_threads(options["threads"])
@@ -39,8 +46,6 @@ class TransformersEngine(WholeBatches):
 
     def load(self, folder: Path, policy_step: int) -> ServedPolicy:
         """Raises: RuntimeError: the folder's weights do not fit the model. ValueError: its adapters do not."""
-        import torch
-
         is_adapted = lora.has_adapters(folder)
         weights = dict(lora.merged_weights(self._folder, folder) if is_adapted else read_weights(folder))
         if any(".experts." in name for name in weights):  # each by itself; the model has one tensor of all
@@ -63,8 +68,6 @@ class TransformersEngine(WholeBatches):
         return self._served
 
     def _load_experts(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)
         self._model.load_state_dict(loaded.state_dict())
 
@@ -74,7 +77,7 @@ class TransformersEngine(WholeBatches):
         asked = zip(prompts, sampling, strict=True)
         for common, alike in groupby(asked, key=lambda pair: pair[1]):  # generate has one sampling for all
             of_sampling = [prompt for prompt, _ in alike]
-            rows = max(1, self._max_rows(common.max_tokens))
+            rows = max(1, self._max_rows(max(map(len, of_sampling)) + common.max_tokens))
             at_once = max(1, rows // common.num_samples)
             for start in range(0, len(of_sampling), at_once):
                 responses += self._in_parts(of_sampling[start : start + at_once], common, rows)
@@ -88,36 +91,67 @@ class TransformersEngine(WholeBatches):
             parts.append(self._generate(prompts, replace(sampling, num_samples=num_samples)))
         return [[response for part in of_prompt for response in part] for of_prompt in zip(*parts, strict=True)]
 
-    def _max_rows(self, max_tokens: int) -> int:
-        """Responses sampled at once: generate keeps the scores of all tokens, and they are copied twice."""
-        bytes_of_row = 3 * 4 * max_tokens * self._model.config.get_text_config().vocab_size
-        return min(self._max_sequences, SCORES_BYTES // bytes_of_row)
+    def _max_rows(self, num_tokens: int) -> int:
+        """Responses sampled at once, by the keys and values of their tokens and three copies of the last logits."""
+        config = self._model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        of_token = 2 * config.num_hidden_layers * heads * head_size * self._dtype.itemsize
+        return min(self._max_sequences, ROWS_BYTES // (num_tokens * of_token + 3 * 4 * config.vocab_size))
 
     def _generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
-        import torch
-
         pad, longest = sampling.stop_tokens[0], max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]  # on the left: all responses begin at one column
-        greedy = sampling.temperature == 0
-        output = self._model.generate(
+        logprobs = _SampledLogprobs(sampling)
+        sequences = self._model.generate(
             torch.tensor([[pad] * n + prompt for n, prompt in zip(padding, prompts, strict=True)], device=self._device),
             attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in padding], device=self._device),
-            do_sample=not greedy,
-            **({} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}),
+            do_sample=sampling.temperature > 0,
+            **({"top_k": 0} if sampling.temperature > 0 else {}),
+            logits_processor=[logprobs],
             num_return_sequences=sampling.num_samples,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=sampling.stop_tokens,
             pad_token_id=pad,
-            output_scores=True,
-            return_dict_in_generate=True,
         )
-        tokens = output.sequences[:, longest:]  # [prompts * samples, response tokens]
-        scores = torch.stack(output.scores, dim=1).float().log_softmax(dim=-1)  # [.., .., V]
-        logprobs = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        flat = [self._response(*row, sampling) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+        tokens = sequences[:, longest:]  # [prompts * samples, response tokens]
+        of_tokens = logprobs.of(sequences)
+        flat = [self._response(*row, sampling) for row in zip(tokens.tolist(), of_tokens.tolist(), strict=True)]
         return [flat[start : start + sampling.num_samples] for start in range(0, len(flat), sampling.num_samples)]
 
     def _response(self, tokens: list[int], logprobs: list[float], sampling: Sampling) -> Response:
         stops = [place for place, token in enumerate(tokens) if token in sampling.stop_tokens]
         length = stops[0] + 1 if stops else len(tokens)
         return Response(tokens[:length], logprobs[:length], "stop" if stops else "length", [(0, self._served)])
+
+
+class _SampledLogprobs(LogitsProcessor):
+    """Temperature and nucleus of a sampling, and the log-probability of each token that generate then samples.
+
+    generate itself would keep the logits of all tokens.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._warpers = LogitsProcessorList()
+        if sampling.temperature not in (0, 1):
+            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.temperature > 0 and sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self._last: Tensor | None = None  # [rows, V] that the next token is sampled from
+        self._sampled: list[Tensor] = []  # of each token [rows]
+
+    def __call__(self, sequences: Tensor, logits: Tensor) -> Tensor:
+        """sequences: [rows, tokens] so far; logits: [rows, V] of the next token. Returns those to sample from."""
+        self._take(sequences)
+        warped = self._warpers(sequences, logits)
+        self._last = warped.float().log_softmax(-1)
+        return warped
+
+    def _take(self, sequences: Tensor) -> None:
+        if self._last is not None:
+            self._sampled.append(self._last.gather(-1, sequences[:, -1:]).squeeze(-1))
+
+    def of(self, sequences: Tensor) -> Tensor:
+        """[rows, response tokens]; sequences: the finished ones."""
+        self._take(sequences)
+        return torch.stack(self._sampled, dim=1)

@@ -94,13 +94,18 @@ def test_transformers_refuses_weights_of_another_model(base, tmp_path):
         engine.load(tmp_path, 4)
 
 
-def test_transformers_keeps_the_scores_of_so_many_responses_as_memory_has_room(base, tokens, monkeypatch):
+def room_for(engine: TransformersEngine, num_responses: int, num_tokens: int) -> int:
+    """Bytes of the keys and values of SmolLM2-135M (30 layers, 3 heads of 64), and of the last logits."""
+    return num_responses * (num_tokens * 2 * 30 * 3 * 64 * engine._dtype.itemsize + 3 * 4 * 49152)
+
+
+def test_transformers_samples_so_many_responses_at_once_as_memory_has_room(base, tokens, monkeypatch):
     engine, asked = TransformersEngine(base, **LIMITS), []
     monkeypatch.setattr(
         engine, "_generate", lambda prompts, sampling: asked.append(len(prompts)) or [[]] * len(prompts)
     )
     sampling = [Sampling(2, 1.0, 1.0, 512, [2])] * 8
-    monkeypatch.setattr("tba.transformers_engine.SCORES_BYTES", 4 * 3 * 4 * 512 * 49152)
+    monkeypatch.setattr("tba.transformers_engine.ROWS_BYTES", room_for(engine, 4, len(tokens[0]) + 512))
     engine.sample(tokens[:1] * 8, sampling)
     assert asked == [2, 2, 2, 2]
 
@@ -113,7 +118,7 @@ def test_transformers_samples_a_prompt_in_parts_where_memory_has_no_room_for_all
         return [[len(asked)] * sampling.num_samples for _ in prompts]
 
     monkeypatch.setattr(engine, "_generate", generate)
-    monkeypatch.setattr("tba.transformers_engine.SCORES_BYTES", 3 * 3 * 4 * 512 * 49152)  # of three responses
+    monkeypatch.setattr("tba.transformers_engine.ROWS_BYTES", room_for(engine, 3, len(tokens[0]) + 512))
     found = engine.sample(tokens[:1] * 2, [Sampling(8, 1.0, 1.0, 512, [2])] * 2)
     assert found == [[1] * 3 + [2] * 3 + [3] * 2, [4] * 3 + [5] * 3 + [6] * 2]
     assert asked == [(1, 3), (1, 3), (1, 2)] * 2
