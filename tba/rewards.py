@@ -159,7 +159,7 @@ class RewardedTask:
             if not applying:
                 raise ValueError(
                     f"reward {', '.join(part.name for part, _ in self._parts)}: got None for a response to prompt "
-                    f"{problem.prompt_id}; here each response needs a number"
+                    f"{problem.prompt_id}; rescoring and demonstrations need a number for each response"
                 )
             of_response = {name: float(value) for name, _, value in applying}
             total = sum(weight * float(value) for _, weight, value in applying)

@@ -242,8 +242,8 @@ def _padded(P: int, bringing: list[list[int]], is_new: list[list[bool]], device:
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
     """[num, num_before + num]: each token attends to all `num_before` tokens, and causally among the `num`.
 
-    On a GPU in the form that flash attention takes, which has its shape alone. torch cannot make one inside a layer
-    whose activations are checkpointed selectively.
+    On a GPU in the form that flash attention takes. torch cannot make one inside a layer whose activations are
+    checkpointed selectively.
     """
     if device.type == "cuda":
         return causal_lower_right(num, num_before + num)

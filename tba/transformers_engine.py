@@ -77,7 +77,7 @@ class TransformersEngine(WholeBatches):
         asked = zip(prompts, sampling, strict=True)
         for common, alike in groupby(asked, key=lambda pair: pair[1]):  # generate has one sampling for all
             of_sampling = [prompt for prompt, _ in alike]
-            rows = max(1, self._max_rows(max(map(len, of_sampling)) + common.max_tokens))
+            rows = max(1, self._max_rows(max(map(len, of_sampling)), common.max_tokens))
             at_once = max(1, rows // common.num_samples)
             for start in range(0, len(of_sampling), at_once):
                 responses += self._in_parts(of_sampling[start : start + at_once], common, rows)
@@ -91,13 +91,17 @@ class TransformersEngine(WholeBatches):
             parts.append(self._generate(prompts, replace(sampling, num_samples=num_samples)))
         return [[response for part in of_prompt for response in part] for of_prompt in zip(*parts, strict=True)]
 
-    def _max_rows(self, num_tokens: int) -> int:
-        """Responses sampled at once, by the keys and values of their tokens and three copies of the last logits."""
+    def _max_rows(self, prompt: int, response: int) -> int:
+        """Responses sampled at once: by the keys and values of their tokens, one MLP's three wide tensors of the whole
+        prompts, and the copies of the last logits. Arguments: numbers of tokens."""
         config = self._model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         of_token = 2 * config.num_hidden_layers * heads * head_size * self._dtype.itemsize
-        return min(self._max_sequences, ROWS_BYTES // (num_tokens * of_token + 3 * 4 * config.vocab_size))
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        of_prompt = 3 * prompt * inner * self._dtype.itemsize
+        of_row = (prompt + response) * of_token + of_prompt + 8 * 4 * config.vocab_size
+        return min(self._max_sequences, ROWS_BYTES // of_row)
 
     def _generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Response]]:
         pad, longest = sampling.stop_tokens[0], max(map(len, prompts))

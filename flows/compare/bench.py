@@ -17,7 +17,7 @@ from flows.compare.on_testbed import OnTestbed
 from infra.gpus import gpu_bytes
 from infra.machine import code_version, cpu_threads, processor_name
 from infra.memory import memory_bytes
-from storage.store import RunStore
+from storage.store import RunStore, check_run_name
 
 RATE_FACTOR = 10**0.5  # from one step size of the grid to the next
 FIRST_RATES = (1e-3, 10**-2.5, 1e-2)
@@ -67,12 +67,14 @@ class Bench:
     def _run_store(self, arm: Arm, seed: int) -> RunStore:
         """Raises: ValueError: the names of study and arm are too long for a run's, or the study's has other letters."""
         rate = f"{arm.settings['train']['learning_rate']:.2e}".replace("+", "")  # which a run's name may not have
+        name = f"{self._study}-{arm.name}-rate{rate}-seed{seed}"
         try:
-            return RunStore(self._store, f"{self._study}-{arm.name}-rate{rate}-seed{seed}")
+            check_run_name(name)
         except ValueError as error:
             raise ValueError(
-                f"study {self._study!r}, arm {arm.label!r}: their names begin a run's, but {error}"
+                f"study {self._study!r}, arm {arm.label!r}: a run's name begins with both. {error}"
             ) from error
+        return RunStore(self._store, name)
 
     def tune(self, arms: list[Arm]) -> list[Arm]:
         """Each arm with its best step size, by one run for each arm and step size."""

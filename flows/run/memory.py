@@ -54,8 +54,7 @@ class MemoryPlan:
         number = 1 if self.machine.is_gpu else trainer.number  # that share the memory
         if number * certain(trainer.parts) <= self.machine.num_bytes:
             return None
-        each = f", for each of {number} processes" if number > 1 else ""
-        return f"{self._too_much(trainer)}{each}. {self._remedy}"
+        return f"{self._too_much(trainer)}. {self._remedy}"
 
     @property
     def warnings(self) -> list[str]:
@@ -89,16 +88,7 @@ class MemoryPlan:
                 f"{self.machine.num_gpus}: Searchers need another machine"
             )
         if searcher.num_bytes > self.machine.num_bytes:
-            without = searcher.num_bytes - searcher.parts["keys and values"]
-            found.append(
-                f"{self._too_much(searcher)}. "
-                + (
-                    "Lower search.engine.gpu_memory_utilization, or spread the engine over GPUs by "
-                    "search.engine.tensor_parallel_size"
-                    if without - weights < self.machine.num_bytes
-                    else "The reference policy is whole on one GPU: take a smaller model, or GPUs with more memory"
-                )
-            )
+            found.append(f"{self._too_much(searcher)}. {self._remedy_of_searcher(searcher)}")
         elif not searcher.parts["keys and values"]:
             found.append(
                 f"memory: the engine's weights ({gib(weights)}) leave nothing of vLLM's share of a GPU here to keys "
@@ -107,18 +97,32 @@ class MemoryPlan:
             )
         return found
 
+    def _remedy_of_searcher(self, searcher: ProcessPlan) -> str:
+        without_cache = searcher.num_bytes - searcher.parts["keys and values"]
+        lower = "lower search.engine.gpu_memory_utilization (kv_cache_memory_bytes where that is given)"
+        if without_cache < self.machine.num_bytes:
+            return f"{lower.capitalize()}, or spread the engine over GPUs by search.engine.tensor_parallel_size"
+        if without_cache - searcher.parts["engine's weights"] < self.machine.num_bytes:
+            return f"Spread the engine over GPUs by search.engine.tensor_parallel_size, and {lower}"
+        return "The reference policy is whole on one GPU: take a smaller model, or GPUs with more memory"
+
     def _too_much(self, plan: ProcessPlan) -> str:
-        device = "a GPU here" if self.machine.is_gpu else "this machine"
         parts = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in plan.parts.items())
-        return f"memory: the {plan.process} needs {gib(plan.num_bytes)} ({parts}), and {device} has " + gib(
-            self.machine.num_bytes
+        needs, has = gib(plan.num_bytes), gib(self.machine.num_bytes)
+        if self.machine.is_gpu or plan.number == 1:
+            device = "a GPU here" if self.machine.is_gpu else "this machine"
+            return f"memory: the {plan.process} needs {needs} ({parts}), and {device} has {has}"
+        return (
+            f"memory: {plan.number} processes of the {plan.process} need {needs} each ({parts}), and this machine has "
+            f"{has} for all"
         )
 
     @property
     def _remedy(self) -> str:
+        over = "over GPUs or machines (train.processes, train.machines, train.zero_stage=3)"
         return (
-            "Take a smaller model, train adapters (train.lora_rank), or shard weights, gradient and moments over "
-            "devices (train.processes, train.zero_stage=3)."
+            "Take a smaller model, train adapters (train.lora_rank), or shard weights, gradient and moments "
+            f"{over if self.machine.is_gpu else 'over machines (train.machines, train.zero_stage=3)'}."
         )
 
 

@@ -95,7 +95,7 @@ def check_inputs(config: RunConfig) -> list[str]:
 
 
 def what_never_comes(config: RunConfig, store: RunStore) -> list[str]:
-    """Warnings about settings by which nobody samples, or a reset of the reference comes after the last step."""
+    """Warnings: no Searcher samples for the run; the reference is never reset."""
     found = []
     if not config.searchers and not config.warm_start:
         found.append(f"searchers is 0: training waits until `{store.command(f'searchers {config.run} +1')}` adds one")

@@ -28,8 +28,8 @@ COLUMNS = ("question", "answer")
 
 _NUMBER = re.compile(
     r"""
-    # a sign, an en dash included, but not the minus of a difference: "5-3" ends in 3, not -3
-    (?: (?<![\w)]) [-−–] (?: \\?\$ | [€£] )? | (?: \\?\$ | [€£] ) [-−–] )?
+    # a sign, but not the minus of a difference: "5-3" ends in 3, not -3; nor the en dash of a range: "5%–7%"
+    (?: (?: (?<![\w)]) [-−] | (?<![^\s(=:]) – ) (?: \\?\$ | [€£] )? | (?: \\?\$ | [€£] ) [-−] )?
     (?: (?: \d{1,3}(?:,\d{3})+ (?!\d) | \d+ ) (?:\.\d+)? | \.\d+ )
     """,
     re.VERBOSE,

@@ -25,10 +25,10 @@ from tba.tasks.verifier import Verifier
 
 DATASET = "nlile/hendrycks-MATH-benchmark"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BOXES = re.compile(r"\\boxed\s*\{"), re.compile(r"\\fbox\s*\{")  # the second where there is none of the first
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is none
 MAX_ANSWER_CHARS = 500  # a longer boxed text is no answer, but could take the algebra until its time limit
-_SIGNS = {"−": "-", "⁄": "/", "°": r"^\circ ", "·": r"\cdot ", "∞": r"\infty "}
+_SIGNS = {"−": "-", "⁄": "/", "·": r"\cdot ", "∞": r"\infty "}
 
 _verifier = Verifier()
 
@@ -60,7 +60,7 @@ def is_same(answer: str, response: str) -> bool:
     The conclusion is the last boxed text; without a box, the answer that math-verify finds. False if that box is cut
     off, and after the time limit.
     """
-    if _BOX.search(response):
+    if any(box.search(response) for box in _BOXES):
         boxed = last_boxed(response)
         if boxed is None or len(boxed) > MAX_ANSWER_CHARS:
             return False
@@ -72,15 +72,17 @@ def is_same(answer: str, response: str) -> bool:
 
 def _box(answer: str) -> str:
     r"""\boxed{answer}, as math-verify reads it. In a box a space separates thousands, or a number from its fraction."""
-    answer = re.sub(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)", lambda number: number[0].replace(" ", ""), plain(answer))
-    answer = re.sub(r"(\d+)(?:\s|\\[ ,])+(\d+/\d+)", r"(\1+\2)", answer)
+    thousands = r"(?<![\d.])\d{1,3}(?:[ ~]\d{3})+(?![\d/])"
+    answer = re.sub(thousands, lambda number: re.sub(r"\D", "", number[0]), plain(answer))
+    answer = re.sub(r"(?<![\d.^_A-Za-z])(\d+)(?:\s|\\[ ,])+(\d+/\d+)", r"(\1+\2)", answer)
     return rf"\boxed{{{answer.removesuffix('.')}}}"
 
 
 def plain(text: str) -> str:
     """The text without characters that math-verify misreads: full-width digits, 10², x₂, 2½, −, √2."""
-    text = re.sub("[⁺⁻⁽⁾⁰¹²³⁴⁵⁶⁷⁸⁹ⁿⁱˣʸ]+", r"^{\g<0>}", text)
-    text = re.sub("[₀-₎ₐ-ₜ]+", r"_{\g<0>}", text)
+    for mark, characters in (("^", "⁺⁻⁽⁾⁰¹²³⁴⁵⁶⁷⁸⁹ⁿⁱˣʸ"), ("_", "₀-₎ₐ-ₜ")):
+        text = re.sub(rf"\{mark}?(?:\{{([{characters}]+)\}}|([{characters}]+))", rf"{mark}{{\1\2}}", text)
+    text = re.sub(r"\^?(?:\{\s*°\s*\}|°)", r"^\\circ ", text)
     text = re.sub(r"(\d+)(?:\s|\\[ ,])*([¼½¾⅐-⅞])", r"(\1+\2)", without_separators(text))
     text = re.sub(r"(?<![\w)}\]])–(?=[\d.])", "-", text)  # an en dash as a sign
     text = re.sub(r"√(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}", text)
@@ -89,8 +91,8 @@ def plain(text: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{…}, braces inside it balanced; None: there is none, or it is cut off."""
-    begin = max((box.end() for box in _BOX.finditer(text)), default=len(text))
-    depth = 1
+    ends = next((found for box in _BOXES if (found := [match.end() for match in box.finditer(text)])), [len(text)])
+    depth, begin = 1, ends[-1]
     for brace in _BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if not depth:

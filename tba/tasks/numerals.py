@@ -2,7 +2,7 @@
 
 import re
 
-_SEPARATOR = r"(?:,?\\!|\\[, ]|[~\u00a0\u2009\u202f])"  # LaTeX's \, \! and \space; no-break and thin spaces
+_SEPARATOR = r"(?:,?\\!|\\[, ]|[\u00a0\u2009\u202f])"  # LaTeX's \, \! and \space; no-break and thin spaces
 _THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
 
 

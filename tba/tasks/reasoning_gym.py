@@ -8,9 +8,9 @@ PyPI reasoning-gym). `task.generator` names the kind; the package generates and 
     response    " -4", or a text that ends in <answer>-4</answer>
     reward      the generator's own score of the answer, 0 to 1: here 1 for -4
 
-The answer is the text in the last <answer> tag; without a tag, as many of the response's last lines as the right answer
-has. The seed decides the problems. Generators that run an answer as Python code are refused, and those that make other
-problems in another process.
+The answer is the text in the last <answer> tag; without a tag, the response's last line, its last paragraph where the
+right answer has several lines, or as many lines as that has where blank ones divide it. The seed decides the problems.
+Generators that run an answer as Python code are refused, and those that make other problems in another process.
 """
 
 import inspect
@@ -24,7 +24,7 @@ NUM_PROBLEMS = 1200  # some generators take milliseconds a problem; a tenth is h
 # Their problems or answers depend on the order of sets, or of files, which differs between processes.
 VARYING = {"codeio", "isomorphic_strings", "knight_swap", "list_functions", "ransom_note", "word_ladder"}
 _RUNS_THE_ANSWER = re.compile(r"\b(eval|exec|parse_expr|sympify)\(\s*answer\b")  # SymPy's functions call eval, too
-_HUGE = re.compile(r"\d[eE][+-]?\d{5}")  # as an exact number it would take minutes
+_HUGE = re.compile(r"\d[eE][+-]?\d[\d_]{4}")  # as an exact number it would take minutes
 
 log = logging.getLogger("tba.reasoning_gym")
 
@@ -43,7 +43,8 @@ class ReasoningGym:
                 f"task reasoning_gym: reasoning-gym is not installed ({error}); install it, or tba's extra tasks"
             ) from error
         if generator not in DATASETS or generator == "composite":  # which needs further generators' settings
-            raise ValueError(f"task.generator: got {generator!r}; reasoning-gym has {', '.join(sorted(DATASETS))}")
+            known = sorted(DATASETS.keys() - VARYING - {"composite"})
+            raise ValueError(f"task.generator: got {generator!r}; take one of {', '.join(known)}")
         if runs_the_answer(DATASETS[generator][0]):
             raise ValueError(
                 f"task.generator: {generator} grades a response by running it as Python code, so a policy could run "
@@ -89,5 +90,9 @@ def answer_of(response: str, right: str) -> str | None:
     """The response's answer; None: there is none. right: the right answer, in whose form it is."""
     from reasoning_gym.utils import extract_answer
 
-    num_lines = len(right.strip().split("\n"))
-    return extract_answer(response) or "\n".join(response.strip().split("\n")[-num_lines:]).strip() or None
+    lines, right = response.strip().split("\n"), right.strip()
+    if re.search(r"\n\s*\n", right):  # so a paragraph would be a part of it
+        last = lines[-len(right.split("\n")) :]
+    else:
+        last = re.split(r"\n\s*\n" if "\n" in right else r"\n", response.strip())[-1:]
+    return extract_answer(response) or "\n".join(last).strip() or None

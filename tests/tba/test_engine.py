@@ -94,9 +94,10 @@ def test_transformers_refuses_weights_of_another_model(base, tmp_path):
         engine.load(tmp_path, 4)
 
 
-def room_for(engine: TransformersEngine, num_responses: int, num_tokens: int) -> int:
-    """Bytes of the keys and values of SmolLM2-135M (30 layers, 3 heads of 64), and of the last logits."""
-    return num_responses * (num_tokens * 2 * 30 * 3 * 64 * engine._dtype.itemsize + 3 * 4 * 49152)
+def room_for(engine: TransformersEngine, num_responses: int, prompt: int, response: int) -> int:
+    """Bytes of SmolLM2-135M's keys and values (30 layers, 3 heads of 64), of an MLP over the prompt, of the logits."""
+    wide = (prompt + response) * 2 * 30 * 3 * 64 + 3 * prompt * 1536
+    return num_responses * (wide * engine._dtype.itemsize + 8 * 4 * 49152)
 
 
 def test_transformers_samples_so_many_responses_at_once_as_memory_has_room(base, tokens, monkeypatch):
@@ -105,7 +106,7 @@ def test_transformers_samples_so_many_responses_at_once_as_memory_has_room(base,
         engine, "_generate", lambda prompts, sampling: asked.append(len(prompts)) or [[]] * len(prompts)
     )
     sampling = [Sampling(2, 1.0, 1.0, 512, [2])] * 8
-    monkeypatch.setattr("tba.transformers_engine.ROWS_BYTES", room_for(engine, 4, len(tokens[0]) + 512))
+    monkeypatch.setattr("tba.transformers_engine.ROWS_BYTES", room_for(engine, 4, len(tokens[0]), 512))
     engine.sample(tokens[:1] * 8, sampling)
     assert asked == [2, 2, 2, 2]
 
@@ -118,7 +119,7 @@ def test_transformers_samples_a_prompt_in_parts_where_memory_has_no_room_for_all
         return [[len(asked)] * sampling.num_samples for _ in prompts]
 
     monkeypatch.setattr(engine, "_generate", generate)
-    monkeypatch.setattr("tba.transformers_engine.ROWS_BYTES", room_for(engine, 3, len(tokens[0]) + 512))
+    monkeypatch.setattr("tba.transformers_engine.ROWS_BYTES", room_for(engine, 3, len(tokens[0]), 512))
     found = engine.sample(tokens[:1] * 2, [Sampling(8, 1.0, 1.0, 512, [2])] * 2)
     assert found == [[1] * 3 + [2] * 3 + [3] * 2, [4] * 3 + [5] * 3 + [6] * 2]
     assert asked == [(1, 3), (1, 3), (1, 2)] * 2

@@ -107,7 +107,9 @@ def test_what_does_not_apply_is_left_out():
     scores = score([(FunctionReward(half), 1.0), (FunctionReward(only_long), 1.0)], ["ab", "abc"])
     assert scores.rewards == [0.5, 1.5]
     assert scores.components == [{"half": 0.5}, {"half": 0.5, "only_long": 1.0}]
-    with pytest.raises(ValueError, match="got None for a response to prompt p2; here each response needs a number"):
+    with pytest.raises(
+        ValueError, match="got None for a response to prompt p2; rescoring and demonstrations need a number"
+    ):
         score([(FunctionReward(only_long), 1.0)], ["ab"])
 
 

@@ -111,7 +111,7 @@ def test_names_that_are_too_long_for_a_run_are_refused_before_any_run(tmp_path, 
     arms = [with_rate(Arm(label, 1, {"train": {}}), 1e-3) for label in ("a", "b" * 60)]
     with (
         Bench(tmp_path.as_uri(), "mine", OnTestbed(), print) as bench,
-        pytest.raises(ValueError, match=r"study 'mine', arm 'b+': their names begin a run's, but"),
+        pytest.raises(ValueError, match=r"study 'mine', arm 'b+': a run's name begins with both"),
     ):
         bench.run([(arm, 0) for arm in arms])
 

@@ -100,6 +100,15 @@ pytest.importorskip("math_verify", reason="extra tasks")
         (r"\sqrt{x+1}", "\\boxed{√(x+1)}", True),
         (r"\infty", "\\boxed{∞}", True),
         ("6", "\\boxed{2·3}", True),
+        ("90", "\\boxed{90^{°}}", True),  # marks that are there already
+        ("90", "\\boxed{90^°}", True),
+        ("2^{n}", "\\boxed{2^ⁿ}", True),
+        ("2^{n}", "\\boxed{2^{ⁿ}}", True),
+        ("x_1", "\\boxed{x_{₁}}", True),
+        (r"2^3 \cdot 5/6", r"\boxed{2^3 \, 5/6}", True),  # no whole number before a fraction
+        (r"\frac{\sqrt2}{2}", r"\boxed{\sqrt2 \, 1/2}", True),
+        ("3.705", r"\boxed{3 141/200}", True),
+        ("5", r"\boxed{5} \fbox{Done}", True),
     ],
 )
 def test_math_takes_what_is_the_same_for_the_same(answer, response, same):

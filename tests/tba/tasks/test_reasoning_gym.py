@@ -41,6 +41,7 @@ def test_reasoning_gyms_answer_is_the_last_tag_or_line():
     assert answer_of("Turned:\n\n3 1\n4 2\n", "3 1\n4 2") == "3 1\n4 2"
     futoshiki = "3   4\n     \n4   1"  # a line of spaces between rows
     assert answer_of(f"It is\n\n{futoshiki}\n", futoshiki) == futoshiki
+    assert answer_of("Moves:\n\na\nb\nc\nd", "c\nd") == "a\nb\nc\nd", "a longer solution stays whole"
 
 
 @pytest.mark.parametrize("generator", ["rotate_matrix", "mini_sudoku"])
@@ -54,7 +55,7 @@ def test_reasoning_gyms_answers_of_several_lines_are_graded_whole(generator):
 
 def test_a_number_that_would_keep_a_grader_busy_gets_no_reward():
     task = load_task(TaskSettings(name="reasoning_gym", generator="coin_flip"), seed=1)
-    assert task.task.rewards(task.train[:1], ["1e99999999"]) == [0]
+    assert task.task.rewards(task.train[:1] * 2, ["1e99999999", "1e9_999_999"]) == [0, 0]
 
 
 PROBLEMS = """
@@ -105,5 +106,5 @@ def test_generators_that_run_a_response_as_code_are_refused(tmp_path):
 
 
 def test_an_unknown_generator_is_refused():
-    with pytest.raises(ValueError, match=r"task\.generator: got 'chess'; reasoning-gym has .*chain_sum"):
+    with pytest.raises(ValueError, match=r"task\.generator: got 'chess'; take one of .*chain_sum"):
         load_task(TaskSettings(name="reasoning_gym", generator="chess"), seed=1)
