@@ -70,7 +70,9 @@ def check(store: RunStore, config: RunConfig, samples: int) -> None:
 
 def _gold(config: RunConfig):
     """The judge of tldr's win rate."""
-    return judge(config.task.gold_reward_model or config.task.reward_model, "task.gold_reward_model")
+    if config.task.gold_reward_model is None:
+        return judge(config.task.reward_model, "task.reward_model")
+    return judge(config.task.gold_reward_model, "task.gold_reward_model")
 
 
 def measure_policy(

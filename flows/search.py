@@ -31,12 +31,15 @@ from storage.new_shards import restore_head
 from storage.rules import Limits, validate_shard
 from storage.shard_files import read_shards
 from storage.store import RunStore
+from tba.rewards import NoneJudged
 
 if TYPE_CHECKING:  # importing it takes torch's seconds
     from tba.searcher import SampledRound, Searcher
 
 # After this many invalid rounds in a row, the fault of the reward or engine is not transient.
 MAX_SPOILED_ROUNDS = 3
+# After so many draws of a round's prompts, to none of whose responses a reward applied, it hardly applies to any.
+MAX_UNJUDGED_ROUNDS = 20
 
 
 @flow(name="search")
@@ -89,9 +92,10 @@ def search_round(
     """Samples, scores, validates and commits one shard. The round is a Prefect task if a report is due, or if it fails.
 
     Raises: Superseded: another process has the Searcher's name; nothing was committed. RuntimeError: no shard passed
-    validation in `MAX_SPOILED_ROUNDS` tries.
+    validation in `MAX_SPOILED_ROUNDS` tries, or no reward applied in `MAX_UNJUDGED_ROUNDS`.
     """
-    for _ in range(MAX_SPOILED_ROUNDS):
+    tries = {False: MAX_SPOILED_ROUNDS, None: MAX_UNJUDGED_ROUNDS}  # left, by what finish_round returns
+    while all(tries.values()):
         sampled = sample()
         held.check()
         finish_task = as_asset(store, held.name, sampled.number, feed.paths(sampled.policies))(finish_round)
@@ -106,6 +110,12 @@ def search_round(
             is_committed = finish_task(store, searcher, opaque(sampled))  # Prefect would look at each of its tokens
         if is_committed:
             return
+        tries[is_committed] -= 1
+    if not tries[None]:
+        raise RuntimeError(
+            f"task.rewards: none applied to any response of round {sampled.number}, for {MAX_UNJUDGED_ROUNDS} draws "
+            "of its prompts; leave out data that no reward judges, or raise search.prompts_per_round"
+        )
     raise RuntimeError(
         f"searcher: round {sampled.number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/"
     )
@@ -131,12 +141,16 @@ def as_asset(store: RunStore, name: str, number: int, sampled_by: list[str]):
     )
 
 
-def finish_round(store: RunStore, searcher: "Searcher", sampled: "SampledRound") -> bool:
+def finish_round(store: RunStore, searcher: "Searcher", sampled: "SampledRound") -> bool | None:
     """Scores, validates and commits one shard. A retry commits the same responses; its shard's name is the same.
 
-    Returns False: the shard failed validation and is in quarantine.
+    Returns False: the shard failed validation and is in quarantine. None: no reward applies to any of its responses.
     """
-    found = searcher.score(sampled)
+    try:
+        found = searcher.score(sampled)
+    except NoneJudged as error:
+        get_run_logger().warning("round %d gets other prompts: %s", sampled.number, error)
+        return None
     table = shards.shard_of(found.trajectories)
     reasons = validate_shard(table, Limits(searcher.vocabulary_size))
     if reasons:

@@ -28,8 +28,12 @@ def audit(store: RunStore, limits: Limits) -> tuple[str | None, list[str]]:
 
     A shard that cannot be read is a fault. Refused shards are left out.
     """
-    facts, faults, expired, refused = [], [], expired_through(store), refused_rounds(store)
-    for searcher, rounds in new_shards(store, {}).items():
+    facts, faults, committed = [], [], new_shards(store, {})
+    expired, refused = (
+        expired_through(store),
+        refused_rounds(store),
+    )  # later: a round may be marked or refused meanwhile
+    for searcher, rounds in committed.items():
         missing = set(range(expired.get(searcher, -1) + 1, rounds[-1])) - {*rounds, *refused.get(searcher, ())}
         faults += [f"searcher {searcher}: round {number} is missing" for number in sorted(missing)]
         for shard in (shard for of_block in by_block(rounds) for shard in read_each(store, searcher, of_block)):

@@ -16,7 +16,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,12 +86,21 @@ def save_checkpoint(store: RunStore, step: int, local_folder: str | Path, attemp
 
 
 def download_checkpoint(store: RunStore, checkpoint: Checkpoint, local_folder: Path) -> None:
-    """Raises: DamagedCheckpoint: a file's bytes are not those that were saved. NotFound: the checkpoint was deleted."""
+    """A file with other bytes than were saved is downloaded once more: the answer may have been wrong, not the store.
+
+    Raises: DamagedCheckpoint: its bytes are others still. NotFound: the checkpoint was deleted.
+    """
     store.download_folder(checkpoint.path, local_folder)
     digests = json.loads((local_folder / _COMPLETE).read_text()).get("digests", {})
-    there = {file.name for file in local_folder.iterdir()}
-    wrong = [name for name in digests if name not in there or file_digest(local_folder / name) != digests[name]]
-    if wrong:
+
+    def with_other_bytes(names: Iterable[str]) -> list[str]:
+        there = {file.name for file in local_folder.iterdir()}
+        return [name for name in names if name not in there or file_digest(local_folder / name) != digests[name]]
+
+    if wrong := with_other_bytes(digests):
+        with suppress(NotFound):  # it lacks one of them
+            store.download_folder(checkpoint.path, local_folder, only=wrong)
+    if wrong := with_other_bytes(wrong):
         raise DamagedCheckpoint(
             f"checkpoint {checkpoint.path} of run {store.run} in {store.url} is damaged: {', '.join(sorted(wrong))}: "
             f"{_OTHER_BYTES}"

@@ -113,6 +113,9 @@ NO_BUCKET = Cause(StoreUnreachable, "its bucket does not exist; create it, or co
 FORBIDDEN = Cause(
     StoreUnreachable, "this account may not read or write here; give it the folder, or name another store"
 )
+NO_LINKS = Cause(
+    StoreUnreachable, "its file system has no hard links, by which a file is created only once; name another folder"
+)
 REFUSED = Cause(StoreError, "the store refused")
 
 # Error numbers of a local store. ESTALE: a network file system's server was restarted.
@@ -121,6 +124,7 @@ _BY_ERRNO = {
     errno.EDQUOT: FULL,
     errno.ESTALE: AWAY,
     errno.EROFS: FORBIDDEN,
+    errno.ENOTSUP: NO_LINKS,
 }
 
 # S3's error codes, without capitals and underscores: Arrow writes SLOW_DOWN for SlowDown.

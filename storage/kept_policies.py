@@ -156,12 +156,14 @@ def prune_policies(store: RunStore, keep: int) -> None:
             return
         store.put_json(_PRUNING, doomed)
         kept |= _with_needed(store, _evaluated(store) - kept)
+        going = [folder for folder in doomed if folder not in kept]
+        if going != doomed:  # an evaluation that is repeated may hold its policy again
+            store.put_json(_PRUNING, going)
     except DamagedRecord as error:
         logger.warning("no policy is pruned for now, because held, best or newest ones cannot be read: %s", error)
         return
-    for folder in doomed:
-        if folder not in kept:
-            _delete_weights(store, folder, files[folder])
+    for folder in going:
+        _delete_weights(store, folder, files[folder])
 
 
 def _with_needed(store: RunStore, folders: set[str]) -> set[str]:

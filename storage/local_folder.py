@@ -176,11 +176,15 @@ class LocalFolder:
 def _link(temporary: str, name: str, **folders: int) -> None:
     """os.link. A network file system may repeat it after its answer was lost, and then meets its own link.
 
-    Raises: FileExistsError: another file has the name.
+    Raises: FileExistsError: another file has the name. OSError with ENOTSUP: the file system has no hard links.
     """
     try:
         os.link(temporary, name, **folders)
-    except FileExistsError:
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):  # the file itself could be written
+            raise OSError(errno.ENOTSUP, "this file system has no hard links", name) from error
+        if not isinstance(error, FileExistsError):
+            raise
         ours = os.stat(temporary, dir_fd=folders["src_dir_fd"])
         if not os.path.samestat(ours, os.stat(name, dir_fd=folders["dst_dir_fd"], follow_symlinks=False)):
             raise

@@ -141,7 +141,7 @@ def delete_superseded(store: RunStore, grace: timedelta) -> int:
     compacted file has; and marks in expired/ that a later mark of the Searcher has replaced.
     """
     due = store_time(store) - grace
-    marks = sorted(path for path, at in _written_at(store, "expired").items() if at <= due)
+    marks = sorted(path for path, at in _written_at(store, "expired").items() if at <= due and marked_through([path]))
     files = files_named(store.list("trajectories"))
     expired = _due_rounds(files, marks)
     old = {file.path for file in files if file.rounds[-1] <= expired.get(file.searcher, -1)}

@@ -201,6 +201,7 @@ def _effective_syncs(store: RunStore) -> list[dict]:
 def _inconsistent_syncs(syncs: list[dict], shards: Shards) -> Iterator[Fault]:
     """Faults of syncs: each one that counts took in the rounds after those of the sync before, and all are stored."""
     following: dict[str, int] = defaultdict(int)
+    stored = {searcher: set(rounds) for searcher, rounds in shards.rounds.items()}
     for row in sorted(syncs, key=lambda row: row["sync"]):
         path, searcher = f"syncs/attempt={row['attempt']:08d}/sync={row['sync']:08d}.parquet", row["searcher"]
         first, last = row["first_round"], row["last_round"]
@@ -211,8 +212,8 @@ def _inconsistent_syncs(syncs: list[dict], shards: Shards) -> Iterator[Fault]:
                 "sync out of order", path, f"{searcher}: begins at round {first}, expected {following[searcher]}"
             )
         kept = range(max(first, expired + 1), last + 1)
-        stored = set(shards.rounds.get(searcher, []))
-        if missing := list(islice((number for number in kept if number not in stored), MOST_MISSING)):
+        of_searcher = stored.get(searcher, set())
+        if missing := list(islice((number for number in kept if number not in of_searcher), MOST_MISSING)):
             more = " and more" if len(missing) == MOST_MISSING else ""
             yield Fault(
                 "sync without shards", path, f"{searcher}: rounds {missing}{more} were taken in, but are not stored"

@@ -39,12 +39,13 @@ def _downloaded(resolved: Path | str) -> Path:
     return Path(snapshot_download(resolved, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
 
 
-def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
+def resolve_model(name: str, cache_dir: str | os.PathLike, setting: str = "model") -> Path | str:
     """The path or id that `from_pretrained` and vLLM load for the model `name`, after a check that it loads.
 
     Args:
         name: "smollm2-135m-instruct" (the embedded model), a local folder in Hugging Face format, or a Hugging Face id.
         cache_dir: folder that keeps converted models.
+        setting: that names it, for an error.
     Returns:
         The folder (embedded, local or merged), or `name` itself for a Hugging Face id.
     Raises:
@@ -65,8 +66,8 @@ def resolve_model(name: str, cache_dir: str | os.PathLike) -> Path | str:
     except Exception as error:  # transformers, tokenizers, safetensors and the hub raise exceptions of their own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"model: {name!r} does not load ({reason}). Give {EMBEDDED_MODEL!r}, an existing folder in Hugging Face "
-            "format, or a Hugging Face id that can be reached from here and needs no custom code."
+            f"{setting}: {name!r} does not load ({reason}). Give {EMBEDDED_MODEL!r}, an existing folder in Hugging "
+            "Face format, or a Hugging Face id that can be reached from here and needs no custom code."
         ) from error
     return folder if folder.is_dir() else name
 

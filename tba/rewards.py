@@ -17,7 +17,7 @@ import hashlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -61,9 +61,14 @@ class FunctionReward:
             return self._arguments + repr(type(self._function))
 
     def values(
-        self, problems: list[Problem], responses: list[str], tokens: Sequence[Sequence[int]]
+        self,
+        problems: list[Problem],
+        responses: list[str],
+        tokens: Sequence[Sequence[int]],
+        names: Collection[str] = (),
     ) -> list[float | None]:
-        names = dict.fromkeys(name for problem in problems for name in problem.columns)
+        """`names`: of columns that are passed although none of these problems has them."""
+        names = dict.fromkeys([*names, *(name for problem in problems for name in problem.columns)])
         columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
         return self._function(
             **columns
@@ -114,6 +119,7 @@ class RewardedTask:
         self.num_left_out, self.fingerprint = num_left_out, fingerprint
         self._parts = list(rewards) or [(task, 1.0)]
         self._missing_eos_reward = missing_eos_reward
+        self._columns = dict.fromkeys(name for problem in [*self.train, *self.heldout] for name in problem.columns)
         names = [part.name for part, _ in self._parts]
         if len(set(names)) < len(names):
             raise ValueError(f"task.rewards: {', '.join(names)} has a name twice, but rewards are stored by name")
@@ -131,7 +137,7 @@ class RewardedTask:
             if hasattr(part, "check"):
                 part.check()
             else:
-                _checked(part, [problem] * 2, responses, tokens)
+                _checked(part, [problem] * 2, responses, tokens, self._columns)
 
     def score(
         self,
@@ -147,7 +153,7 @@ class RewardedTask:
         allows_none: of a response to which no reward applies; otherwise that is an error.
         Raises: ValueError: a reward failed, or returned a wrong number of values, or one that is not a finite number.
         """
-        by_part = [_checked(part, problems, responses, tokens) for part, _ in self._parts]
+        by_part = [_checked(part, problems, responses, tokens, self._columns) for part, _ in self._parts]
         rewards, components = [], []
         for index, (problem, reason) in enumerate(zip(problems, finish_reasons, strict=True)):
             values = [(part.name, weight, of[index]) for (part, weight), of in zip(self._parts, by_part, strict=True)]
@@ -181,11 +187,15 @@ class RewardedTask:
         return f"{self.name}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
+class NoneJudged(ValueError):
+    """No reward applies to any of some responses."""
+
+
 def given(rewards: Sequence[float | None]) -> list[float]:
-    """The rewards without None. Raises: ValueError: all are None."""
+    """The rewards without None. Raises: NoneJudged: all are None."""
     found = [reward for reward in rewards if reward is not None]
     if not found:
-        raise ValueError(f"task.rewards: all are None for each of {len(rewards)} responses; no reward applies")
+        raise NoneJudged(f"task.rewards: all are None for each of {len(rewards)} responses; no reward applies")
     return found
 
 
@@ -247,13 +257,19 @@ def _check_looks_like_reward(function: Callable, name: str, is_called: bool) -> 
 
 
 def _checked(
-    part: Rewarding | FunctionReward, problems: list[Problem], responses: list[str], tokens: Sequence[Sequence[int]]
+    part: Rewarding | FunctionReward,
+    problems: list[Problem],
+    responses: list[str],
+    tokens: Sequence[Sequence[int]],
+    columns: Collection[str],
 ) -> list[float | None]:
-    """The part's value for each response; None only if a function returns it (does not apply)."""
+    """The part's value for each response; None only if a function returns it (does not apply). columns: the data's."""
     is_function = isinstance(part, FunctionReward)
     name = part.path if is_function else part.name
     try:
-        values = list(part.values(problems, responses, tokens) if is_function else part.rewards(problems, responses))
+        values = list(
+            part.values(problems, responses, tokens, columns) if is_function else part.rewards(problems, responses)
+        )
         values = [value.item() if hasattr(value, "item") else value for value in values]  # NumPy's and torch's scalars
     except Exception as error:  # a user's code may raise anything
         at = traceback.extract_tb(error.__traceback__)[-1]

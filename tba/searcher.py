@@ -33,7 +33,7 @@ from tba.generator import Generator, SampledBatch
 from tba.near_duplicates import NearDuplicates
 from tba.reference_policy import ReferencePolicy
 from tba.reference_process import ReferenceProcess
-from tba.rewards import RewardedTask, Scores, given
+from tba.rewards import NoneJudged, RewardedTask, Scores, given
 from tba.tasks.base import Problem, stop_tokens
 
 POLL_S = 0.5  # between two looks for a policy while a round is sampled
@@ -140,6 +140,7 @@ class Searcher:
         self._may_sample_ahead = not isinstance(models.engine, WholeBatches)
         self._max_response_tokens, self._temperature = max_response_tokens, temperature
         self._pending: dict[int, PendingRound] = {}  # by number
+        self._redrawn: dict[int, int] = {}  # by number: how often other prompts were drawn, as no reward applied
         self._served: ServedPolicy | None = None
         self._sampled_until = datetime.min.replace(tzinfo=UTC)  # when the last round's sampling ended
         self._stop_tokens = stop_tokens(task, models.tokenizer)
@@ -215,10 +216,15 @@ class Searcher:
     def score(self, sampled: SampledRound) -> Round:
         """Adds rewards and reference log-probabilities.
 
-        Raises: ValueError: a reward failed, or is not finite. RuntimeError: the reference policy's process was killed;
-        the next call starts another.
+        Raises: NoneJudged: no reward applies to any response; the round's next sample has other prompts. ValueError: a
+        reward failed, or is not finite. RuntimeError: the reference policy's process was killed; the next call starts
+        another.
         """
-        scored = self._scored_responses(sampled.prompts, sampled.responses)
+        try:
+            scored = self._scored_responses(sampled.prompts, sampled.responses)
+        except NoneJudged:
+            self._redrawn[sampled.number] = self._redrawn.get(sampled.number, 0) + 1
+            raise
         kept = self._without_near_duplicates(sampled.number, scored)
         return Round(
             [self._trajectory(sampled.number, response) for response in kept],
@@ -234,8 +240,9 @@ class Searcher:
         )
 
     def _prompts_of_round(self, number: int) -> list[SampledPrompt]:
-        """The same ones for a repeated round."""
-        chance = random.Random(f"{self._identity.seed}/{self._identity.name}/{number}")  # noqa: S311 - repeatable
+        """The same ones for a repeated round, unless no reward applied to them."""
+        again = f"/{self._redrawn[number]}" if number in self._redrawn else ""
+        chance = random.Random(f"{self._identity.seed}/{self._identity.name}/{number}{again}")  # noqa: S311 - repeatable
         problems = chance.sample(self.task.train, min(self._settings.prompts_per_round, len(self.task.train)))
         return [
             SampledPrompt(problem, problem.encode(self._tokenizer), *self._explored(chance)) for problem in problems

@@ -71,6 +71,7 @@ class StoreOutbox:
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="policies")
         self._uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending: list[Future] = []
+        self._checkpointed: int | None = None  # the step of this attempt's newest checkpoint
         self._newest_policy = self._newest_checkpoint = self._newest_record = self._recorder.submit(lambda: None)
         self._record_before_policy = self._newest_record  # the newest record when the newest policy was handed over
         # By step, the newest policy until its writing begins: its weights, whether it is final, the record before it.
@@ -114,7 +115,9 @@ class StoreOutbox:
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:
         self._newest_checkpoint.result()
-
+        if step == self._checkpointed:  # a stop while the Trainer waits at this step; a complete one is not rewritten
+            return
+        self._checkpointed = step
         save_alarms = self._alarms.saving()  # their state of this step
 
         def fill(folder: Path) -> None:

@@ -42,7 +42,7 @@ class RedTeam:
         """
         self.train = [_problem(INSTRUCTIONS)]
         self.heldout = [_problem(INSTRUCTIONS[::-1])]
-        self._victim = Victim(resolve_model(victim, Path.cwd() / MODELS_FOLDER))
+        self._victim = Victim(resolve_model(victim, Path.cwd() / MODELS_FOLDER, "task.victim"))
         named = classifier not in (None, WORD_LIST)
         self._classifier = SequenceClassifier(classifier, "task.classifier") if named else WordList()
         self.version = f"redteam-2-{victim}-{classifier}" if named else f"redteam-{victim}-{WORD_LIST}"

@@ -9,6 +9,7 @@
 Run: pytest tests/flows/test_search.py
 """
 
+import contextlib
 import logging
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from storage.errors import StoreUnreachable
 from storage.queries import query
 from storage.store import RunStore
 from tba.engine import ServedPolicy
+from tba.rewards import NoneJudged
 from tests.flows.published import publish
 from tests.storage.buffer_runs import new_store
 from tests.storage.helpers import make_search_round, make_shard
@@ -140,6 +142,27 @@ def test_a_round_that_breaks_a_rule_is_quarantined_and_three_end_the_searcher(st
     assert not search.finish_round(store, searcher, sampled)
     rows[1]["response_tokens"] = [99, 2]
     assert search.finish_round(store, searcher, sampled) and num_recorded(store) == 1
+
+
+@pytest.mark.parametrize("num_unjudged", [19, 20])
+def test_a_round_that_no_reward_judges_is_sampled_anew_and_twenty_end_the_searcher(store, monkeypatch, num_unjudged):
+    monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
+    found = SimpleNamespace(trajectories=make_shard("s0", 0).to_pylist(), metrics=make_search_round("s0", 0))
+    sampled, scored = SimpleNamespace(number=0, policies=[]), []
+
+    def score(sampled):
+        scored.append(sampled)
+        if len(scored) <= num_unjudged:
+            raise NoneJudged("task.rewards: all are None")
+        return found
+
+    searcher = SimpleNamespace(score=score, vocabulary_size=100)
+    held, feed = SimpleNamespace(name="s0", check=lambda: None), SimpleNamespace(paths=lambda policies: [])
+    reports = SimpleNamespace(is_due=lambda: False)
+    ends = pytest.raises(RuntimeError, match="none applied to any response of round 0, for 20 draws of its prompts")
+    with contextlib.nullcontext() if num_unjudged == 19 else ends:
+        search.search_round(store, searcher, feed, held, lambda: sampled, reports)
+    assert len(scored) == 20 and num_recorded(store) == (num_unjudged == 19)
 
 
 def test_a_synchronous_searcher_samples_one_round_of_a_policy(store, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from storage.audit import audit
+from storage.new_shards import new_shards
 from storage.rules import Limits
 from storage.shards import commit_shard, parquet_bytes, shard_path
 from storage.upkeep import delete_superseded, expire
@@ -66,6 +67,16 @@ def test_what_has_expired_is_no_fault(run):
     expire(run, timedelta(days=-1), None, min_size=1)
     delete_superseded(run, timedelta(0))
     assert len(run.list("trajectories")) == 2
+    assert audit(run, LIMITS)[1] == []
+
+
+def test_a_round_that_is_refused_meanwhile_is_no_fault(run, monkeypatch):
+    def refusing(store, seen):
+        found = new_shards(store, seen)
+        store.put("quarantine/searcher=s0/round=00000001.json", b"{}")
+        return {searcher: [number for number in rounds if number != 1] for searcher, rounds in found.items()}
+
+    monkeypatch.setattr("storage.audit.new_shards", refusing)
     assert audit(run, LIMITS)[1] == []
 
 

@@ -76,6 +76,16 @@ def test_a_policy_is_held_while_it_is_evaluated_or_until_a_killed_searchers_succ
     assert whole(store) == ["step=00000003"]
 
 
+def test_an_evaluation_that_is_repeated_holds_its_policy_again(store, publish):
+    held = publish(store, 0)
+    assert hold_policy(store, held, "s0")
+    for step in range(1, 5):
+        publish(store, step)
+        prune_policies(store, keep=3)
+    assert hold_policy(store, held, "s0") and keep_if_best(store, held, 0.5, 256)
+    assert best_policy(store).step == 0
+
+
 @pytest.mark.parametrize("path", ["", "../../x", "heads"])
 def test_a_held_name_that_is_no_policys_stops_no_trainer(store, publish, caplog, path):
     refs = [publish(store, step) for step in range(3)]

@@ -10,6 +10,7 @@
 import json
 import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,6 +84,21 @@ def test_other_bytes_are_found_by_their_digest(run, tmp_path):
         checkpoints.download_checkpoint(run, found, tmp_path / "damaged")
     assert checkpoints.newest_whole_checkpoint(run, damaged=[found]).step == 50
     assert [(fault.kind, fault.path) for fault in verify(run, None).faults] == [("damaged checkpoint", WEIGHTS)]
+
+
+def test_a_wrong_answer_is_asked_for_again(run, tmp_path, monkeypatch):
+    get_file, asked = run._files.get_file, []
+
+    def shortened(path, local):
+        get_file(path, local)
+        asked.append(path)
+        if asked.count(path) == 1 and path == WEIGHTS:
+            Path(local).write_bytes(bytes(Path(local).stat().st_size))
+
+    monkeypatch.setattr(run._files, "get_file", shortened)
+    checkpoints.download_checkpoint(run, checkpoints.newest_whole_checkpoint(run), tmp_path / "copy")
+    assert (tmp_path / "copy/trainer.safetensors").read_bytes() == run.get(WEIGHTS)
+    assert asked.count(WEIGHTS) == 2
 
 
 def test_a_file_that_is_missing_is_found_by_its_digest(run, tmp_path):

@@ -132,6 +132,15 @@ def test_a_folder_that_repeats_the_link_meets_its_own_file(local_store, monkeypa
         local_store.put_new("a/file", b"another's")
 
 
+def test_a_file_system_without_hard_links_is_named(local_store, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StoreUnreachable, match="has no hard links, by which a file is created only once"):
+        local_store.check_writable()
+
+
 def test_a_deleted_folder_leaves_no_half_of_an_upload(moto_store):
     """Of a file that a killed process was uploading."""
     s3 = moto_store._files

@@ -116,6 +116,16 @@ def test_of_a_searchers_marks_the_last_stays(run):
     assert marks() == both[1:] and shards.expired_through(run) == through
 
 
+def test_files_of_other_programs_beside_the_marks_change_nothing(run):
+    upkeep.expire(run, timedelta(hours=3), None, min_size=1)
+    through, (mark,) = shards.expired_through(run), run.list("expired/searcher=s0")
+    run.put(f"{mark}.bak", b"{}")
+    if folder := run.local_path("expired/searcher=s0"):
+        (folder / "a\tb").write_text("")
+    upkeep.delete_superseded(run, NOW)
+    assert shards.expired_through(run) == through != {}
+
+
 def test_deleting_that_was_interrupted_goes_on(run, monkeypatch):
     upkeep.expire(run, None, 4, min_size=1)
     real = run.delete

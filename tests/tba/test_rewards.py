@@ -97,6 +97,24 @@ def test_an_answer_that_is_no_text_reaches_the_function_as_it_is():
     assert seen == [42]
 
 
+def test_a_column_that_only_some_rows_have_is_always_passed():
+    """Of another row it is None, also where no row of the call has it."""
+    rows = [Problem(f"p{n}", "?", None, None, {"hint": "x"} if n == 3 else {}) for n in range(4)]
+    seen = []
+
+    def hinted(completions, hint, **columns):
+        seen.extend(hint)
+        return [1.0] * len(completions)
+
+    class Some(Counting):
+        train, heldout = rows[:2], rows[2:]
+
+    task = RewardedTask(Some(), [(FunctionReward(hinted), 1.0)])
+    for row in rows:
+        task.score([row], ["a"], [[1]], ["stop"])
+    assert seen == [None, None, None, "x"]
+
+
 def test_the_sum_is_weighted_and_components_are_not():
     scores = score([(Counting(), 2.0), (FunctionReward(half), -1.0)], ["ab", ""])
     assert scores.rewards == [2 * 2 - 0.5, 0 - 0.5]

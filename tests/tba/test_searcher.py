@@ -12,6 +12,7 @@
 python -m pytest tests/tba/test_searcher.py
 """
 
+import contextlib
 import json
 import math
 
@@ -28,7 +29,7 @@ from tba.engine import Response, ServedPolicy, WholeBatches
 from tba.logprobs import Group, load_policy, response_logprobs
 from tba.precision import compute_dtype, default_device
 from tba.reference_policy import ReferencePolicy
-from tba.rewards import FunctionReward, RewardedTask
+from tba.rewards import FunctionReward, NoneJudged, RewardedTask
 from tba.searcher import Models, Round, Searcher, SearcherIdentity
 from tba.tasks.base import Problem, stop_tokens
 
@@ -280,6 +281,22 @@ def test_a_response_to_which_no_reward_applies_is_left_out(tokenizer, reference)
     assert {row["response"] for row in found.trajectories} == {"three"} and len(found.trajectories) == 3
     assert found.metrics["num_trajectories"] == 3 and found.metrics["reward_mean"] == 1.0
     assert searcher.evaluate(4)["accuracy"] == 1.0  # of the one problem whose response has a reward
+
+
+def test_a_round_that_no_reward_judges_gets_other_prompts(tokenizer, reference):
+    judged = Counting.train[2].prompt
+
+    def only_one(prompts, **_):
+        return [1.0 if prompt == judged else None for prompt in prompts]
+
+    searcher = make_searcher(tokenizer, reference, prompts_per_round=1)
+    searcher.task = RewardedTask(Counting(), [(FunctionReward(only_one), 1.0)])
+    for number in range(3):
+        for _ in range(50):
+            with contextlib.suppress(NoneJudged):
+                found = run_round(searcher, number)
+                break
+        assert {row["prompt"] for row in found.trajectories} == {judged}
 
 
 def test_an_evaluation_is_of_the_policy_that_is_served(tokenizer, reference):

@@ -41,6 +41,16 @@ def test_rescoring_adds_a_file_a_shard_and_touches_none(tmp_path, model, module)
     assert rows_of(store, joined) == [(16,)]
 
 
+def test_a_cut_response_is_worth_what_the_run_sets(tmp_path, model, module):
+    store = new_run(tmp_path, model, "cut", task={"missing_eos_reward": -9.0})
+    cut = shard_files.read_shards(store, "s0", [0])
+    store.delete(shards.shard_path("s0", 0))
+    shards.commit_shard(store, reward_versions.replace_columns(cut, {"finish_reason": ["length"] * cut.num_rows}))
+    rescore(store, f"{module}:brief", None, silent)
+    found = rows_of(store, "SELECT round, rewards.reward = -9 FROM rewards JOIN trajectories USING (trajectory_id)")
+    assert sorted(set(found)) == [(0, True), (1, False)]
+
+
 def test_rescoring_again_scores_what_is_missing(tmp_path, model, module):
     store = new_run(tmp_path, model, "growing")
     rescore(store, f"{module}:brief", "v2", silent)

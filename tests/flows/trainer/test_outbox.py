@@ -108,6 +108,24 @@ def test_older_policies_and_checkpoints_are_deleted(store, outbox):
     assert [found.step for found in checkpoints.list_checkpoints(store)] == [4, 5]
 
 
+def test_a_complete_checkpoint_is_not_rewritten(store, outbox, alarms, tmp_path, monkeypatch):
+    """A stop while the Trainer waits saves that step once more; by then an alarm may be on, and a kill may come."""
+
+    def save(folder: Path) -> None:
+        save_file({"weight": torch.zeros(4)}, folder / "trainer.safetensors")
+        (folder / "state.json").write_text(json.dumps({"step": 3}))
+
+    trainer = SimpleNamespace(save=save, start_copy=lambda read: done(read()), checkpoint_bytes=1000)
+    outbox.checkpoint(3, trainer)
+    outbox._newest_checkpoint.result()
+    alarms.see_silence(1e6)
+    assert alarms.on
+    monkeypatch.setattr(store._files, "put_file", lambda path, local: pytest.fail(f"{path} is written again"))
+    outbox.checkpoint(3, trainer)
+    outbox._newest_checkpoint.result()
+    checkpoints.download_checkpoint(store, checkpoints.newest_whole_checkpoint(store), tmp_path / "copy")
+
+
 def test_a_policy_by_adapters_is_adapters_and_the_final_one_is_whole(store, outbox, tmp_path):
     parts = {
         f"base_model.model.layers.0.q_proj.lora_{side}.weight": torch.randn(shape)

@@ -293,6 +293,11 @@ def test_a_classifier_without_a_label_for_toxic_text_is_refused(classifier_folde
         SequenceClassifier(str(folder), "task.classifier").check()
 
 
+def test_a_victim_that_does_not_load_is_named_by_its_setting():
+    with pytest.raises(ValueError, match=r"task\.victim: '/nowhere' does not load"):
+        RedTeam(victim="/nowhere", classifier=None)
+
+
 def test_a_classifier_without_safetensors_or_tokenizer_is_refused_before_the_run(classifier_folder):
     folder = Path(classifier_folder(1))
     classifier = SequenceClassifier(str(folder), "task.reward_model")
