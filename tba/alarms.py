@@ -92,7 +92,8 @@ class Alarms:
             "searchers_silent",
             silent_s >= SEARCHERS_SILENT_S,
             f"no new shard for {silent_s:.0f} s. If the Searchers have stopped, their flow runs' logs in Prefect have "
-            "the reason; if their rounds take long, lower search.prompts_per_round",
+            "the reason; if their rounds take long, lower search.prompts_per_round; if evaluations do, "
+            "task.num_heldout",
         )
         return self.on
 

@@ -110,6 +110,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
 
     submitted = False
     try:
+        ran_before = stack.running_url(project) is not None
         url = stack.up(project, keep=False, say=say)
         if config.store.startswith("file:") and not prefect_server.is_loopback(url):
             say(
@@ -131,7 +132,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
                 flow_run = other  # at once: Ctrl-C stops the one that trains
                 state = _follow(FlowRunView(project, client, flow_run), store, None)
         if not state.is_completed():
-            fail(f"The run ended as {state.name}: {state.message}\n{stack.log_tail(project, 'worker')}")
+            _fail_as(project, state, ran_before)
     except (stack.StackError, StoreError, OSError) as error:  # OSError: as of a full disk
         fail(str(error))
     except (httpx.HTTPError, PrefectException) as error:
@@ -146,6 +147,20 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         with _uninterrupted(), contextlib.suppress(stack.StackError):  # it was told above
             _leave(project)
     _tell_end(project, store, state.name)
+
+
+def _fail_as(project: Path, state, ran_before: bool) -> None:
+    """Exits with the reason of a flow run that ended in this state. ran_before: the stack ran before this command."""
+    from infra import stack
+
+    environment = (
+        "The flow has the environment of the shell that started the worker. After `tba down` the same command gives it "
+        "this shell's.\n"
+    )
+    fail(
+        f"The run ended as {state.name}: {state.message}\n{environment if ran_before else ''}"
+        f"{stack.log_tail(project, 'worker')}"
+    )
 
 
 def _leave(project: Path) -> None:

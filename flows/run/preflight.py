@@ -1,6 +1,7 @@
 """Checks before a run starts: the task and its data, the model, the store, the run's configuration."""
 
 import contextlib
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
@@ -60,13 +61,14 @@ def check_inputs(config: RunConfig) -> list[str]:
     sources = check_sources(store, config)
     check_trackers(config.trackers)
     check_packages(config)
-    folder = model_folder(config.model)
+    with contextlib.nullcontext() if is_new else _keeping_paths(config.run):
+        folder = model_folder(config.model)
+        tokenizer = tokenizer_of(folder)
+        task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     if fault := unsupported(text_config(folder)):
         raise ValueError(f"model {config.model}: {fault}")
     if config.train.lora_rank and is_mixture_of_experts(folder):
         raise ValueError(NO_EXPERTS)
-    tokenizer = tokenizer_of(folder)
-    task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     if not is_finished(store):
         check_data(store, task.fingerprint, records=False)
     task.check(tokenizer)
@@ -92,6 +94,18 @@ def check_inputs(config: RunConfig) -> list[str]:
     with contextlib.suppress(UnknownShape):
         warnings += plan_of(config, read_shape(folder), lengths(config, task, tokenizer)).warnings
     return warnings
+
+
+@contextlib.contextmanager
+def _keeping_paths(run: str) -> Iterator[None]:
+    """Adds to an error of model or data that an existing run has one place for each."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Run {run!r} keeps the names of its model and data. If a file or folder was moved, put it, or a "
+            "link to it, where it was."
+        ) from error
 
 
 def what_never_comes(config: RunConfig, store: RunStore) -> list[str]:

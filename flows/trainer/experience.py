@@ -21,7 +21,10 @@ from tba.logprobs import Group
 from tba.training_loop import TooEarly
 
 # Measured on two cores: one minute, or two if vLLM compiles its kernels.
-LOADING = "the Searchers load their engines (1 to 2 minutes), then sample a first round"
+LOADING = (
+    "the Searchers load their engines (1 to 2 minutes), the first one evaluates task.num_heldout problems, then each "
+    "samples a round"
+)
 
 
 class StoredExperience:
