@@ -37,6 +37,9 @@ differences. Three settings are not kept, because they depend on the machine: `t
 | `TMPDIR` | folder on a disk: policies, and checkpoints unless `/dev/shm` has room; the buffer's tokens |
 | `AWS_…` | address and credentials of an S3 store ([operating.md](operating.md)) |
 
+A flow has the environment of its worker, so a deployment without a `store` uses the worker's `TBA_STORE`. A variable
+that is set while a stack runs reaches its flows after `tba down`.
+
 Rules between settings; `tba train` refuses a run that breaks one, and names it:
 
 | Setting | Rule |

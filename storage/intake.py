@@ -20,7 +20,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +34,8 @@ from storage.shards import origins_of, refusal_path, refused_rounds, shard_path
 from storage.store import RunStore, transfer_all
 
 ROUNDS_PER_CHECK = 64  # are checked together, which costs little more than a check of one
+BYTES_PER_CHECK = 256 << 20  # of long responses: rounds of 1,024 with 8,192 tokens have 100 MB each
+Origin = tuple[str, int]  # searcher, round
 SECOND_READING_S = 0.5  # before the second reading; a store seldom gives a wrong answer twice
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,7 @@ def accept(
 
     compacted: as for shard_files.read_many. Raises: StoreUnreachable. NotFound: a shard does not exist.
     """
-    reads = read_many(store, rounds, compacted)
-    while read := dict(islice(reads, ROUNDS_PER_CHECK)):
+    for read in _groups(read_many(store, rounds, compacted)):
         reasons = check(read, limits)
         if reasons:
             time.sleep(SECOND_READING_S)
@@ -82,6 +82,19 @@ def accept(
         for refusal in refused:
             logger.warning("%s is refused; training goes on without it: %s", refusal.shard, "; ".join(refusal.reasons))
         yield [table for origin, table in read.items() if origin not in reasons], refused
+
+
+def _groups(reads: Iterable[tuple[Origin, pa.Table | StoreError]]) -> Iterator[dict[Origin, pa.Table | StoreError]]:
+    """Up to `ROUNDS_PER_CHECK` rounds at a time, fewer where they have more than `BYTES_PER_CHECK`."""
+    group, num_bytes = {}, 0
+    for origin, read in reads:
+        group[origin] = read
+        num_bytes += read.nbytes if isinstance(read, pa.Table) else 0
+        if len(group) == ROUNDS_PER_CHECK or num_bytes > BYTES_PER_CHECK:
+            yield group
+            group, num_bytes = {}, 0
+    if group:
+        yield group
 
 
 def check(read: Mapping[tuple[str, int], pa.Table | StoreError], limits: Limits) -> dict[tuple[str, int], list[str]]:

@@ -1,10 +1,16 @@
 -- Age of all trajectories that the buffer has taken in, in policy steps, at $num_bins steps of training. Trajectories that
 -- were evicted count, too. Those that have expired since do not.
 WITH
+-- counted first: each row meets all syncs of its Searcher
+stored AS (
+    SELECT searcher, round, policy_step, count(*) AS num
+    FROM report_trajectories
+    GROUP BY ALL
+),
 -- trajectories by the policy step that their age counts from (buffer.ages_from) and the first step that could draw them
 arrivals AS (
-    SELECT least(policy_step, 2 * (syncs.step - 1) - policy_step) AS ages_from, syncs.step AS arrived, count(*) AS num
-    FROM report_trajectories AS stored
+    SELECT least(policy_step, 2 * (syncs.step - 1) - policy_step) AS ages_from, syncs.step AS arrived, sum(num) AS num
+    FROM stored
     JOIN syncs ON syncs.searcher = stored.searcher AND round BETWEEN first_round AND last_round
     GROUP BY ALL
 ),

@@ -389,3 +389,11 @@ def test_a_lack_of_memory_is_no_fault_of_a_shard(tmp_path, monkeypatch):
     monkeypatch.setattr("storage.shard_files._read_whole", lacks_memory)
     with pytest.raises(MemoryError):
         read_file(store, shard_path("s0", 0))
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(1, [1, 1, 1]), (1 << 20, [3])])
+def test_rounds_of_long_responses_are_checked_fewer_at_a_time(store, monkeypatch, limit, sizes):
+    for number in range(3):
+        commit_shard(store, make_shard("s0", number))
+    monkeypatch.setattr(intake, "BYTES_PER_CHECK", limit)
+    assert [len(tables) for tables, _ in intake.accept(store, {"s0": range(3)}, Limits(vocab_size=100))] == sizes
