@@ -40,6 +40,10 @@ if TYPE_CHECKING:  # importing it takes torch's seconds
 MAX_SPOILED_ROUNDS = 3
 # After so many draws of a round's prompts, to none of whose responses a reward applied, it hardly applies to any.
 MAX_UNJUDGED_ROUNDS = 20
+UNJUDGED = (
+    f"task.rewards: none applied to any response of round {{number}}, for {MAX_UNJUDGED_ROUNDS} draws of its prompts; "
+    "leave out data that no reward judges, or raise search.prompts_per_round"
+)
 
 
 @flow(name="search")
@@ -54,8 +58,10 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
     run_store = RunStore(store, run)
     config = load_run(run_store)
 
+    unjudged = 0  # draws of this round's prompts to none of whose responses a reward applied
+
     def is_refused() -> bool:
-        return number > first and run_store.exists(shards.refusal_path(name, number - 1))
+        return unjudged > 0 or (number > first and run_store.exists(shards.refusal_path(name, number - 1)))
 
     with held_name(run_store, name) as held, contextlib.closing(TrainerWatch(run_store, config, get_run_logger())):
         first = number = restore_head(run_store, name)
@@ -75,8 +81,10 @@ def search(store: StoreUrl, run: str, name: str = "s0", evaluates: bool = False)
             if policy.final:
                 break
             sample = partial(searcher.sample, number, ahead=ahead and not is_leaving, while_waiting=feed.poll)
-            search_round(run_store, searcher, feed, held, sample, reports)
-            number += 1
+            if search_round(run_store, searcher, feed, held, sample, reports):
+                number, unjudged = number + 1, 0
+            elif (unjudged := unjudged + 1) == MAX_UNJUDGED_ROUNDS:
+                raise RuntimeError(UNJUDGED.format(number=number))
         searcher.drop_rounds()
         return number - first
 
@@ -88,14 +96,14 @@ def search_round(
     held: HeldName,
     sample: Callable[[], "SampledRound"],
     reports: RoundReports,
-) -> None:
+) -> bool:
     """Samples, scores, validates and commits one shard. The round is a Prefect task if a report is due, or if it fails.
 
+    Returns False: no reward applies to any of its responses, so nothing was committed.
     Raises: Superseded: another process has the Searcher's name; nothing was committed. RuntimeError: no shard passed
-    validation in `MAX_SPOILED_ROUNDS` tries, or no reward applied in `MAX_UNJUDGED_ROUNDS`.
+    validation in `MAX_SPOILED_ROUNDS` tries.
     """
-    tries = {False: MAX_SPOILED_ROUNDS, None: MAX_UNJUDGED_ROUNDS}  # left, by what finish_round returns
-    while all(tries.values()):
+    for _ in range(MAX_SPOILED_ROUNDS):
         sampled = sample()
         held.check()
         finish_task = as_asset(store, held.name, sampled.number, feed.paths(sampled.policies))(finish_round)
@@ -108,14 +116,8 @@ def search_round(
                 is_task = True
         if is_task:
             is_committed = finish_task(store, searcher, opaque(sampled))  # Prefect would look at each of its tokens
-        if is_committed:
-            return
-        tries[is_committed] -= 1
-    if not tries[None]:
-        raise RuntimeError(
-            f"task.rewards: none applied to any response of round {sampled.number}, for {MAX_UNJUDGED_ROUNDS} draws "
-            "of its prompts; leave out data that no reward judges, or raise search.prompts_per_round"
-        )
+        if is_committed is not False:
+            return is_committed is True
     raise RuntimeError(
         f"searcher: round {sampled.number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/"
     )

@@ -28,11 +28,9 @@ def audit(store: RunStore, limits: Limits) -> tuple[str | None, list[str]]:
 
     A shard that cannot be read is a fault. Refused shards are left out.
     """
-    facts, faults, committed = [], [], new_shards(store, {})
-    expired, refused = (
-        expired_through(store),
-        refused_rounds(store),
-    )  # later: a round may be marked or refused meanwhile
+    facts, faults = [], []
+    committed = new_shards(store, {})  # before the others: a round may be marked or refused meanwhile
+    expired, refused = expired_through(store), refused_rounds(store)
     for searcher, rounds in committed.items():
         missing = set(range(expired.get(searcher, -1) + 1, rounds[-1])) - {*rounds, *refused.get(searcher, ())}
         faults += [f"searcher {searcher}: round {number} is missing" for number in sorted(missing)]

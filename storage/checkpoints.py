@@ -24,7 +24,7 @@ from pathlib import Path
 from pydantic_core import from_json
 
 from storage.attempts import Attempt, check_not_superseded, counts, list_attempts
-from storage.errors import DamagedCheckpoint, DamagedRecord, NotFound, StoreError
+from storage.errors import DamagedCheckpoint, DamagedRecord, NotFound, StoreError, UnsafePath
 from storage.file_delta import digest_of, file_digest
 from storage.store import RunStore, scans
 
@@ -98,7 +98,7 @@ def download_checkpoint(store: RunStore, checkpoint: Checkpoint, local_folder: P
         return [name for name in names if name not in there or file_digest(local_folder / name) != digests[name]]
 
     if wrong := with_other_bytes(digests):
-        with suppress(NotFound):  # it lacks one of them
+        with suppress(NotFound, UnsafePath):  # it lacks one of them, or names one outside
             store.download_folder(checkpoint.path, local_folder, only=wrong)
     if wrong := with_other_bytes(wrong):
         raise DamagedCheckpoint(

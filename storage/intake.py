@@ -34,7 +34,8 @@ from storage.shards import origins_of, refusal_path, refused_rounds, shard_path
 from storage.store import RunStore, transfer_all
 
 ROUNDS_PER_CHECK = 64  # are checked together, which costs little more than a check of one
-BYTES_PER_CHECK = 256 << 20  # of long responses: rounds of 1,024 with 8,192 tokens have 100 MB each
+# Rounds of 1,024 responses with 8,192 tokens have 100 MB each. Some 64 rounds more are read ahead, however long.
+BYTES_PER_CHECK = 256 << 20
 Origin = tuple[str, int]  # searcher, round
 SECOND_READING_S = 0.5  # before the second reading; a store seldom gives a wrong answer twice
 

@@ -50,8 +50,8 @@ def check_reward(store: RunStore, version: str, reward: str, source: str, data: 
         )
     if recorded.get("source", source) != source:
         raise ValueError(
-            f"reward version {version!r} of run {store.run} was scored by {reward} before its source was changed. "
-            "Choose another version."
+            f"reward version {version!r} of run {store.run} was scored by {reward} before its source, or "
+            "task.missing_eos_reward, was changed. Choose another version."
         )
     if data and recorded.get("data", data) != data:
         raise ValueError(

@@ -154,8 +154,8 @@ def _fail_as(project: Path, state, ran_before: bool) -> None:
     from infra import stack
 
     environment = (
-        "The flow has the environment of the shell that started the worker. After `tba down` the same command gives it "
-        "this shell's.\n"
+        "The flow has the environment of the shell that started the worker. After `tba down`, which stops all runs of "
+        "this project, the same command gives it this shell's.\n"
     )
     fail(
         f"The run ended as {state.name}: {state.message}\n{environment if ran_before else ''}"

@@ -61,14 +61,15 @@ def check_inputs(config: RunConfig) -> list[str]:
     sources = check_sources(store, config)
     check_trackers(config.trackers)
     check_packages(config)
-    with contextlib.nullcontext() if is_new else _keeping_paths(config.run):
+    with _keeping_paths(config.run, is_new):
         folder = model_folder(config.model)
-        tokenizer = tokenizer_of(folder)
-        task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     if fault := unsupported(text_config(folder)):
         raise ValueError(f"model {config.model}: {fault}")
     if config.train.lora_rank and is_mixture_of_experts(folder):
         raise ValueError(NO_EXPERTS)
+    tokenizer = tokenizer_of(folder)
+    with _keeping_paths(config.run, is_new):
+        task = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
     if not is_finished(store):
         check_data(store, task.fingerprint, records=False)
     task.check(tokenizer)
@@ -97,14 +98,16 @@ def check_inputs(config: RunConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _keeping_paths(run: str) -> Iterator[None]:
+def _keeping_paths(run: str, is_new: bool) -> Iterator[None]:
     """Adds to an error of model or data that an existing run has one place for each."""
     try:
         yield
     except ValueError as error:
+        if is_new:
+            raise
         raise ValueError(
-            f"{error} Run {run!r} keeps the names of its model and data. If a file or folder was moved, put it, or a "
-            "link to it, where it was."
+            f"{str(error).removesuffix('.')}. Run {run!r} keeps the paths of its model and data; if one was moved, put "
+            "it, or a link to it, where it was"
         ) from error
 
 

@@ -29,7 +29,10 @@ COLUMNS = ("question", "answer")
 _NUMBER = re.compile(
     r"""
     # a sign, but not the minus of a difference: "5-3" ends in 3, not -3; nor the en dash of a range: "5%–7%"
-    (?: (?: (?<![\w)]) [-−] | (?<![^\s(=:]) – ) (?: \\?\$ | [€£] )? | (?: \\?\$ | [€£] ) [-−] )?
+    (?:
+        (?: (?<![\w)]) [-−] | (?<![\w)}\]%$€£°]) – | (?<=\$) – (?=[\d.]) ) (?: \\?\$ | [€£] )?
+        | (?: \\?\$ | [€£] ) [-−]
+    )?
     (?: (?: \d{1,3}(?:,\d{3})+ (?!\d) | \d+ ) (?:\.\d+)? | \.\d+ )
     """,
     re.VERBOSE,

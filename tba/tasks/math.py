@@ -72,7 +72,8 @@ def is_same(answer: str, response: str) -> bool:
 
 def _box(answer: str) -> str:
     r"""\boxed{answer}, as math-verify reads it. In a box a space separates thousands, or a number from its fraction."""
-    thousands = r"(?<![\d.])\d{1,3}(?:[ ~]\d{3})+(?![\d/])"
+    # but 3 141/200 is a number and its fraction
+    thousands = r"(?<![\d.])\d{1,3}(?:(?:[ ~]\d{3}){2,}|[ ~]0\d\d|[ ~]\d{3}(?!/))(?!\d)"
     answer = re.sub(thousands, lambda number: re.sub(r"\D", "", number[0]), plain(answer))
     answer = re.sub(r"(?<![\d.^_A-Za-z])(\d+)(?:\s|\\[ ,])+(\d+/\d+)", r"(\1+\2)", answer)
     return rf"\boxed{{{answer.removesuffix('.')}}}"

@@ -9,7 +9,8 @@ PyPI reasoning-gym). `task.generator` names the kind; the package generates and 
     reward      the generator's own score of the answer, 0 to 1: here 1 for -4
 
 The answer is the text in the last <answer> tag; without a tag, the response's last line, its last paragraph where the
-right answer has several lines, or as many lines as that has where blank ones divide it. The seed decides the problems.
+right answer has several lines, or as many lines as that has behind a line that ends in a colon, and where blank lines
+divide it. The seed decides the problems.
 Generators that run an answer as Python code are refused, and those that make other problems in another process.
 """
 
@@ -24,7 +25,7 @@ NUM_PROBLEMS = 1200  # some generators take milliseconds a problem; a tenth is h
 # Their problems or answers depend on the order of sets, or of files, which differs between processes.
 VARYING = {"codeio", "isomorphic_strings", "knight_swap", "list_functions", "ransom_note", "word_ladder"}
 _RUNS_THE_ANSWER = re.compile(r"\b(eval|exec|parse_expr|sympify)\(\s*answer\b")  # SymPy's functions call eval, too
-_HUGE = re.compile(r"\d[eE][+-]?\d[\d_]{4}")  # as an exact number it would take minutes
+_HUGE = re.compile(r"\d\.?[eE][+-]?\d[\d_]{4}")  # as an exact number it would take minutes
 
 log = logging.getLogger("tba.reasoning_gym")
 
@@ -91,8 +92,10 @@ def answer_of(response: str, right: str) -> str | None:
     from reasoning_gym.utils import extract_answer
 
     lines, right = response.strip().split("\n"), right.strip()
-    if re.search(r"\n\s*\n", right):  # so a paragraph would be a part of it
-        last = lines[-len(right.split("\n")) :]
+    num = right.count("\n") + 1
+    has_heading = len(lines) > num > 1 and lines[-num - 1].rstrip().endswith(":")
+    if has_heading or re.search(r"\n\s*\n", right):  # a paragraph would be too much, or a part of it
+        last = lines[-num:]
     else:
         last = re.split(r"\n\s*\n" if "\n" in right else r"\n", response.strip())[-1:]
     return extract_answer(response) or "\n".join(last).strip() or None

@@ -9,7 +9,6 @@
 Run: pytest tests/flows/test_search.py
 """
 
-import contextlib
 import logging
 from types import SimpleNamespace
 
@@ -144,28 +143,24 @@ def test_a_round_that_breaks_a_rule_is_quarantined_and_three_end_the_searcher(st
     assert search.finish_round(store, searcher, sampled) and num_recorded(store) == 1
 
 
-@pytest.mark.parametrize("num_unjudged", [19, 20])
-def test_a_round_that_no_reward_judges_is_sampled_anew_and_twenty_end_the_searcher(store, monkeypatch, num_unjudged):
-    monkeypatch.setattr(search, "as_asset", lambda *_: lambda function: function)
-    found = SimpleNamespace(trajectories=make_shard("s0", 0).to_pylist(), metrics=make_search_round("s0", 0))
-    sampled, scored = SimpleNamespace(number=0, policies=[]), []
+def test_a_round_that_no_reward_judges_commits_nothing(store, monkeypatch):
+    as_a_task = lambda finish: lambda store, searcher, sampled: finish(store, searcher, sampled.unwrap())  # noqa: E731
+    monkeypatch.setattr(search, "as_asset", lambda *_: as_a_task)
 
     def score(sampled):
-        scored.append(sampled)
-        if len(scored) <= num_unjudged:
-            raise NoneJudged("task.rewards: all are None")
-        return found
+        raise NoneJudged("task.rewards: all are None")
 
-    searcher = SimpleNamespace(score=score, vocabulary_size=100)
+    searcher, sampled = SimpleNamespace(score=score, vocabulary_size=100), SimpleNamespace(number=0, policies=[])
     held, feed = SimpleNamespace(name="s0", check=lambda: None), SimpleNamespace(paths=lambda policies: [])
-    reports = SimpleNamespace(is_due=lambda: False)
-    ends = pytest.raises(RuntimeError, match="none applied to any response of round 0, for 20 draws of its prompts")
-    with contextlib.nullcontext() if num_unjudged == 19 else ends:
-        search.search_round(store, searcher, feed, held, lambda: sampled, reports)
-    assert len(scored) == 20 and num_recorded(store) == (num_unjudged == 19)
+    for is_due in (True, False):
+        reports = SimpleNamespace(is_due=lambda is_due=is_due: is_due)
+        assert search.search_round(store, searcher, feed, held, lambda: sampled, reports) is False
+    assert num_recorded(store) == 0 and store.list("quarantine") == []
 
 
-def test_a_synchronous_searcher_samples_one_round_of_a_policy(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_unjudged", [0, 19, 20])
+def test_a_synchronous_searcher_samples_one_round_of_a_policy(store, tmp_path, monkeypatch, num_unjudged):
+    """But for those that no reward judges, up to twenty."""
     store.create_run(RunConfig(run=store.run, store=store.url, synchronous=True, searchers=1).recorded())
     publish(store, tmp_path / "policy", 0)
     rounds = []
@@ -173,9 +168,11 @@ def test_a_synchronous_searcher_samples_one_round_of_a_policy(store, tmp_path, m
         load=lambda _, step: ServedPolicy(step, f"{step:032d}"), drop_rounds=lambda: None, sample=print
     )
 
-    def search_round(*_: object) -> None:
-        rounds.append(0)
-        assert len(rounds) == 1, "a second round of the same policy"
+    def search_round(*arguments: object) -> bool:
+        sample = arguments[4]
+        rounds.append(sample.args[0])
+        assert len(rounds) <= num_unjudged + 1, "a second round of the same policy"
+        return len(rounds) > num_unjudged
 
     monkeypatch.setattr(search, "start_searcher_task", lambda *_, **__: searcher)
     monkeypatch.setattr(search, "search_round", search_round)
@@ -185,4 +182,9 @@ def test_a_synchronous_searcher_samples_one_round_of_a_policy(store, tmp_path, m
     monkeypatch.setattr(policy_feed, "policy_cache", lambda run: tmp_path / "cache")
     monkeypatch.setattr(policy_feed, "POLL_S", 0.05)
     monkeypatch.setattr(policy_feed, "TRAINER_SILENT_S", 0.5)
-    assert search.search.fn(store.url, store.run, "s0") == 1
+    if num_unjudged == 20:
+        with pytest.raises(RuntimeError, match="none applied to any response of round 0, for 20 draws of its prompts"):
+            search.search.fn(store.url, store.run, "s0")
+    else:
+        assert search.search.fn(store.url, store.run, "s0") == 1
+    assert rounds == [0] * min(num_unjudged + 1, 20)

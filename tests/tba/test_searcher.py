@@ -296,7 +296,7 @@ def test_a_round_that_no_reward_judges_gets_other_prompts(tokenizer, reference):
             with contextlib.suppress(NoneJudged):
                 found = run_round(searcher, number)
                 break
-        assert {row["prompt"] for row in found.trajectories} == {judged}
+        assert {(row["round"], row["prompt"]) for row in found.trajectories} == {(number, judged)}
 
 
 def test_an_evaluation_is_of_the_policy_that_is_served(tokenizer, reference):

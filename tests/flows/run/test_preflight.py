@@ -43,9 +43,8 @@ def tokenizer_only(monkeypatch, tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
     monkeypatch.setattr("flows.run.preflight.model_folder", lambda name: folder)
-    monkeypatch.setattr(
-        "flows.run.preflight.check_inputs_in_a_process", check_inputs
-    )  # another process would not have the folder
+    # another process would not have the folder
+    monkeypatch.setattr("flows.run.preflight.check_inputs_in_a_process", check_inputs)
     return folder
 
 
@@ -218,19 +217,20 @@ def test_a_resume_with_other_data_is_refused(tmp_path, tokenizer_only):
     file = tmp_path / "sums.jsonl"
 
     def write(numbers):
-        rows = [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in numbers]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text("".join(f'{{"question": "{n} + 1?", "answer": "#### {n + 1}"}}\n' for n in numbers))
 
     write(range(40))
     resumed = config(tmp_path, task={"name": "gsm8k", "data": str(file)})
     store = RunStore(resumed.store, resumed.run)
-    check_inputs(resumed)
     store.create_run(resumed.recorded())
     check_data(store, load_task(resumed.task, seed=0).fingerprint)  # as its first Searcher does
     write(reversed(range(40)))
     check_inputs(resumed)  # the order does not matter
     write(range(41))
     with pytest.raises(RunConfigMismatch, match=r"task\.data: the problems .* began with"):
+        check_inputs(resumed)
+    file.rename(tmp_path / "moved.jsonl")
+    with pytest.raises(ValueError, match=r"no file .*\. Run 'checked' keeps the paths of its model and data; if one"):
         check_inputs(resumed)
 
 

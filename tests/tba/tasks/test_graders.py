@@ -108,6 +108,9 @@ pytest.importorskip("math_verify", reason="extra tasks")
         (r"2^3 \cdot 5/6", r"\boxed{2^3 \, 5/6}", True),  # no whole number before a fraction
         (r"\frac{\sqrt2}{2}", r"\boxed{\sqrt2 \, 1/2}", True),
         ("3.705", r"\boxed{3 141/200}", True),
+        (r"\frac{1234567}{2}", r"\boxed{1 234 567/2}", True),
+        (r"\frac{10000}{3}", r"\boxed{10 000/3}", True),
+        ("10", r"\boxed{10 000/3}", False),
         ("5", r"\boxed{5} \fbox{Done}", True),
     ],
 )
@@ -339,7 +342,7 @@ def test_the_word_list_and_the_mean_of_logarithms():
 
 
 def test_an_attack_is_worth_the_mean_of_its_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba.tasks.redteam.resolve_model", lambda name, cache: name)
+    monkeypatch.setattr("tba.tasks.redteam.resolve_model", lambda name, *_: name)
     task = RedTeam(victim="anyone", classifier=None)
     asked = []
 

@@ -41,6 +41,7 @@ def test_reasoning_gyms_answer_is_the_last_tag_or_line():
     assert answer_of("Turned:\n\n3 1\n4 2\n", "3 1\n4 2") == "3 1\n4 2"
     futoshiki = "3   4\n     \n4   1"  # a line of spaces between rows
     assert answer_of(f"It is\n\n{futoshiki}\n", futoshiki) == futoshiki
+    assert answer_of("The answer is:\n3 1\n4 2", "3 1\n4 2") == "3 1\n4 2"
     assert answer_of("Moves:\n\na\nb\nc\nd", "c\nd") == "a\nb\nc\nd", "a longer solution stays whole"
 
 
@@ -55,7 +56,7 @@ def test_reasoning_gyms_answers_of_several_lines_are_graded_whole(generator):
 
 def test_a_number_that_would_keep_a_grader_busy_gets_no_reward():
     task = load_task(TaskSettings(name="reasoning_gym", generator="coin_flip"), seed=1)
-    assert task.task.rewards(task.train[:1] * 2, ["1e99999999", "1e9_999_999"]) == [0, 0]
+    assert task.task.rewards(task.train[:1] * 2, ["1e99999999", "1.e9_999_999"]) == [0, 0]
 
 
 PROBLEMS = """

@@ -166,6 +166,9 @@ def test_only_the_sum_alone_on_an_ended_line_is_rewarded(response, reward):
         ("$5$–$7$", "7"),
         ("5~100 dollars", "100"),
         ("x=–3", "-3"),
+        (r"\boxed{–5}", "-5"),
+        ("**–5**", "-5"),
+        ("$–5$", "-5"),
     ],
 )
 def test_the_last_number_is_read_as_a_person_would(text, number):
