@@ -20,6 +20,16 @@ def local_folder(project: Path | None = None) -> Path:
     return (project or Path.cwd()) / ".tba" / ".local"
 
 
+def keep_compiled_code_private() -> None:
+    """torch keeps compiled code in a folder of this project. Call it before torch is imported.
+
+    torch's default is a folder in /tmp, which another account may have made before; torch runs what it finds there.
+    """
+    folder = local_folder() / "torchinductor"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
 def policy_cache(run: str) -> Path:
     """The folder in which this machine's processes share copies of a run's newest policies."""
     return local_folder() / "policies" / run

@@ -9,9 +9,11 @@ The first two have mode 600 in a folder of mode 700. Processes get the string in
 accounts cannot read; it is on no command line and in no database.
 """
 
+import errno
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
 
 STRING_FILE, SETTINGS_FILE = "prefect_auth_string", "prefect.toml"
@@ -20,8 +22,21 @@ NUM_RANDOM_BYTES = 32
 
 
 def make_private(folder: Path) -> None:
-    """Creates the folder if it is missing; denies other accounts access. Raises: OSError: it is another account's."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Creates the folder if it is missing; denies other accounts access.
+
+    Raises: OSError: it is another account's, or every account may put another one in its place.
+    """
+    if not folder.parent.exists():
+        folder.parent.mkdir(parents=True)
+        folder.parent.chmod(stat.S_IMODE(folder.parent.stat().st_mode) & ~stat.S_IWOTH)
+    folder.mkdir(exist_ok=True)
+    mode = folder.parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise PermissionError(
+            errno.EPERM,
+            "every account may write to it, and so replace this project's settings; chmod o-w",
+            folder.parent,
+        )
     folder.chmod(0o700)
     ignored = folder.parent / ".gitignore"
     if not ignored.exists():

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from stat import S_ISREG
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -122,8 +123,11 @@ def is_safe_fingerprint(text: str) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises: FileNotFoundError: there is none. ValueError: it cannot be read; the message says why."""
-    return parse_manifest((folder / MANIFEST).read_bytes())
+    """Raises: FileNotFoundError: there is none. ValueError: it cannot be read; the message says why. UnsafePath."""
+    file = inside(folder, MANIFEST)
+    if not S_ISREG(file.stat().st_mode):  # a pipe would be waited for
+        raise ValueError(f"{MANIFEST} is no file")
+    return parse_manifest(file.read_bytes())
 
 
 def parse_manifest(text: bytes) -> Manifest:
@@ -147,6 +151,8 @@ def folder_fault(folder: Path) -> str | None:
 
     Raises: FileNotFoundError: a file is missing. UnsafePath: the list of files names one outside the folder.
     """
+    if others := [file.name for file in folder.glob("*.safetensors") if file.exists() and not file.is_file()]:
+        return f"{min(others)} is no file"
     try:
         return sizes_fault(folder, read_manifest(folder).files)
     except ValueError as error:
@@ -156,8 +162,11 @@ def folder_fault(folder: Path) -> str | None:
 def sizes_fault(folder: Path, sizes: dict[str, int]) -> str | None:
     """folder_fault, of the files with these published sizes."""
     for name, published in sizes.items():
-        if (found := inside(folder, name).stat().st_size) != published:
-            return f"{name} has {found} bytes, but {published} were published"
+        found = inside(folder, name).stat()
+        if not S_ISREG(found.st_mode):
+            return f"{name} is no file"
+        if found.st_size != published:
+            return f"{name} has {found.st_size} bytes, but {published} were published"
     return None
 
 

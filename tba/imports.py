@@ -39,12 +39,14 @@ def check_function_name(name: str, field: str) -> None:
             f"{field}: got {name!r}; {parts[0]} is in Python's standard library. Name a function of the working folder "
             f"or of an installed package; if {parts[0]}.py is a file of yours, give it another name"
         )
-    folder = Path.cwd() / parts[0]
-    if folder.is_dir() and any(next(folder.glob(f"{depth}run.json"), None) for depth in ("", "*/", "*/*/")):
-        raise ValueError(
-            f"{field}: got {name!r}; {folder} is in a store, whose files may be other people's. Write a function in a "
-            "file of the working folder"
-        )
+    folder = Path.cwd()
+    for part in parts[:-1]:
+        folder /= part
+        if folder.is_dir() and any(next(folder.glob(f"{depth}run.json"), None) for depth in ("", "*/", "*/*/")):
+            raise ValueError(
+                f"{field}: got {name!r}; {folder} is in a store, whose files may be other people's. Write a function "
+                "in a file of the working folder"
+            )
 
 
 def load_function(name: str, field: str):

@@ -53,7 +53,9 @@ def load_policy(
     Raises: ValueError: its attention or its logits are not supported here.
     """
     config = _without_dropout(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
+    )
     check_supported(model)
     model.set_attn_implementation(ATTENTION)
     model.eval()

@@ -11,7 +11,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -39,7 +39,7 @@ class TransformersEngine(WholeBatches):
         self._max_sequences = options["max_sequences"]
         self._device = default_device()
         self._dtype = compute_dtype(self._device)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)
+        self._model = self._model_of(folder)
         self._model.to(self._device).eval()
         # The folder's generation_config.json may change the sampling (a repetition penalty, min_p): it is not used.
         self._model.generation_config = GenerationConfig()
@@ -68,8 +68,12 @@ class TransformersEngine(WholeBatches):
         return self._served
 
     def _load_experts(self, folder: Path) -> None:
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, trust_remote_code=False)
-        self._model.load_state_dict(loaded.state_dict())
+        self._model.load_state_dict(self._model_of(folder).state_dict())
+
+    def _model_of(self, folder: Path) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=self._dtype, trust_remote_code=False, use_safetensors=True
+        )
 
     def sample(self, prompts: list[list[int]], sampling: Sequence[Sampling]) -> list[list[Response]]:
         """`num_samples` responses to each prompt."""

@@ -1,6 +1,8 @@
 """Fixtures that several folders of tests share: a run in a local store, and the same on an S3 server."""
 
 import functools
+import getpass
+import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +19,9 @@ from tests.moto_server import moto_server
 # A shell that starts the tests in the background has them ignore it, and the processes that they start inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# torch's own default: else each test's project would compile anew
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 # Files that take minutes each. They begin first, so that no worker is idle at the end.
 LONGEST = ("test_end_to_end.py", "test_engine.py", "test_stack.py", "test_gpu_check.py")

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
 from infra.gpus import GPU_START, free_share, take_gpus
-from infra.machine import code_version, cpu_threads
+from infra.machine import code_version, cpu_threads, keep_compiled_code_private
 from infra.memory import keep_freed_memory
 from infra.places import alone_here, num_places, take_place
 from storage import attempts, machines
@@ -34,7 +34,7 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     """
     num_devices = config.search.num_devices
     threads = max(1, searcher_threads(config) // num_devices)
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}  # before torch is imported
+    _set_environment(threads)
     gpu_share = take_gpus(*place_on_machine(config), num_devices)
     from transformers import AutoTokenizer
 
@@ -77,6 +77,12 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
             max_response_tokens=max_response_tokens,
             temperature=config.train.temperature,
         )
+
+
+def _set_environment(threads: int) -> None:
+    """Before torch is imported."""
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    keep_compiled_code_private()
 
 
 def _seed(text: str) -> int:

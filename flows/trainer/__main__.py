@@ -22,6 +22,7 @@ from flows.config import RunConfig, load_run
 from flows.report.text import log_printable
 from flows.trainer import ALREADY_TRAINING
 from flows.trainer.heartbeat import Heartbeat
+from infra.machine import keep_compiled_code_private
 from infra.temporary_folders import filled_folder, remove_leftovers
 from storage import attempts, checkpoints, policies
 from storage.errors import AlreadyTraining, DamagedCheckpoint
@@ -45,6 +46,7 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
     """
     store = RunStore(store_url, run)
     config = load_run(store).on_devices(devices or {})
+    keep_compiled_code_private()
     # It imports torch, which takes some seconds; meanwhile another machine's Trainer is watched.
     threading.Thread(target=importlib.import_module, args=["flows.trainer.session"]).start()
     previous = attempts.refuse_live_trainer(store, TAKEOVER_WATCH_S)

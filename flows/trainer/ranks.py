@@ -129,8 +129,7 @@ def _variables(world: World, settings: TrainSettings, first: int) -> list[dict[s
         "MASTER_ADDR": world.address,
         "MASTER_PORT": str(world.port),
     }
-    if world.machines:
-        of_all |= interface_variables(own_address())
+    of_all |= interface_variables(own_address() if world.machines else LOOPBACK)
     return [of_all | {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(settings.processes)]
 
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 from flows.config import RunConfig
 from infra.machine import local_folder
 from storage import attempts
+from storage.paths import inside
 from storage.store import RunStore
 
 # Trackers' names of the training ledger's columns; columns that are not listed keep their names.
@@ -116,15 +117,16 @@ class Trackers:
 
         PartialState()  # the loggers of Accelerate's trackers need this state
         folder, run = tracking_folder(self._store), self._config.run
+        place = inside(folder, name)  # a link of another writer of the store may lead out of it
         if name == "tensorboard":
             begun = attempts.read_attempt(self._store, self._attempt).resumed_from
-            tracker = tracking.TensorBoardTracker("", folder / name, purge_step=begun + 1)
+            tracker = tracking.TensorBoardTracker("", place, purge_step=begun + 1)
         elif name == "wandb":
             tracker = tracking.WandBTracker("tba", name=f"{run}-{self._attempt}", group=run, dir=folder)
         else:
             if "MLFLOW_TRACKING_URI" not in os.environ:  # MLflow's own default is a database in the working folder
                 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
-                importlib.import_module("mlflow").set_tracking_uri((folder / name).as_uri())
+                importlib.import_module("mlflow").set_tracking_uri(place.as_uri())
             tracker = tracking.MLflowTracker(run, run_name=f"{run}-{self._attempt}")
         tracker.start()
         if name != "tensorboard":  # TensorBoard would show the settings as a second run

@@ -2,6 +2,7 @@
 
 - threads are divided among processes, within a container's limit of cores
 - results name the processor, or the architecture where the system does not name one
+- torch's compiled code lies in a folder that no other account can have made
 - the code's version is the checkout's commit, and of an installed wheel the wheel's version, also if the wheel lies
   in another project's checkout
 """
@@ -9,8 +10,10 @@
 import math
 import os
 import platform
+import stat
 import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,17 @@ def test_results_name_the_processor(tmp_path):
     assert machine.processor_name(listing) == "A Processor @ 2.50GHz"
     listing.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")  # as on ARM
     assert machine.processor_name(listing) == machine.processor_name(tmp_path / "missing") == platform.machine() != ""
+
+
+def test_compiled_code_is_kept_in_a_private_folder_unless_the_user_names_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/named")
+    machine.keep_compiled_code_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/named"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    machine.keep_compiled_code_private()
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.is_relative_to(tmp_path) and stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_the_code_version_is_the_commit_of_this_checkout_and_no_others(tmp_path, monkeypatch):

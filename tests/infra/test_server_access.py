@@ -243,6 +243,13 @@ def test_a_string_is_made_once_and_the_files_are_private(tmp_path):
         os.umask(mask)
 
 
+def test_a_folder_that_every_account_may_write_to_is_refused(tmp_path):
+    (tmp_path / ".tba").mkdir()
+    (tmp_path / ".tba").chmod(0o777)
+    with pytest.raises(PermissionError, match="every account may write to it"):
+        server_access.make_private(tmp_path / ".tba" / ".local")
+
+
 def test_git_takes_nothing_of_the_folder(tmp_path):
     server_access.make_private(tmp_path / ".tba" / ".local")
     server_access.auth_string(tmp_path / ".tba" / ".local")

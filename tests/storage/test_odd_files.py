@@ -46,6 +46,7 @@ from storage import (
     upkeep,
 )
 from storage.buffer import ReplayBuffer
+from storage.errors import DamagedPolicy
 from storage.export import export
 from storage.intake import refusals
 from storage.mop import SamplingSettings
@@ -117,6 +118,16 @@ def test_latest_json_is_written_again_and_a_finished_run_stays_finished(local_st
     found = policies.restore_latest(local_store)
     assert (found.step, found.path, found.final) == (80, final.path, True)
     assert policies.latest_policy(local_store) == found
+
+
+@pytest.mark.parametrize("name", ["policy.json", "model.safetensors", "other.safetensors"])
+def test_a_pipe_in_a_policys_folder_is_not_waited_for(local_store, publish, tmp_path, name):
+    ref = publish(local_store, 4)
+    file = local_store.local_path(f"{ref.path}/{name}")
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(DamagedPolicy, match=f"{name} is no file"):
+        policies.fetch_policy(local_store, ref, tmp_path / "cache")
 
 
 def test_a_run_without_a_policy_gets_no_latest_json(run):

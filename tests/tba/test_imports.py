@@ -146,6 +146,15 @@ def test_files_of_a_store_in_the_working_folder_are_not_imported(folder, place):
         load_reward("runs.evil:reward")
 
 
+def test_files_of_a_store_deep_in_the_working_folder_are_not_imported(folder):
+    run = folder / "results/team/store/run"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "evil.py").write_text("raise SystemExit('it was imported')")
+    with pytest.raises(ValueError, match=r"team is in a store, whose files may be other people's"):
+        load_reward("results.team.store.run.evil:reward")
+
+
 def test_functions_of_installed_packages_are_loaded():
     assert callable(load_function("scipy.special:logit", "reward"))
     assert callable(load_function("rich.markup:escape", "reward"))

@@ -206,6 +206,15 @@ def test_gradient_checkpointing_changes_nothing(architecture, on_gpu, tmp_path, 
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
 
 
+def test_pickled_weights_are_not_read(tmp_path, monkeypatch):
+    model = model_of("llama", "sdpa")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(OSError, match="safetensors"):
+        load_policy(tmp_path)
+
+
 def kept_for_backward(model, group: Group) -> dict[int, torch.Tensor]:
     """The distinct tensors, parameters apart, that a forward pass keeps for the backward pass, by address."""
     kept, parameters = {}, {parameter.data_ptr() for parameter in model.parameters()}

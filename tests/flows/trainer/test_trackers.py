@@ -135,6 +135,17 @@ def test_a_tracker_that_fails_is_left_out_once(store, monkeypatch, caplog):
     assert len(in_tensorboard(store)["reward"]) == 3
 
 
+def test_a_link_out_of_the_run_gets_no_metrics(store, tmp_path, caplog):
+    """Another writer of the store may have put it there."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link = store.local_path("tensorboard")
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(elsewhere)
+    log(store, 0, range(1, 3), "tensorboard")
+    assert list(elsewhere.iterdir()) == [] and "by a symbolic link out of" in caplog.text
+
+
 def test_one_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="got 'wandb', but wandb is not installed: pip install wandb"):
