@@ -230,6 +230,7 @@ def test_a_string_is_made_once_and_the_files_are_private(tmp_path):
         os.umask(0)
         folder = tmp_path / ".tba" / ".local"
         folder.mkdir(parents=True, mode=0o777)
+        folder.parent.chmod(0o755)
         server_access.make_private(folder)
         first = server_access.auth_string(folder)
         assert first == server_access.auth_string(folder) != server_access.auth_string(tmp_path)
