@@ -272,10 +272,11 @@ def test_who_is_to_leave_finishes_the_rounds_that_are_sampled(store, monkeypatch
         assert ahead is (number <= 3)
         return number
 
-    def search_round(store: RunStore, searcher, feed, held: HeldName, sample: Callable, reports) -> None:
+    def search_round(store: RunStore, searcher, feed, held: HeldName, sample: Callable, reports) -> bool:
         if (number := sample()) == 3:
             requests.ask_to_leave(store, "s1")  # in the middle of a round
         rounds.append(number)
+        return True
 
     served = PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
     monkeypatch.setattr(search, "start_searcher_task", lambda *_, **__: searcher)
@@ -308,9 +309,10 @@ def test_a_searcher_knows_whether_the_trainer_refused_its_last_round(store, monk
             asked.append(self.is_refused())
             return None if len(asked) == 4 else PolicyRef(0, "policies/step=00000000", "f" * 32, False, 1, "")
 
-    def search_round(*_: object) -> None:
+    def search_round(*_: object) -> bool:
         if (number := next(rounds)) == 2:
             refuse(store, [Refusal("s1", number, ["a rule"])], "a test")
+        return True
 
     monkeypatch.setattr(search, "PolicyFeed", Feed)
     monkeypatch.setattr(search, "search_round", search_round)
