@@ -197,8 +197,8 @@ def _logits(shape: Shape, machine: Machine) -> Bytes:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """What a Searcher's memory follows from, beside the model and the machine."""
+class SearcherNeeds:
+    """A Searcher's settings that its memory follows from, beside model and machine."""
 
     num_devices: int
     cache_bytes: Bytes  # of keys and values, on each device
@@ -207,7 +207,7 @@ class Sampling:
     scores_apart: bool = False  # by tba/reference_process.py
 
 
-def searcher_parts(shape: Shape, machine: Machine, of: Sampling) -> dict[str, Bytes]:
+def searcher_parts(shape: Shape, machine: Machine, of: SearcherNeeds) -> dict[str, Bytes]:
     """Of each of its devices."""
     wide = 2 if machine.has_bfloat16 else 4
     loaded = wide + 2 + (2 if of.merges_adapters else 0)  # a policy's file, what is made of it, and what is merged
@@ -224,7 +224,7 @@ def searcher_parts(shape: Shape, machine: Machine, of: Sampling) -> dict[str, By
 
 
 def scoring_parts(shape: Shape, machine: Machine, longest: int) -> dict[str, Bytes]:
-    """Of the reference policy on a Searcher's first GPU, which has it whole. longest: as of Sampling."""
+    """Of the reference policy on a Searcher's first GPU, which has it whole. longest: as of SearcherNeeds."""
     wide = 2 if machine.has_bfloat16 else 4
     in_linear = shape.num_in_layers - shape.num_not_linear
     of_token = 12 * shape.D + wide * (3 * shape.I + 2 * (shape.Q + shape.KV))  # of one layer

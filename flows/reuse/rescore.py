@@ -29,8 +29,8 @@ def rescore(store: RunStore, reward: str, version: str | None, say: Callable[[st
     """
     config = load_run(store)
     task = load_task(config.task, seed=config.seed) if reward == TASK else _problems_of(config, say)
-    counted = [(load_reward(reward), 1.0)] if reward != TASK else []
-    rewarding = RewardedTask(task, counted, config.task.missing_eos_reward) if counted else task
+    of_cut = config.task.missing_eos_reward
+    rewarding = task if reward == TASK else RewardedTask(task, [(load_reward(reward), 1.0)], of_cut)
     if version is None and reward == TASK:
         version = re.sub(r"[^A-Za-z0-9._-]", "-", task.version)[:64]
     version = version or reward.partition(":")[2].partition("(")[0]

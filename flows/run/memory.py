@@ -13,7 +13,7 @@ from flows.searcher.start import ENGINE_SHARE
 from infra.gpus import gpu_bytes, gpu_places, num_gpus
 from infra.machine import cpu_threads, has_bfloat16
 from infra.memory import memory_bytes
-from tba.memory import GIB, Machine, Pass, Sampling, Shape, certain, read_shape, searcher_parts, trainer_parts
+from tba.memory import GIB, Machine, Pass, SearcherNeeds, Shape, certain, read_shape, searcher_parts, trainer_parts
 from tba.models import model_folder
 from tba.rewards import RewardedTask
 from tba.tasks import load_task
@@ -173,12 +173,12 @@ def plan_of(config: RunConfig, shape: Shape, of_task: Lengths, response_tokens: 
     has_cores = cpu_threads(config.searchers + config.train.processes) > 1 and not config.synchronous
     # other policies are published whole
     by_adapters = bool(config.train.lora_rank) and shape.is_bfloat16 and not shape.num_not_linear
-    sampling = Sampling(
+    needs = SearcherNeeds(
         config.search.num_devices, _cache(config, shape, machine), of_task.prompt + of_task.response,
         merges_adapters=by_adapters, scores_apart=has_cores,
     )  # fmt: skip
-    number = config.searchers * (1 if machine.is_gpu else sampling.num_devices)
-    searcher = ProcessPlan("Searcher", number, searcher_parts(shape, machine, sampling))
+    number = config.searchers * (1 if machine.is_gpu else needs.num_devices)
+    searcher = ProcessPlan("Searcher", number, searcher_parts(shape, machine, needs))
     trained = config.train.lora_rank * shape.num_sides if config.train.lora_rank else shape.num_parameters
     of_checkpoint = 16 if config.train.reference_reset_interval else 12  # the reference, after a reset
     files = {"a policy, whole": 2 * shape.num_parameters, "a checkpoint": of_checkpoint * trained}

@@ -57,7 +57,7 @@ def check_inputs(config: RunConfig) -> list[str]:
     if is_new:
         check_effects(config)
         check_temperatures(config)
-        warnings += what_never_comes(config, store)
+        warnings += pointless_settings(config, store)
     sources = check_sources(store, config)
     check_trackers(config.trackers)
     check_packages(config)
@@ -111,7 +111,7 @@ def _keeping_paths(run: str, is_new: bool) -> Iterator[None]:
         ) from error
 
 
-def what_never_comes(config: RunConfig, store: RunStore) -> list[str]:
+def pointless_settings(config: RunConfig, store: RunStore) -> list[str]:
     """Warnings: no Searcher samples for the run; the reference is never reset."""
     found = []
     if not config.searchers and not config.warm_start:
