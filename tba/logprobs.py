@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from tba.model_files import NEUTRAL, unsupported
 from tba.precision import bfloat16_linear, cast, compute_dtype
+from tba.rms_norm import rms_norm
 from tba.shared_prefix import ATTENTION, Group, pack
 
-# Rows of logits that exist at once: 512 x 49,152 are 50 MB in bfloat16, and larger chunks were no faster.
-LOGIT_ROWS = 512
+LOGIT_ROWS = 512  # of a chunk: 512 x 49,152 logits are 50 MB in bfloat16. Products of more rows were no faster.
+KEPT_LOGITS = 1 << 29  # bytes of logits that are kept for the backward pass, at most
 PRODUCT_ROWS = 8192  # of the output layer's gradient
 
 # The expensive operations of a layer: products of matrices, and attention.
@@ -62,19 +63,21 @@ def load_policy(
     head = model.get_output_embeddings()
     hidden_size = model.config.get_text_config().hidden_size
     for module in model.modules():
+        kind = type(module).__name__
+        is_norm_of_layer = kind in RMS_NORMS and _size(module.weight) == hidden_size  # not of queries and keys
         if type(module) is torch.nn.Linear and module is not head:  # the head's product is in _TargetLogprobs
             module.forward = functools.partial(bfloat16_linear, module)
-        if type(module).__name__ in RMS_NORMS and _size(module.weight) == hidden_size:  # not of queries and keys
+        elif is_norm_of_layer and checkpointing == "none":
+            module.forward = functools.partial(rms_norm, module)
+        elif is_norm_of_layer:
             module.forward = functools.partial(_narrow_norm, module.forward)
-    if checkpointing == "none":
-        for module in model.modules():
-            if type(module).__name__ in GATED_MLPS:
-                module.forward = functools.partial(_gated_mlp, module)
-            if type(module).__name__ in RMS_NORMS:
-                module.forward = functools.partial(
-                    checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
-                )
-    else:
+        elif kind in RMS_NORMS and checkpointing == "none":
+            module.forward = functools.partial(
+                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        elif kind in GATED_MLPS and checkpointing == "none":
+            module.forward = functools.partial(_gated_mlp, module)
+    if checkpointing != "none":
         options = {"use_reentrant": False}
         if checkpointing == "cheap":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
@@ -131,9 +134,13 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ValueError(f"model {name}: it has layers between its last hidden state and its output layer")
 
 
-def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperature: float) -> list[list[Tensor]]:
+def response_logprobs(
+    model: PreTrainedModel, groups: Sequence[Group], temperature: float, output_gradient: Tensor | None = None
+) -> list[list[Tensor]]:
     """log p(token | prompt, earlier tokens) of every response token, logits divided by `temperature` (natural logs).
 
+    `output_gradient`: the output layer's gradient. The backward pass adds to it in place, and does not hand one to
+    autograd, so that there are never two of them.
     Returns for each group, for each of its responses, a float32 tensor [number of response tokens]. Differentiable.
     Raises: ValueError: an empty prompt or response.
     """
@@ -149,7 +156,9 @@ def response_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperatu
     head = model.get_output_embeddings()
 
     def score(hidden: Tensor) -> Tensor:
-        return _TargetLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, compute)
+        return _TargetLogprobs.apply(
+            hidden, head.weight, head.bias, targets, _Scoring(temperature, compute, output_gradient)
+        )
 
     logprobs = _call_as(head, score, hidden[rows])  # [M]
     lengths = [[len(response) for response in group.responses] for group in groups]
@@ -166,11 +175,18 @@ def _call_as(module: torch.nn.Module, forward: Callable[[Tensor], Tensor], hidde
         del module.forward
 
 
-def sequence_logprobs(model: PreTrainedModel, groups: Sequence[Group], temperature: float) -> list[Tensor]:
+def sequence_logprobs(
+    model: PreTrainedModel, groups: Sequence[Group], temperature: float, output_gradient: Tensor | None = None
+) -> list[Tensor]:
     """log p(response | prompt): `response_logprobs` summed over tokens; for each group a float32 tensor [K]."""
-    return [
-        torch.stack([tokens.sum() for tokens in of_group]) for of_group in response_logprobs(model, groups, temperature)
-    ]
+    scored = response_logprobs(model, groups, temperature, output_gradient)
+    return [torch.stack([tokens.sum() for tokens in of_group]) for of_group in scored]
+
+
+class _Scoring(NamedTuple):
+    temperature: float
+    dtype: torch.dtype  # of products
+    total: Tensor | None  # the weight's gradient so far, to which the new one is added; None: that is returned
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -178,51 +194,57 @@ class _TargetLogprobs(torch.autograd.Function):
 
     targets: [2, M], of each the row of `hidden` that predicts it and its token.
 
-    The [rows, V] logits are computed in chunks of rows, again in the backward pass (a single chunk is kept for it), and
-    turned into their gradient in place. Matrix products run in `dtype`. The softmax is at least float32; on a CPU it is
-    computed by parts that stay in a cache. The weight's gradient is summed over chunks in the weight's type.
+    The [rows, V] logits are computed in chunks of rows. The backward pass turns them into their gradient in place. The
+    first ones are kept for it, and others computed again. The softmax is at least
+    float32; on a CPU it is computed by parts that stay in a cache. The weight's gradient is summed over chunks in the
+    weight's type.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, dtype):  # noqa: PLR0913 - ctx is no argument
+    def forward(ctx, hidden, weight, bias, targets, scoring):
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.temperature, ctx.dtype, ctx.only_chunk = temperature, dtype, None
-        output_layer = _OutputLayer(weight, bias, dtype)
-        logprobs = hidden.new_empty(targets.shape[1], dtype=torch.promote_types(dtype, torch.float32))
+        output_layer = _OutputLayer(weight, bias, scoring.dtype)
+        logprobs = hidden.new_empty(targets.shape[1], dtype=torch.promote_types(scoring.dtype, torch.float32))
+        ctx.scoring, ctx.kept = scoring, output_layer.kept_logits(len(hidden) if any(ctx.needs_input_grad) else 0)
         for rows, of_chunk in _chunks(hidden, targets[0], LOGIT_ROWS):
             index, ids = targets[:, of_chunk] - targets.new_tensor([[rows.start], [0]])
-            logits = output_layer.logits(hidden[rows])
+            logits = output_layer.logits(hidden[rows], ctx.kept[rows])
             for part, of_part in _chunks(logits, index, _softmax_rows(logits)):
-                wide = (logits[part].to(logprobs.dtype) / temperature).log_softmax(-1)
+                wide = _divided(logits[part].to(logprobs.dtype), scoring.temperature).log_softmax(-1)
                 logprobs[of_chunk[of_part]] = wide[index[of_part] - part.start, ids[of_part]]
-        if any(ctx.needs_input_grad) and len(hidden) <= LOGIT_ROWS:
-            ctx.only_chunk = logits
         return logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         hidden, weight, bias, targets = ctx.saved_tensors
-        output_layer = _OutputLayer(weight, bias, ctx.dtype)
+        (temperature, dtype, total), kept = ctx.scoring, ctx.kept
+        output_layer = _OutputLayer(weight, bias, dtype)
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and total is None else None
+        total = total if of_weight is None else of_weight
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for rows, of_chunk in _chunks(hidden, targets[0], LOGIT_ROWS):
             index, ids = targets[:, of_chunk] - targets.new_tensor([[rows.start], [0]])
-            logits = output_layer.logits(hidden[rows]) if ctx.only_chunk is None else ctx.only_chunk
+            logits = kept[rows] if rows.start < len(kept) else output_layer.logits(hidden[rows])
             for part, of_part in _chunks(logits, index, _softmax_rows(logits)):
-                at, of_targets = (index[of_part] - part.start, ids[of_part]), gradient[of_chunk[of_part]]
-                wide = (logits[part].to(gradient.dtype) / ctx.temperature).softmax(-1)
+                at, of_targets = (
+                    (index[of_part] - part.start, ids[of_part]),
+                    gradient[of_chunk[of_part]] / temperature,
+                )
+                wide = _divided(logits[part].to(gradient.dtype), temperature).softmax(-1)
                 of_rows = wide.new_zeros(len(wide)).index_add_(0, at[0], of_targets)
                 wide.mul_(of_rows.neg().unsqueeze(1)).index_put_(at, of_targets, accumulate=True)
-                logits[part] = wide.div_(ctx.temperature)  # now their gradient
+                logits[part] = wide  # now their gradient
             of_hidden[rows] = logits @ output_layer.weight
-            if of_weight is not None:
-                _add_product(of_weight, logits.T, hidden[rows].to(ctx.dtype))
+            if total is not None and rows.start >= len(kept):
+                _add_product(total, logits.T, hidden[rows].to(dtype))
             if of_bias is not None:
                 of_bias += logits.sum(0)
-        ctx.only_chunk = None
-        return of_hidden, of_weight, of_bias, None, None, None
+        if total is not None and len(kept):
+            _add_product(total, kept.T, hidden[: len(kept)].to(dtype))
+        ctx.kept = None
+        return of_hidden, of_weight, of_bias, None, None
 
 
 def _chunks(rows: Tensor, target_index: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
@@ -232,24 +254,36 @@ def _chunks(rows: Tensor, target_index: Tensor, size: int) -> Iterator[tuple[sli
         yield slice(start, start + size), here
 
 
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits / temperature
+
+
 def _softmax_rows(logits: Tensor) -> int:
     """Rows whose softmax is computed at once: on a CPU 4 MB of float32."""
     return max(1, (1 << 20) // logits.shape[1]) if logits.device.type == "cpu" else LOGIT_ROWS
 
 
 class _OutputLayer:
-    """A model's last layer. Each chunk's logits take the memory of the chunk before: new memory costs page faults."""
+    """A model's last layer. A chunk's logits take the memory of the chunk before: new memory costs page faults."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.weight = cast(weight, dtype)
         self._bias = None if bias is None else cast(bias, dtype)
         self._logits = self.weight.new_empty(0)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """[chunk, V], valid until the next call."""
-        if not len(self._logits):
-            self._logits = self.weight.new_empty(len(rows), len(self.weight))
-        rows, logits = rows.to(self.weight.dtype), self._logits[: len(rows)]
+    def kept_logits(self, num_rows: int) -> Tensor:
+        """Memory for the logits of the first rows: as many chunks as `KEPT_LOGITS` has room for."""
+        num_kept = KEPT_LOGITS // (len(self.weight) * self.weight.itemsize)
+        num_kept = num_rows if num_rows <= num_kept else num_kept // LOGIT_ROWS * LOGIT_ROWS
+        return self.weight.new_empty(num_kept, len(self.weight))
+
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """[chunk, V], in `out` if that has room, else valid until the next call."""
+        if out is None or len(out) < len(rows):
+            if not len(self._logits):
+                self._logits = self.weight.new_empty(len(rows), len(self.weight))
+            out = self._logits[: len(rows)]
+        rows, logits = rows.to(self.weight.dtype), out
         if self._bias is None:
             return torch.mm(rows, self.weight.T, out=logits)
         return torch.addmm(self._bias, rows, self.weight.T, out=logits)

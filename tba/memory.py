@@ -21,7 +21,8 @@ GIB = 1024**3
 BUCKET = 4 * 50_000_000  # of gradients that DeepSpeed reduces together: reduce_bucket_size in infra/deepspeed
 # Parts that a Trainer needs whatever its batches are.
 CERTAIN = ("weights", "gradient", "moments of AdamW", "DeepSpeed's weights and bucket")
-LOGIT_ROWS = 512  # of logits that exist at once (tba/logprobs.py)
+LOGIT_ROWS, KEPT_LOGITS = 512, 1 << 29  # rows of a chunk of logits, and bytes that are kept (tba/logprobs.py)
+RMS_NORM_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 CAST_AGAIN_TOKENS = 1024  # of a pass, from which no bfloat16 copy of a weight is kept (tba/precision.py)
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
 PASS_TOKENS = 4096  # of the reference policy (tba/reference_policy.py)
@@ -48,6 +49,7 @@ class Shape:
     KV: int
     is_bfloat16: bool  # every parameter in its files
     has_query_norms: bool = False  # queries and keys have norms of their own, as in Qwen3
+    computes_norms_again: bool = False  # in the backward pass (tba/rms_norm.py)
     num_not_linear: int = 0  # of num_in_layers, in other modules than nn.Linear: these stay float32
 
 
@@ -94,6 +96,7 @@ def read_shape(folder: Path) -> Shape:
         KV=number("num_key_value_heads", instead=heads) * head_size,
         is_bfloat16=all(tensor["dtype"] == "BF16" for tensor in tensors.values()),
         has_query_norms=any("q_norm" in name for name in tensors),
+        computes_norms_again=config.get("model_type") in RMS_NORM_MODELS,
         num_not_linear=sum(math.prod(matrix["shape"]) for matrix in not_linear),
     )
 
@@ -134,7 +137,7 @@ def trainer_parts(shape: Shape, settings: TrainSettings, largest: Pass, machine:
         "gradient": 2 * gradient if stage == 2 else gradient,  # the partition of a pass, beside that of those before it
         "moments of AdamW": 8 * trained // size,
         "activations": _activations(shape, settings, largest, machine),
-        "logits": _logits(shape, machine),
+        "logits": _logits(shape, machine, kept_rows=largest.num_tokens),
     }
     if stage:  # it copies its partition of the weights, and has the output layer's gradient whole until it is reduced
         of_head = 4 * shape.V * shape.D if stage >= 2 and not settings.lora_rank else 0
@@ -162,6 +165,8 @@ def _activations(shape: Shape, settings: TrainSettings, largest: Pass, machine: 
     wide = 2 if machine.has_bfloat16 else 4  # bytes of an operand of a product
     inputs = 4 * shape.D  # of a norm, float32
     inputs_of_products = 2 * shape.D + 2 * shape.Q  # of q, k and v; of gate and up; of o; and q itself
+    if shape.computes_norms_again and checkpointing == "none" and not settings.lora_rank:
+        inputs_of_products -= 2 * shape.D
     if settings.lora_rank and machine.has_bfloat16:  # peft's adapters cast their inputs, each its own
         inputs_of_products += 3 * shape.D
     if shape.has_query_norms:
@@ -188,12 +193,15 @@ def _activations(shape: Shape, settings: TrainSettings, largest: Pass, machine: 
     return max(largest.num_tokens * of_token + more, short_pass)
 
 
-def _logits(shape: Shape, machine: Machine) -> Bytes:
-    """Of a chunk of rows; in bfloat16 also the output layer's rounded weight, on a GPU also the softmax in float32."""
-    wide = 2 * 4 * shape.V * LOGIT_ROWS if machine.is_gpu else 0  # its input and output
-    if machine.has_bfloat16:
-        return 2 * shape.V * (LOGIT_ROWS + shape.D) + wide
-    return 4 * shape.V * LOGIT_ROWS + wide
+def _logits(shape: Shape, machine: Machine, kept_rows: int = 0) -> Bytes:
+    """Of a chunk of rows, and of the first of `kept_rows` for the backward pass; in bfloat16 also the output layer's
+    rounded weight, on a GPU also the softmax in float32."""
+    wide = 2 if machine.has_bfloat16 else 4
+    kept = min(KEPT_LOGITS, wide * shape.V * kept_rows)
+    chunk = 0 if kept < KEPT_LOGITS and kept_rows else wide * shape.V * LOGIT_ROWS
+    weight = wide * shape.V * shape.D if machine.has_bfloat16 else 0
+    softmax = 2 * 4 * shape.V * LOGIT_ROWS if machine.is_gpu else 0  # its input and output
+    return kept + chunk + weight + softmax
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tba.rms_norm import AGAIN, Again
+
 # Instructions that multiply bfloat16, by the names of torch.cpu.get_capabilities: x86's two, and ARM's.
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 NUM_THRESHOLDS = 1 << 20  # which all tensors use in turn
@@ -59,16 +61,16 @@ def bfloat16_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     Other modules keep rounding to the nearest: GPT-2's Conv1D, and adapters, whose small numbers have a fine grid.
     Embeddings and norms compute with their float32 weights.
     """
-    weight, dtype = module.weight, hidden.dtype
+    weight, dtype, again = module.weight, hidden.dtype, getattr(hidden, AGAIN, None)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.bfloat16
-    elif (weight.dtype, dtype) != (torch.bfloat16, torch.float32):  # frozen, under an adapter
+    elif again is None and (weight.dtype, dtype) != (torch.bfloat16, torch.float32):  # frozen, under an adapter
         return F.linear(hidden, weight, module.bias)
-    return _Linear.apply(hidden.to(dtype), weight, None if module.bias is None else cast(module.bias, dtype))
+    return _Linear.apply(hidden.to(dtype), weight, None if module.bias is None else cast(module.bias, dtype), again)
 
 
 class _Linear(torch.autograd.Function):
-    """hidden @ weight.T + bias in hidden's type, with a weight of another.
+    """hidden @ weight.T + bias in hidden's type, with a weight of another. again: computes hidden again, or None.
 
     Of a long pass autograd keeps the weight as it is, and the backward pass casts it again: copies of all weights until
     then would take half as much memory as the weights. Of a short pass it keeps the bfloat16 copy, except of a weight
@@ -76,24 +78,30 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, again: Again | None) -> Tensor:
         product_weight, ctx.dtype = cast(weight, hidden.dtype), weight.dtype
         is_short = hidden.shape[:-1].numel() < CAST_AGAIN_TOKENS and not hasattr(weight, "ds_id")
         keeps_copy = is_short and product_weight.nbytes < weight.nbytes
         kept = product_weight if keeps_copy else weight
-        ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, kept)
+        ctx.again = again if ctx.needs_input_grad[1] else None
+        if ctx.again:
+            ctx.again.will_be_used()
+        ctx.save_for_backward(hidden if ctx.needs_input_grad[1] and not again else None, kept)
         return F.linear(hidden, product_weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
+        if ctx.again:
+            hidden, ctx.again = ctx.again.take(), None
         return (
             gradient @ cast(weight, gradient.dtype) if needs_hidden else None,
             (rows.T @ hidden.flatten(0, -2)).to(ctx.dtype) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
+            None,
         )
 
 

@@ -16,7 +16,6 @@ prompt, P = C + S, R response tokens (padded, in attention only), H heads, D hea
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,10 +27,11 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from tba.response_attention import Places, ResponseAttention
+
 ATTENTION = "tba_shared_prefix"  # its name in transformers
 # Groups up to this many tokens attend together under one mask: many small calls cost more than the masked products.
 TOGETHER_TOKENS = 256
-MAX_SCORES = 1 << 23  # of the responses and heads that attend in one call, at once: in bfloat16 17 MB
 # Responses of a large group attend in one call, padded to the longest, while that one is at most so much longer than
 # the shortest. Padding costs memory and time; each further call costs a CPU time.
 LONGER, MORE_TOKENS = 1.5, 64
@@ -82,18 +82,9 @@ class _Together:
 
 
 @dataclass(frozen=True)
-class _Apart:
-    """Responses of a large group that are about as long, each apart from the others."""
-
-    rows: Tensor  # [K', R] which of the group's tokens responses that bring new ones have
-    new: Tensor  # [n] places in `rows`, flattened, of tokens that no earlier response has
-    may_attend: Tensor  # [R, C + S + R]
-
-
-@dataclass(frozen=True)
 class Layout:
     sizes: list[int]  # tokens of the common beginning, then of each piece, in the packed row's order
-    pieces: list[_Together | list[_Apart]]  # a large group's prompt, then its responses
+    pieces: list[_Together | list[Places]]  # a large group's prompt, then its responses
     num_positions: int  # of the longest prompt with its longest response
 
 
@@ -217,7 +208,7 @@ def _together(C: int, trees: list[_Tree], device: torch.device) -> _Together:
     return _Together(may_attend.to(device))
 
 
-def _apart(C: int, tree: _Tree, device: torch.device) -> list[_Apart]:
+def _apart(C: int, tree: _Tree, device: torch.device) -> list[Places]:
     newest, calls = tree.S - 1, []  # of each call: the responses that bring new tokens, and which of theirs are new
     for path in tree.paths:
         if path and path[-1] > newest:
@@ -230,13 +221,15 @@ def _apart(C: int, tree: _Tree, device: torch.device) -> list[_Apart]:
     return [_padded(C + tree.S, bringing, is_new, device) for bringing, is_new in calls]
 
 
-def _padded(P: int, bringing: list[list[int]], is_new: list[list[bool]], device: torch.device) -> _Apart:
+def _padded(P: int, bringing: list[list[int]], is_new: list[list[bool]], device: torch.device) -> Places:
     R = max(map(len, bringing))
     # Padding lies behind a response's tokens, so causal attention keeps it from them. It repeats the whole response,
     # because many copies of one row would have their gradients added one after another on a GPU.
     rows = torch.tensor([(path * (R // len(path) + 1))[:R] for path in bringing], device=device)
-    new = [number * R + at for number, flags in enumerate(is_new) for at, flag in enumerate(flags) if flag]
-    return _Apart(rows, torch.tensor(new, device=device), _causal_behind(P, R, device))
+    places = [(number * R + at, flag) for number, flags in enumerate(is_new) for at, flag in enumerate(flags)]
+    new, again = ([place for place, flag in places if flag is wanted] for wanted in (True, False))
+    new, again = (torch.tensor(each, dtype=torch.long, device=device) for each in (new, again))
+    return Places(rows, new, again, _causal_behind(P, R, device))
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
@@ -276,13 +269,11 @@ def shared_prefix_attention(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=kwargs.get("scaling"), **masking).transpose(1, 2)
 
-    def attend_apart(piece: _Apart, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
-        """q, k, v: [n, H or H', D] of a group's new tokens; prompt_k and prompt_v: [P, H', D]. Returns [n, H, D]."""
+    def attend_apart(piece: Places, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
+        """q, k, v: [n, H or H', D] of a group's new tokens; prompt_k and prompt_v: [P, H', D]. Returns [m, H, D]."""
         q, k, v = (x[piece.rows] for x in (q, k, v))  # [K', R, H or H', D] each
         k = torch.cat([prompt_k.expand(len(q), -1, -1, -1), k], dim=1)  # [K', P + R, H', D]
         v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
-        if q.device.type == "cpu" and len(q) * q.shape[2] * piece.may_attend.numel() <= MAX_SCORES:
-            return _attend_by_products(q, k, v, piece.may_attend, kwargs.get("scaling")).flatten(0, 1)[piece.new]
         return attend(q, k, v, attn_mask=piece.may_attend).flatten(0, 1)[piece.new]
 
     # Split once: a slice for each piece would cost a gradient of the whole row for each.
@@ -294,10 +285,18 @@ def shared_prefix_attention(
         if isinstance(piece, _Together):
             q, k, v = part[0], torch.cat([common_key, part[1]]), torch.cat([common_value, part[2]])  # k, v: [C + n, ..]
             outputs.append(attend(q[None], k[None], v[None], attn_mask=piece.may_attend)[0])
-        else:  # k and v are still the prompt's. Copies of them for each response are made again for the backward pass
+        elif attends_by_products(query.device):  # k and v are still the prompt's
+            scaled = part[0] * (kwargs.get("scaling") or query.shape[-1] ** -0.5)
+            outputs += [ResponseAttention.apply(scaled, *part[1:], k, v, of_call) for of_call in piece]
+        else:  # copies of k and v for each response are made again for the backward pass
             again = functools.partial(checkpoint, attend_apart, use_reentrant=False, preserve_rng_state=False)
             outputs += [again(of_call, *part, k, v) for of_call in piece]
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def attends_by_products(device: torch.device) -> bool:
+    """Whether responses attend by `ResponseAttention`."""
+    return device.type == "cpu"
 
 
 def _check_kind(layout: Layout, given: dict) -> None:
@@ -311,23 +310,6 @@ def _check_kind(layout: Layout, given: dict) -> None:
             f"{window}: attention within a window is not supported. Use shorter prompts or responses "
             "(task.max_response_tokens), or another model."
         )
-
-
-def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor, scaling: float | None) -> Tensor:
-    """Attention with a product of matrices for each response and key-value head, whose scores exist all at once. On a
-    CPU the backward pass is more than twice as fast as that of torch's fused attention.
-
-    q: [K', t, H, D]; k, v: [K', T, H', D]; may_attend: [t, T]; scaling: None for 1 / sqrt(D). Returns [K', t, H, D].
-    """
-    K, t, H, D = q.shape
-    H_kv = k.shape[2]
-    q = (q * (scaling or D**-0.5)).view(K, t, H_kv, H // H_kv, D).permute(0, 2, 3, 1, 4).reshape(K * H_kv, -1, D)
-    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # [K' H', T, D]
-    unless = torch.zeros(may_attend.shape, dtype=q.dtype).masked_fill_(~may_attend, -math.inf)
-    scores = (q @ k.transpose(1, 2)).view(K * H_kv, -1, *may_attend.shape) + unless  # [K' H', H / H', t, T]
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    out = weights.flatten(1, 2) @ v  # [K' H', H / H' t, D]
-    return out.view(K, H_kv, H // H_kv, t, v.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 AttentionInterface.register(ATTENTION, shared_prefix_attention)

@@ -256,10 +256,11 @@ class Trainer:
 
     def _score(self, groups: Sequence[Group]) -> list[Tensor]:
         """The policy's log-probability of each response: for each group [U]; for a baseline those of all tokens."""
+        output_gradient = self._policy.get_output_embeddings().weight.grad  # None unless it is allocated already
+        arguments = self._policy, groups, self.settings.temperature, output_gradient
         if not self.settings.is_trajectory_balance:
-            scored = response_logprobs(self._policy, groups, self.settings.temperature)
-            return [torch.cat(of_group) for of_group in scored]
-        return sequence_logprobs(self._policy, groups, self.settings.temperature)
+            return [torch.cat(of_group) for of_group in response_logprobs(*arguments)]
+        return sequence_logprobs(*arguments)
 
     def _differentiate(self, loss: Tensor) -> None:
         loss.backward()

@@ -84,15 +84,15 @@ def measured_times(store: RunStore) -> Times:
             "and a Searcher that has changed its policy between two rounds. Wait, or plan with another run."
         )
     keeping = [(a, b) for a, b in between if a["policy_step"] == b["policy_step"]]
-    swaps = [_without(evaluations if a["searcher"] == EVALUATOR else [], a, b) for a, b in swapping]
-    pauses = [_without(evaluations if a["searcher"] == EVALUATOR else [], a, b) for a, b in keeping] or [min(swaps)]
+    swaps = [_pause_s(evaluations, a, b) for a, b in swapping]
+    pauses = [_pause_s(evaluations, a, b) for a, b in keeping] or [min(swaps)]
     loads = [max(0.0, seconds - median(pauses)) for seconds in swaps]
-    # The shortest time from a policy's step to the moment when a Searcher found it.
-    ended = {row["step"]: row["ended_at"] for row in steps}
+    # The shortest time from a policy's step to the moment when a Searcher found it. It loads and evaluates it then.
+    ended = {row["step"]: row["ended_at"] for row in steps}  # of the last attempt; an earlier one's policy is older
     found = [
-        (b["started_at"] - ended[b["policy_step"]]).total_seconds() - load_s
-        for (_, b), load_s in zip(swapping, loads, strict=True)
-        if b["policy_step"] in ended
+        _seconds(ended[b["policy_step"]], b["started_at"]) - load_s - _evaluating_s(evaluations, a, b)
+        for (a, b), load_s in zip(swapping, loads, strict=True)
+        if b["policy_step"] in ended and ended[b["policy_step"]] < b["started_at"]
     ]
     return Times(
         steps=of_steps,
@@ -121,11 +121,18 @@ def resumes(store: RunStore) -> list[datetime]:
     return found["created_at"].to_pylist()
 
 
-def _without(evaluations: list[dict], before: dict, after: dict) -> float:
-    """Seconds between two rounds of a Searcher, less those of the evaluations that ended between them."""
+def _pause_s(evaluations: list[dict], before: dict, after: dict) -> float:
+    """Seconds between two rounds of a Searcher, less those in which it evaluated."""
+    pause = _seconds(before["ended_at"], after["started_at"])
+    return max(SHORTEST_S, pause - _evaluating_s(evaluations, before, after))
+
+
+def _evaluating_s(evaluations: list[dict], before: dict, after: dict) -> float:
+    """Seconds between two rounds of a Searcher in which it evaluated."""
+    if before["searcher"] != EVALUATOR:
+        return 0.0
     begin, end = before["ended_at"], after["started_at"]
-    evaluating = sum(row["seconds"] for row in evaluations if begin <= row["created_at"] <= end)
-    return max(SHORTEST_S, _seconds(begin, end) - evaluating)
+    return sum(row["seconds"] for row in evaluations if begin <= row["created_at"] <= end)
 
 
 def _seconds(begin: datetime, end: datetime) -> float:

@@ -1,4 +1,5 @@
 """How fast is a training step, beside TRL's GRPOTrainer? `make bench-trainer`: a table, then one JSON object.
+`FLOAT32=1 make bench-trainer`: with products in float32 on any processor.
 
 Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
 the response, rewards 0 or 1), float32 weights, matrix products in the machine's fastest precision (bfloat16 where it is
@@ -13,8 +14,9 @@ to it. The last case publishes a policy every second step to a local folder: pub
 training stood still for it over the time of the steps, publishing_step_s_mean what a step then takes on average, the
 writing beside it included.
 
-flops_share_long: useful FLOPs of our step over what two cores' products of matrices reach here in bfloat16, 4096 x 4096
-x 4096; float32_share_long: over what they reach in float32.
+flops_share_long: of each long step but the first, its useful FLOPs a second over those of the fastest products of
+matrices, of 512 to 4,096 rows and columns, in the type of the step's products: the mean of those just before and just
+after the step, because the speed of a shared machine changes.
 Useful: 6 x weights in matrix products x tokens, each prompt's once, plus attention's (4 x hidden size for each pair of
 tokens that attend, 3 x for the backward pass), plus the head's for the tokens that are scored. Recomputation, the
 optimizer and casts count as nothing.
@@ -42,7 +44,7 @@ class Shape:
     steps: int
 
 
-SHAPES = {"short": Shape(40, 6, 4), "long": Shape(100, 128, 2), "gpu": Shape(128, 1024, 4)}  # gpu: gpu_check.py's
+SHAPES = {"short": Shape(40, 6, 4), "long": Shape(100, 128, 3), "gpu": Shape(128, 1024, 4)}  # gpu: gpu_check.py's
 CASES = [("ours", "short"), ("trl", "short"), ("ours", "long"), ("trl", "long"), ("publish", "short")]
 PUBLISHING_STEPS = 8
 
@@ -65,9 +67,19 @@ def make_groups(shape: Shape, end: int, vocabulary: int) -> list[tuple[list[int]
     ]
 
 
-def step_ours(folder: Path, shape: Shape) -> list[float]:
+def step_ours(folder: Path, shape: Shape) -> tuple[list[float], list[float]]:
+    """Seconds of each step, and of each its FLOPs a second over those of a product before it and of one after it."""
+    from tba.precision import compute_dtype, default_device
+
     trainer, draws = our_trainer(folder, shape, shape.steps)
-    return [trainer.train_step(draws)["step_s"] for _ in range(shape.steps)]
+    seconds, shares, flops = [], [], useful_flops(folder, shape)
+    precision = str(compute_dtype(default_device())).removeprefix("torch.")
+    peak = measured_peak_flops(precision)
+    for _ in range(shape.steps):
+        seconds.append(trainer.train_step(draws)["step_s"])
+        before, peak = peak, measured_peak_flops(precision)
+        shares.append(flops / seconds[-1] / ((before + peak) / 2))
+    return seconds, shares
 
 
 def our_trainer(folder: Path, shape: Shape, steps: int) -> tuple:
@@ -213,30 +225,33 @@ def run_case(side: str, shape: Shape, folder: Path) -> dict:
     import torch
 
     from infra.memory import keep_freed_memory
+    from tba import precision
     from tba.precision import default_device
 
     torch.set_num_threads(2)
+    if os.environ.get("FLOAT32"):
+        precision.BFLOAT16_INSTRUCTIONS = ()
     if side != "trl" and default_device() == "cpu":
         keep_freed_memory()
     if side == "publish":
         return publish_ours(folder, shape)
-    seconds = step_ours(folder, shape) if side == "ours" else step_trl(folder, shape)
+    seconds, shares = step_ours(folder, shape) if side == "ours" else (step_trl(folder, shape), None)
     assert len(seconds) == shape.steps
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if torch.cuda.is_available():
         peak_mb = torch.cuda.max_memory_allocated() / 2**20
-    return {"step_s": min(seconds[1:]), "peak_mb": peak_mb}
+    return {"step_s": min(seconds[1:]), "peak_mb": peak_mb, "shares": shares and shares[1:]}
 
 
 def measured_peak_flops(precision: str) -> float:
-    """FLOPs a second of a matrix product on these cores, or on the GPU, the fastest of several sizes."""
+    """FLOPs a second of a matrix product on these cores, or on the GPU, the fastest of three of each size."""
     import torch
 
     from tba.precision import default_device
 
     torch.set_num_threads(2)
     best, seconds = 0.0, 0.0
-    for size in (512, 1024, 2048, 4096, 8192):
+    for size in (512, 1024, 2048, 4096, *([8192] if torch.cuda.is_available() else [])):
         if seconds > 1:  # bfloat16 emulated without AVX-512: 4,096 would take eleven minutes
             break
         one, other = (torch.randn(size, size, device=default_device()).to(getattr(torch, precision)) for _ in range(2))
@@ -283,7 +298,6 @@ def main() -> None:
         print(f"{side:12}{name:8}{result['step_s']:10.2f}{speed:10.0f}{result['peak_mb']:10.0f}", flush=True)
     ours, publish = {name: results["ours", name] for name in ("short", "long")}, results["publish", "short"]
     bf16_peak, float32_peak = measured_peak_flops("bfloat16"), measured_peak_flops("float32")
-    flops = useful_flops(folder, SHAPES["long"])
 
     def ratio(side: str, name: str) -> float:
         return round(results[side, name]["step_s"] / ours[name]["step_s"], 2)
@@ -300,11 +314,10 @@ def main() -> None:
                 "publishing_step_s_mean": round(publish["step_s"], 3),
                 "peak_mb_long": round(ours["long"]["peak_mb"]),
                 "trl_peak_mb_long": round(results["trl", "long"]["peak_mb"]),
-                "useful_tflops_long": round(flops / 1e12, 3),
+                "useful_tflops_long": round(useful_flops(folder, SHAPES["long"]) / 1e12, 3),
                 "peak_bf16_gflops": round(bf16_peak / 1e9),
                 "peak_float32_gflops": round(float32_peak / 1e9),
-                "flops_share_long": round(flops / ours["long"]["step_s"] / bf16_peak, 3),
-                "float32_share_long": round(flops / ours["long"]["step_s"] / float32_peak, 3),
+                "flops_share_long": [round(share, 3) for share in ours["long"]["shares"]],
             }
         )
     )

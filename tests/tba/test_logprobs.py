@@ -35,10 +35,10 @@ from transformers import (
     SeedOssConfig,
 )
 
-from tba import logprobs, precision, shared_prefix
+from tba import logprobs, precision, response_attention, shared_prefix
 from tba.logprobs import Group, check_supported, load_policy, response_logprobs, sequence_logprobs
 from tba.model_files import context_length, with_window
-from tba.shared_prefix import _attend_by_products
+from tba.response_attention import Places, ResponseAttention
 
 SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SPECIAL = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -135,13 +135,13 @@ def test_what_responses_begin_with_alike_is_computed_once():
 )
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize(
-    ("together", "max_scores"),
-    [(0, 1 << 23), (0, 0), (9, 1 << 23), (256, 0)],
-    ids=["groups apart", "groups apart, fused", "some together", "all together"],
+    ("together", "scores"),
+    [(0, 1 << 20), (0, 0), (9, 1 << 20), (256, 0)],
+    ids=["groups apart", "groups apart, responses one by one", "some together", "all together"],
 )
-def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, max_scores, monkeypatch):
+def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, scores, monkeypatch):
     monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", together)
-    monkeypatch.setattr(shared_prefix, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(response_attention, "SCORES", scores)
     monkeypatch.setattr(shared_prefix, "MORE_TOKENS", 1)
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
     expected = plain_logprobs(slow, groups)
@@ -158,7 +158,7 @@ def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups,
 def as_on_a_gpu(monkeypatch) -> None:
     """Attention with masks in the form that flash attention takes, which a CPU's attention turns into tensors."""
     monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
-    monkeypatch.setattr(shared_prefix, "MAX_SCORES", 0)
+    monkeypatch.setattr(shared_prefix, "attends_by_products", lambda device: False)
     on_gpu = functools.partial(shared_prefix._causal_behind, device=torch.device("cuda"))
     monkeypatch.setattr(shared_prefix, "_causal_behind", lambda num_before, num, device: on_gpu(num_before, num))
 
@@ -260,10 +260,10 @@ def test_in_bfloat16_a_long_pass_keeps_no_weight_and_an_input_once_for_all_its_p
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
     assert not [tensor.shape for tensor in kept if tuple(tensor.shape) in shapes]
     hidden = [tensor for tensor in kept if tensor.shape == (1, 40 + 8 * 2, 32)]
-    # Of two layers: two norms' inputs, and the last norm's; their results, for three products and for two, and the
-    # result of attention for one.
+    # Of two layers: two norms' inputs, and the last norm's; the result of attention, for one product. The norms'
+    # results, for three products and for two, are computed again.
     assert sum(tensor.dtype == torch.float32 for tensor in hidden) == 2 * 2 + 1
-    assert sum(tensor.dtype == torch.bfloat16 for tensor in hidden) == 2 * 3
+    assert sum(tensor.dtype == torch.bfloat16 for tensor in hidden) == 2
 
 
 def test_a_sliding_window_shorter_than_the_sequence_is_refused():
@@ -290,12 +290,16 @@ def test_a_window_is_the_one_that_transformers_takes(tmp_path):
 def test_values_may_be_narrower_than_queries():
     """As those of multi-head latent attention."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 5, 4, 8), torch.randn(3, 7, 2, 8), torch.randn(3, 7, 2, 6)  # [K', t or T, heads, D]
-    may_attend = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    q, k, v = torch.randn(3 * 5, 4, 8), torch.randn(3 * 5, 2, 8), torch.randn(3 * 5, 2, 6)  # [K' R, heads, D or E]
+    prompt_k, prompt_v = torch.randn(2, 2, 8), torch.randn(2, 2, 6)
+    rows, may_attend = torch.arange(15).view(3, 5), torch.ones(5, 7, dtype=torch.bool).tril(2)
+    places = Places(rows, new=torch.arange(15), again=torch.arange(0), may_attend=may_attend)
+    got = ResponseAttention.apply(q * 8**-0.5, k, v, prompt_k, prompt_v, places)
+    k, v = (torch.cat([p.expand(3, -1, -1, -1), x[rows]], 1) for p, x in ((prompt_k, k), (prompt_v, v)))
     wanted = torch.nn.functional.scaled_dot_product_attention(
-        *(each.transpose(1, 2) for each in (q, k, v)), attn_mask=may_attend, enable_gqa=True
+        *(each.transpose(1, 2) for each in (q[rows], k, v)), attn_mask=may_attend, enable_gqa=True
     )
-    torch.testing.assert_close(_attend_by_products(q, k, v, may_attend, None), wanted.transpose(1, 2))
+    torch.testing.assert_close(got, wanted.transpose(1, 2).flatten(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -329,16 +333,32 @@ def test_what_prompts_begin_with_is_computed_once():
     assert shared_prefix.pack(ALIKE, torch.device("cpu")).input_ids.tolist() == [packed]
 
 
-def test_logits_in_chunks_give_the_same(monkeypatch):
+@pytest.mark.parametrize("kept_rows", [0, 5, 1000], ids=["none kept", "a chunk kept", "all kept"])
+def test_logits_in_chunks_give_the_same(kept_rows, monkeypatch):
     model = model_of("llama", "tba_shared_prefix")
     whole = sequence_logprobs(model, GROUPS, TEMPERATURE)
     expected = gradients(model, whole)
     monkeypatch.setattr(logprobs, "LOGIT_ROWS", 3)
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", kept_rows * 97 * 8)  # of float64
     in_chunks = sequence_logprobs(model, GROUPS, TEMPERATURE)
     for one, other in zip(whole, in_chunks, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     for name, gradient in gradients(model, in_chunks).items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_the_output_layers_gradient_is_added_to_the_one_given(architecture):
+    model = model_of(architecture, "tba_shared_prefix")
+    expected = gradients(model, sequence_logprobs(model, GROUPS, TEMPERATURE))
+    weight = model.get_output_embeddings().weight
+    weight.grad = torch.ones_like(weight)
+    before = weight.grad
+    scored = sequence_logprobs(model, GROUPS, TEMPERATURE, weight.grad)
+    sum((n + 1) * (tokens * torch.arange(1, len(tokens) + 1)).sum() for n, tokens in enumerate(scored)).backward()
+    of_weight = next(gradient for name, gradient in expected.items() if model.get_parameter(name) is weight)
+    torch.testing.assert_close(weight.grad, of_weight + 1, rtol=0, atol=1e-12)
+    assert weight.grad is before  # not a sum with a second one
 
 
 @pytest.mark.parametrize("group", [Group([], [[1]]), Group([1], [[]])])

@@ -131,10 +131,10 @@ def store(tmp_path) -> RunStore:
     return store
 
 
-def record_steps(store: RunStore, steps: list[tuple[int, float, float, float]]) -> None:
+def record_steps(store: RunStore, steps: list[tuple[int, float, float, float]], attempt: int = 1) -> None:
     """Steps of a Trainer: number, start, seconds of the wait before, end."""
     for step, begin, wait_s, end in steps:
-        row = {"attempt": 1, "step": step, "started_at": at(begin), "ended_at": at(end), "wait_s": wait_s}
+        row = {"attempt": attempt, "step": step, "started_at": at(begin), "ended_at": at(end), "wait_s": wait_s}
         row |= {"num_inserted": 192 * step, "fresh_staleness": step - 1.0}
         ledger.record_training_step(store, dict.fromkeys(TRAINING_STEP.names) | row)
 
@@ -146,11 +146,19 @@ def test_times_are_those_of_the_ledger(store):
     assert times.evaluations == [4.0]
     assert times.rounds == pytest.approx([3, 3, 3])
     assert times.pauses == pytest.approx([1]) and times.loads == pytest.approx([1])
-    assert times.publish == pytest.approx(6)  # policy 2 at 6 s, found at 12 s, when the evaluation ended
+    assert times.publish == pytest.approx(2)  # policy 2 at 6 s, found at 8 s, then loaded for 1 s, evaluated for 4 s
     outcome = measured_outcome(store)
     assert (outcome.searchers, outcome.seconds, outcome.num_trajectories) == (1, pytest.approx(10), 576)
     assert outcome.trainer_wait_share == pytest.approx((3.5 + 0.125 + 2.5) / 10)
     assert outcome.fresh_staleness == pytest.approx(1)
+
+
+def test_a_policy_of_an_earlier_attempt_was_not_found_before_its_step(store):
+    record_steps(store, [(2, 19.0, 0.125, 20.0)], attempt=2)  # the step after which policy 2 was found at 8 s, again
+    row = {"searcher": "s0", "round": 3, "policy_step": 3, "num_trajectories": 192, "num_response_tokens": 960}
+    times = {"started_at": at(18), "ended_at": at(21), "sampling_started_at": at(18), "sampling_ended_at": at(20)}
+    ledger.record_search_round(store, row | times | {"reward_mean": 0.5})
+    assert measured_times(store).publish == pytest.approx(7)  # policy 3 at 10 s; at 17 s the round's policy was found
 
 
 def test_a_draw_takes_the_median_of_the_waits_without_a_poll(store):

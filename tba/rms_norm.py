@@ -1,0 +1,70 @@
+"""RMS norms whose results are not kept for the backward pass: products compute them again, once for all of them.
+
+A norm's input is kept anyway. Its result is as large, and each layer has two.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+AGAIN = "tba_again"  # attribute of a result: its `Again`
+
+
+class Again:
+    """A norm's result, computed again."""
+
+    def __init__(self, hidden: Tensor, factor: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+        self._arguments = hidden.detach(), factor, weight.detach(), dtype
+        self._result: Tensor | None = None
+        self._uses = 0
+
+    def will_be_used(self) -> None:
+        """Once more."""
+        self._uses += 1
+
+    def take(self) -> Tensor:
+        """The result. It is kept until its last use."""
+        result = _scaled(*self._arguments) if self._result is None else self._result
+        self._uses -= 1
+        self._result = result if self._uses else None
+        return result
+
+
+def rms_norm(module: nn.Module, hidden: Tensor) -> Tensor:
+    """The forward pass of one of transformers' RMS norms, of [.., D]. Computed at least in float32.
+
+    The result has the type of the products that take it. Autocast would give each a copy of its own to keep.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    result, factor = _RmsNorm.apply(hidden, module.weight, module.variance_epsilon, dtype)
+    if torch.is_grad_enabled():
+        setattr(result, AGAIN, Again(hidden, factor, module.weight, dtype))
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Returns hidden * factor * weight, and factor = 1 / sqrt(mean hidden^2 + epsilon) [.., 1]."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, epsilon, dtype):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=wide)
+        factor = norm.square_().div_(hidden.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(hidden, factor, weight)
+        ctx.mark_non_differentiable(factor)
+        return _scaled(hidden, factor, weight, dtype), factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient, _):
+        hidden, factor, weight = ctx.saved_tensors
+        normed, of_normed = hidden * factor, gradient * weight
+        of_weight = (gradient * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        along = (of_normed * normed).mean(-1, keepdim=True)
+        of_hidden = of_normed.addcmul_(normed, along, value=-1).mul_(factor)
+        return of_hidden.to(hidden.dtype), of_weight, None, None
+
+
+def _scaled(hidden: Tensor, factor: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return (hidden * factor).mul_(weight).to(dtype)
