@@ -129,7 +129,9 @@ def trainer_parts(shape: Shape, settings: TrainSettings, largest: Pass, machine:
         trained = settings.lora_rank * shape.num_sides
         frozen = 4 * shape.num_parameters
         if shape.is_bfloat16 and settings.num_processes == 1:
-            frozen -= 2 * (shape.num_in_layers - shape.num_not_linear)
+            in_file = shape.num_in_layers - shape.num_not_linear
+            # On a CPU they are the mapped file, and the other weights' pages of it stay beside their float32 copies.
+            frozen += (0 if machine.is_gpu else 2 * (shape.num_parameters - in_file)) - 2 * in_file
     size, stage = settings.num_processes, settings.zero_stage if settings.num_processes > 1 else 0
     gradient = 4 * trained // (size if stage >= 2 else 1)
     parts = {

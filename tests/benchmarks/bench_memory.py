@@ -2,7 +2,8 @@
 
 Each configuration trains a few steps with one Searcher, and writes a checkpoint in the middle and at the end. The peak
 of a process is the kernel's (VmHWM). The last line is a JSON object: for each configuration and process the planned and
-the measured bytes, and their ratio; and the Trainer's peak by that of its steps before the first checkpoint.
+the measured bytes, and their ratio; and the Trainer's peak before its last step ends, after which it copies the final
+policy, by that of its steps before the first checkpoint.
 """
 
 import contextlib
@@ -89,8 +90,8 @@ def main() -> None:
             process: {"planned": planned[process], "measured": peak, "ratio": round(planned[process] / peak, 3)}
             for process, peak in measured.items()
         }
-        before = peaks.of_trainer_before(steps[CHECKPOINT_STEP - 1]["ended_at"])
-        results[name]["peak_by_peak_before_checkpoint"] = round(peaks.of_trainer / before, 3)
+        before, after = (peaks.of_trainer_before(steps[step - 1]["ended_at"]) for step in (CHECKPOINT_STEP, STEPS))
+        results[name]["peak_by_peak_before_checkpoint"] = round(after / before, 3)
         print(name, results[name], flush=True)
     print(json.dumps(results))
 
