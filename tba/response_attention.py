@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SCORES = 1 << 20  # that exist at once, at most, if those of one response and key-value head are fewer
+SCORES = 1 << 20  # that exist at once, at most, unless one response and key-value head have more
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ResponseAttention(torch.autograd.Function):
         if len(places.new) < places.rows.numel():
             of_places = gradient.new_zeros(places.rows.numel(), *gradient.shape[1:])
             of_places[places.new] = gradient
-        of_out = _queries_by_head(of_places.view(*places.rows.shape, *gradient.shape[1:]), v)
+        of_out = _queries_by_head(of_places.unflatten(0, places.rows.shape), v)
         of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for part, weights in _weights(q, k, places.may_attend):
             torch.bmm(weights.mT, of_out[part], out=of_v[part])

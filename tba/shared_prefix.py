@@ -32,6 +32,7 @@ from tba.response_attention import Places, ResponseAttention
 ATTENTION = "tba_shared_prefix"  # its name in transformers
 # Groups up to this many tokens attend together under one mask: many small calls cost more than the masked products.
 TOGETHER_TOKENS = 256
+MAX_SCORES = 1 << 23  # of a response and key-value head, up to which they exist at once: in bfloat16 17 MB
 # Responses of a large group attend in one call, padded to the longest, while that one is at most so much longer than
 # the shortest. Padding costs memory and time; each further call costs a CPU time.
 LONGER, MORE_TOKENS = 1.5, 64
@@ -285,18 +286,13 @@ def shared_prefix_attention(
         if isinstance(piece, _Together):
             q, k, v = part[0], torch.cat([common_key, part[1]]), torch.cat([common_value, part[2]])  # k, v: [C + n, ..]
             outputs.append(attend(q[None], k[None], v[None], attn_mask=piece.may_attend)[0])
-        elif attends_by_products(query.device):  # k and v are still the prompt's
+        elif query.device.type == "cpu" and all(repeat * each.may_attend.numel() <= MAX_SCORES for each in piece):
             scaled = part[0] * (kwargs.get("scaling") or query.shape[-1] ** -0.5)
             outputs += [ResponseAttention.apply(scaled, *part[1:], k, v, of_call) for of_call in piece]
-        else:  # copies of k and v for each response are made again for the backward pass
+        else:  # k and v are still the prompt's. Copies of them for each response are made again for the backward pass
             again = functools.partial(checkpoint, attend_apart, use_reentrant=False, preserve_rng_state=False)
             outputs += [again(of_call, *part, k, v) for of_call in piece]
     return torch.cat(outputs).unsqueeze(0), None
-
-
-def attends_by_products(device: torch.device) -> bool:
-    """Whether responses attend by `ResponseAttention`."""
-    return device.type == "cpu"
 
 
 def _check_kind(layout: Layout, given: dict) -> None:

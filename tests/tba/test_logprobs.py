@@ -135,12 +135,15 @@ def test_what_responses_begin_with_alike_is_computed_once():
 )
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize(
-    ("together", "scores"),
-    [(0, 1 << 20), (0, 0), (9, 1 << 20), (256, 0)],
-    ids=["groups apart", "groups apart, responses one by one", "some together", "all together"],
+    ("together", "max_scores", "scores"),
+    [(0, 1 << 23, 1 << 20), (0, 1 << 23, 0), (0, 0, 0), (9, 1 << 23, 1 << 20), (256, 0, 0)],
+    ids=["groups apart", "responses one by one", "groups apart, fused", "some together", "all together"],
 )
-def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups, together, scores, monkeypatch):
+def test_values_and_gradients_equal_one_response_at_a_time(
+    architecture, groups, together, max_scores, scores, monkeypatch
+):
     monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", together)
+    monkeypatch.setattr(shared_prefix, "MAX_SCORES", max_scores)
     monkeypatch.setattr(response_attention, "SCORES", scores)
     monkeypatch.setattr(shared_prefix, "MORE_TOKENS", 1)
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
@@ -158,7 +161,7 @@ def test_values_and_gradients_equal_one_response_at_a_time(architecture, groups,
 def as_on_a_gpu(monkeypatch) -> None:
     """Attention with masks in the form that flash attention takes, which a CPU's attention turns into tensors."""
     monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
-    monkeypatch.setattr(shared_prefix, "attends_by_products", lambda device: False)
+    monkeypatch.setattr(shared_prefix, "MAX_SCORES", 0)
     on_gpu = functools.partial(shared_prefix._causal_behind, device=torch.device("cuda"))
     monkeypatch.setattr(shared_prefix, "_causal_behind", lambda num_before, num, device: on_gpu(num_before, num))
 
