@@ -76,7 +76,7 @@ bench-policies: $(STAMP)  ## Measure how fast a policy travels over 100 Mbit/s, 
 bench-report: $(STAMP)  ## Measure report and diversity of large runs
 	$(BIN)/python -m tests.benchmarks.bench_report
 
-bench-trainer: $(STAMP)  ## Measure a training step beside TRL's
+bench-trainer: $(STAMP)  ## Measure a training step beside TRL's (FLOAT32=1: in float32)
 	$(BIN)/python -m tests.benchmarks.bench_trainer
 
 bench-accuracy: $(STAMP)  ## Measure time to accuracy by seed (SEEDS=0,1,…) beside TRL

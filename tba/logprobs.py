@@ -195,9 +195,8 @@ class _TargetLogprobs(torch.autograd.Function):
     targets: [2, M], of each the row of `hidden` that predicts it and its token.
 
     The [rows, V] logits are computed in chunks of rows. The backward pass turns them into their gradient in place. The
-    first ones are kept for it, and others computed again. The softmax is at least
-    float32; on a CPU it is computed by parts that stay in a cache. The weight's gradient is summed over chunks in the
-    weight's type.
+    first ones are kept for it, and others computed again. The softmax is at least float32; on a CPU it is
+    computed by parts that stay in a cache. The weight's gradient is summed over chunks in the weight's type.
     """
 
     @staticmethod
@@ -228,10 +227,8 @@ class _TargetLogprobs(torch.autograd.Function):
             index, ids = targets[:, of_chunk] - targets.new_tensor([[rows.start], [0]])
             logits = kept[rows] if rows.start < len(kept) else output_layer.logits(hidden[rows])
             for part, of_part in _chunks(logits, index, _softmax_rows(logits)):
-                at, of_targets = (
-                    (index[of_part] - part.start, ids[of_part]),
-                    gradient[of_chunk[of_part]] / temperature,
-                )
+                at = index[of_part] - part.start, ids[of_part]
+                of_targets = gradient[of_chunk[of_part]] / temperature
                 wide = _divided(logits[part].to(gradient.dtype), temperature).softmax(-1)
                 of_rows = wide.new_zeros(len(wide)).index_add_(0, at[0], of_targets)
                 wide.mul_(of_rows.neg().unsqueeze(1)).index_put_(at, of_targets, accumulate=True)
