@@ -221,7 +221,7 @@ class _TargetLogprobs(torch.autograd.Function):
         output_layer = _OutputLayer(weight, bias, dtype)
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and total is None else None
-        total = total if of_weight is None else of_weight
+        total = of_weight if total is None else total
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for rows, of_chunk in _chunks(hidden, targets[0], LOGIT_ROWS):
             index, ids = targets[:, of_chunk] - targets.new_tensor([[rows.start], [0]])

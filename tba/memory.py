@@ -22,6 +22,7 @@ BUCKET = 4 * 50_000_000  # of gradients that DeepSpeed reduces together: reduce_
 # Parts that a Trainer needs whatever its batches are.
 CERTAIN = ("weights", "gradient", "moments of AdamW", "DeepSpeed's weights and bucket")
 LOGIT_ROWS, KEPT_LOGITS = 512, 1 << 29  # rows of a chunk of logits, and bytes that are kept (tba/logprobs.py)
+# Models with the norms of RMS_NORMS (tba/logprobs.py).
 RMS_NORM_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 CAST_AGAIN_TOKENS = 1024  # of a pass, from which no bfloat16 copy of a weight is kept (tba/precision.py)
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
@@ -199,8 +200,9 @@ def _logits(shape: Shape, machine: Machine, kept_rows: int = 0) -> Bytes:
     """Of a chunk of rows, and of the first of `kept_rows` for the backward pass; in bfloat16 also the output layer's
     rounded weight, on a GPU also the softmax in float32."""
     wide = 2 if machine.has_bfloat16 else 4
-    kept = min(KEPT_LOGITS, wide * shape.V * kept_rows)
-    chunk = 0 if kept < KEPT_LOGITS and kept_rows else wide * shape.V * LOGIT_ROWS
+    of_all = wide * shape.V * kept_rows
+    kept = min(KEPT_LOGITS, of_all)
+    chunk = 0 if 0 < of_all <= KEPT_LOGITS else wide * shape.V * LOGIT_ROWS
     weight = wide * shape.V * shape.D if machine.has_bfloat16 else 0
     softmax = 2 * 4 * shape.V * LOGIT_ROWS if machine.is_gpu else 0  # its input and output
     return kept + chunk + weight + softmax

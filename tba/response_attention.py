@@ -1,7 +1,8 @@
 """Attention of a group's responses on a CPU: each to the group's prompt, and causally to itself.
 
-Products of matrices for each response and key-value head. Torch's fused attention takes more than twice as long in the
-backward pass on a CPU. The scores of a few responses at a time exist, and the backward pass computes them again.
+Products of matrices for each response and key-value head. In bfloat16 they take 0.3 to 0.6 of the time of torch's fused
+attention, in float32 0.7 to 1.4 (docs/LOG.md). The scores of a few responses at a time exist, and the backward pass
+computes them again.
 
 Dimensions: n tokens of the responses, which follow each other without padding; K' responses, R tokens of each, padded;
 P tokens of the prompt, T = P + R; H query heads, H' key-value heads, D head size (of values E).

@@ -1,9 +1,9 @@
 """The memory that `tba plan` names beside the peaks of real runs' processes: `make bench-memory`.
 
-Each configuration trains a few steps with one Searcher, and writes a checkpoint in the middle and at the end. The peak
-of a process is the kernel's (VmHWM). The last line is a JSON object: for each configuration and process the planned and
-the measured bytes, and their ratio; and the Trainer's peak before its last step ends, after which it copies the final
-policy, by that of its steps before the first checkpoint.
+Each configuration trains a few steps with one Searcher, and writes a checkpoint in the middle. The peak of a process is
+the kernel's (VmHWM). The last line is a JSON object. It has for each configuration and process the planned bytes, the
+measured ones and their ratio. It also has the Trainer's peak until its last step ends, by that before the first
+checkpoint: after the last step the final policy is copied.
 """
 
 import contextlib

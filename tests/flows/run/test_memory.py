@@ -278,10 +278,8 @@ def test_the_smallest_limit_of_a_container_or_a_job_is_the_memory(monkeypatch):
 
 
 def test_logits_are_planned_in_the_trainers_chunks():
-    assert (LOGIT_ROWS, KEPT_LOGITS) == (
-        logprobs.LOGIT_ROWS,
-        logprobs.KEPT_LOGITS,
-    )  # importing it from there would import torch
+    # Importing these from there would import torch.
+    assert (LOGIT_ROWS, KEPT_LOGITS) == (logprobs.LOGIT_ROWS, logprobs.KEPT_LOGITS)
     assert CAST_AGAIN_TOKENS == precision.CAST_AGAIN_TOKENS
     assert PASS_TOKENS == reference_policy.PASS_TOKENS
 
