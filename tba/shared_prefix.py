@@ -15,10 +15,9 @@ Dimensions: N packed tokens, G groups, K responses of a group, C tokens of the c
 prompt, P = C + S, R response tokens (padded, in attention only), H heads, D head size, M response tokens scored.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +26,14 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from tba.response_attention import Places, ResponseAttention
+from tba.product_attention import Places, ProductAttention, new_places, padded
 
 ATTENTION = "tba_shared_prefix"  # its name in transformers
-# Groups up to this many tokens attend together under one mask: many small calls cost more than the masked products.
-TOGETHER_TOKENS = 256
+# A group up to this many tokens attends as a whole under a mask: many small calls cost more than the masked products.
+WHOLE_TOKENS = 256
 MAX_SCORES = 1 << 23  # of a response and key-value head, up to which they exist at once: in bfloat16 17 MB
-# Responses of a large group attend in one call, padded to the longest, while that one is at most so much longer than
-# the shortest. Padding costs memory and time; each further call costs a CPU time.
+# Responses of a large group, and small groups, attend in one call, padded to the longest, while that one is at most so
+# much longer than the shortest. Padding costs memory and time; each further call costs a CPU time.
 LONGER, MORE_TOKENS = 1.5, 64
 Item = TypeVar("Item")
 
@@ -75,17 +74,17 @@ def in_passes(items: Sequence[Item], num_tokens: Callable[[Item], int], max_toke
         yield of_pass
 
 
-@dataclass(frozen=True)
-class _Together:
-    """Tokens that attend in one call: of several small groups, or of a prompt."""
+class Piece(NamedTuple):
+    """Tokens that follow each other in the packed row: small groups, a large group's prompt, or its responses."""
 
-    may_attend: Tensor  # [n, C + n] what of the common beginning, then of these tokens
+    calls: list[Places]
+    are_responses: bool  # which attend to the whole prompt; the others to the common beginning, and to themselves
 
 
 @dataclass(frozen=True)
 class Layout:
     sizes: list[int]  # tokens of the common beginning, then of each piece, in the packed row's order
-    pieces: list[_Together | list[Places]]  # a large group's prompt, then its responses
+    pieces: list[Piece]
     num_positions: int  # of the longest prompt with its longest response
 
 
@@ -170,43 +169,47 @@ class _Tree:
 def _layout(C: int, trees: list[_Tree], num_positions: int, device: torch.device) -> Layout:
     sizes, pieces, small = [C], [], []
 
-    def attend_together() -> None:
+    def add(num_tokens: int, calls: list[Places], are_responses: bool = False) -> None:
+        sizes.append(num_tokens)
+        pieces.append(Piece(calls, are_responses))
+
+    def attend_as_wholes() -> None:
         if small:
-            sizes.append(sum(tree.num_tokens for tree in small))
-            pieces.append(_together(C, small, device))
+            add(sum(tree.num_tokens for tree in small), [_wholes(C, small, device)])
             small.clear()
 
     for tree in trees:
-        if sum(t.num_tokens for t in small) + tree.num_tokens > TOGETHER_TOKENS:
-            attend_together()
-        if tree.num_tokens <= TOGETHER_TOKENS:
+        shortest, *_, longest = sorted([tree.num_tokens, *(each.num_tokens for each in small)] * 2)
+        if longest > min(WHOLE_TOKENS, LONGER * shortest + MORE_TOKENS):
+            attend_as_wholes()
+        if tree.num_tokens <= WHOLE_TOKENS:
             small.append(tree)
             continue
-        sizes.append(tree.S)
-        pieces.append(_Together(_causal_behind(C, tree.S, device)))
+        add(tree.S, [_padded(C, [list(range(tree.S))], [[True] * tree.S], device)])
         if tree.num_tokens > tree.S:
-            sizes.append(tree.num_tokens - tree.S)
-            pieces.append(_apart(C, tree, device))
-    attend_together()
+            add(tree.num_tokens - tree.S, _apart(C, tree, device), are_responses=True)
+    attend_as_wholes()
     return Layout(sizes, pieces, num_positions)
 
 
-def _together(C: int, trees: list[_Tree], device: torch.device) -> _Together:
+def _wholes(C: int, trees: list[_Tree], device: torch.device) -> Places:
     """A token of a response attends to its prompt and, on its own path, to what comes before it and to itself."""
-    n = sum(tree.num_tokens for tree in trees)
-    may_attend = torch.zeros(n, C + n, dtype=torch.bool)
-    may_attend[:, :C] = True
-    begin = 0
-    for tree in trees:
-        end = begin + tree.num_tokens
-        own = may_attend[begin:end, C + begin : C + end]
+    longest = max(tree.num_tokens for tree in trees)
+    may_attend = torch.zeros(len(trees), 1, longest, C + longest, dtype=torch.bool)
+    may_attend[..., :C] = True
+    begin, bringing = 0, []
+    for tree, of_tree in zip(trees, may_attend[:, 0], strict=True):
+        n = tree.num_tokens
+        bringing.append(list(range(begin, begin + n)))
+        begin += n
+        own = of_tree[:n, C : C + n]
         own[:, : tree.S] = True
         own[: tree.S, : tree.S].tril_()
         for path in tree.paths:
             rows = torch.tensor(path, dtype=torch.long)
             own[rows[:, None], rows] = torch.ones(len(path), len(path), dtype=torch.bool).tril()
-        begin = end
-    return _Together(may_attend.to(device))
+        of_tree[n:] = True  # padding needs some weights; its results are dropped
+    return _padded(C, bringing, [[True] * len(rows) for rows in bringing], device, may_attend)
 
 
 def _apart(C: int, tree: _Tree, device: torch.device) -> list[Places]:
@@ -222,7 +225,9 @@ def _apart(C: int, tree: _Tree, device: torch.device) -> list[Places]:
     return [_padded(C + tree.S, bringing, is_new, device) for bringing, is_new in calls]
 
 
-def _padded(P: int, bringing: list[list[int]], is_new: list[list[bool]], device: torch.device) -> Places:
+def _padded(
+    P: int, bringing: list[list[int]], is_new: list[list[bool]], device: torch.device, may_attend: Tensor | None = None
+) -> Places:
     R = max(map(len, bringing))
     # Padding lies behind a response's tokens, so causal attention keeps it from them. It repeats the whole response,
     # because many copies of one row would have their gradients added one after another on a GPU.
@@ -230,7 +235,7 @@ def _padded(P: int, bringing: list[list[int]], is_new: list[list[bool]], device:
     places = [(number * R + at, flag) for number, flags in enumerate(is_new) for at, flag in enumerate(flags)]
     new, again = ([place for place, flag in places if flag is wanted] for wanted in (True, False))
     new, again = (torch.tensor(each, dtype=torch.long, device=device) for each in (new, again))
-    return Places(rows, new, again, _causal_behind(P, R, device))
+    return Places(rows, new, again, _causal_behind(P, R, device) if may_attend is None else may_attend.to(device))
 
 
 def _causal_behind(num_before: int, num: int, device: torch.device) -> Tensor:
@@ -270,28 +275,31 @@ def shared_prefix_attention(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=kwargs.get("scaling"), **masking).transpose(1, 2)
 
-    def attend_apart(piece: Places, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
-        """q, k, v: [n, H or H', D] of a group's new tokens; prompt_k and prompt_v: [P, H', D]. Returns [m, H, D]."""
-        q, k, v = (x[piece.rows] for x in (q, k, v))  # [K', R, H or H', D] each
+    def attend_fused(places: Places, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
+        """As `ProductAttention`."""
+        q, k, v = (padded(x, places) for x in (q, k, v))  # [K', R, H or H', D] each
         k = torch.cat([prompt_k.expand(len(q), -1, -1, -1), k], dim=1)  # [K', P + R, H', D]
         v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
-        return attend(q, k, v, attn_mask=piece.may_attend).flatten(0, 1)[piece.new]
+        return new_places(attend(q, k, v, attn_mask=places.may_attend).flatten(0, 1), places)
 
     # Split once: a slice for each piece would cost a gradient of the whole row for each.
     common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
-    _, common_key, common_value = common  # [C, H or H', D] each
     # In the packed row's order.
     outputs = [attend(*(x[None] for x in common), is_causal=True)[0]] if tba_layout.sizes[0] else []
-    for piece, part in zip(tba_layout.pieces, parts, strict=True):
-        if isinstance(piece, _Together):
-            q, k, v = part[0], torch.cat([common_key, part[1]]), torch.cat([common_value, part[2]])  # k, v: [C + n, ..]
-            outputs.append(attend(q[None], k[None], v[None], attn_mask=piece.may_attend)[0])
-        elif query.device.type == "cpu" and all(repeat * each.may_attend.numel() <= MAX_SCORES for each in piece):
-            scaled = part[0] * (kwargs.get("scaling") or query.shape[-1] ** -0.5)
-            outputs += [ResponseAttention.apply(scaled, *part[1:], k, v, of_call) for of_call in piece]
-        else:  # k and v are still the prompt's. Copies of them for each response are made again for the backward pass
-            again = functools.partial(checkpoint, attend_apart, use_reentrant=False, preserve_rng_state=False)
-            outputs += [again(of_call, *part, k, v) for of_call in piece]
+    for number, (piece, (q, k, v)) in enumerate(zip(tba_layout.pieces, parts, strict=True)):
+        behind = common[1:]  # keys and values [P, H', D]
+        if piece.are_responses:
+            behind = [torch.cat(each) for each in zip(common[1:], parts[number - 1][1:], strict=True)]
+        for places in piece.calls:
+            R = places.rows.shape[1]
+            if query.device.type == "cpu" and repeat * R * (len(behind[0]) + R) <= MAX_SCORES:
+                scaled = q * (kwargs.get("scaling") or q.shape[-1] ** -0.5)
+                outputs.append(ProductAttention.apply(scaled, k, v, *behind, places))
+            elif piece.are_responses:  # copies of the prompt for each response are made again for the backward pass
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                outputs.append(checkpoint(attend_fused, places, q, k, v, *behind, **options))
+            else:
+                outputs.append(attend_fused(places, q, k, v, *behind))
     return torch.cat(outputs).unsqueeze(0), None
 
 

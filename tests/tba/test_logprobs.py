@@ -35,10 +35,10 @@ from transformers import (
     SeedOssConfig,
 )
 
-from tba import logprobs, precision, response_attention, shared_prefix
+from tba import logprobs, precision, product_attention, shared_prefix
 from tba.logprobs import Group, check_supported, load_policy, response_logprobs, sequence_logprobs
 from tba.model_files import context_length, with_window
-from tba.response_attention import Places, ResponseAttention
+from tba.product_attention import Places, ProductAttention
 
 SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SPECIAL = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -118,7 +118,7 @@ def test_responses_of_unlike_lengths_are_not_padded_to_the_longest(monkeypatch):
     monkeypatch.setattr(shared_prefix, "MORE_TOKENS", 1)
     lengths = [2, 3, 4, 40, 50, 300]
     groups = [Group([5, 6], [[number, *range(1, length)] for number, length in enumerate(lengths)])]
-    _, calls = shared_prefix.pack(groups, torch.device("cpu")).layout.pieces
+    _, (calls, _) = shared_prefix.pack(groups, torch.device("cpu")).layout.pieces
     assert [list(call.rows.shape) for call in calls] == [[2, 2], [1, 3], [2, 49], [1, 299]]
 
 
@@ -142,9 +142,9 @@ def test_what_responses_begin_with_alike_is_computed_once():
 def test_values_and_gradients_equal_one_response_at_a_time(
     architecture, groups, together, max_scores, scores, monkeypatch
 ):
-    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", together)
+    monkeypatch.setattr(shared_prefix, "WHOLE_TOKENS", together)
     monkeypatch.setattr(shared_prefix, "MAX_SCORES", max_scores)
-    monkeypatch.setattr(response_attention, "SCORES", scores)
+    monkeypatch.setattr(product_attention, "SCORES", scores)
     monkeypatch.setattr(shared_prefix, "MORE_TOKENS", 1)
     slow, fast = model_of(architecture, "sdpa"), model_of(architecture, "tba_shared_prefix")
     expected = plain_logprobs(slow, groups)
@@ -160,7 +160,7 @@ def test_values_and_gradients_equal_one_response_at_a_time(
 
 def as_on_a_gpu(monkeypatch) -> None:
     """Attention with masks in the form that flash attention takes, which a CPU's attention turns into tensors."""
-    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
+    monkeypatch.setattr(shared_prefix, "WHOLE_TOKENS", 0)
     monkeypatch.setattr(shared_prefix, "MAX_SCORES", 0)
     on_gpu = functools.partial(shared_prefix._causal_behind, device=torch.device("cuda"))
     monkeypatch.setattr(shared_prefix, "_causal_behind", lambda num_before, num, device: on_gpu(num_before, num))
@@ -236,7 +236,7 @@ def test_a_prompt_is_kept_once_for_all_its_responses(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tba.logprobs.compute_dtype", lambda device: torch.float32
     )  # no weight is kept in bfloat16, too
-    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
+    monkeypatch.setattr(shared_prefix, "WHOLE_TOKENS", 0)
     model_of("llama", "sdpa").save_pretrained(tmp_path)
     model = load_policy(tmp_path)
 
@@ -256,7 +256,7 @@ def test_in_bfloat16_a_long_pass_keeps_no_weight_and_an_input_once_for_all_its_p
 ):
     monkeypatch.setattr(logprobs, "compute_dtype", lambda device: torch.bfloat16)  # on any CPU
     monkeypatch.setattr(precision, "CAST_AGAIN_TOKENS", 0)
-    monkeypatch.setattr(shared_prefix, "TOGETHER_TOKENS", 0)
+    monkeypatch.setattr(shared_prefix, "WHOLE_TOKENS", 0)
     model_of(architecture, "sdpa").float().save_pretrained(tmp_path)
     model = load_policy(tmp_path)
     kept = kept_for_backward(model, Group([5] * 40, [[number, 6, 7] for number in range(8, 16)])).values()
@@ -297,7 +297,7 @@ def test_values_may_be_narrower_than_queries():
     prompt_k, prompt_v = torch.randn(2, 2, 8), torch.randn(2, 2, 6)
     rows, may_attend = torch.arange(15).view(3, 5), torch.ones(5, 7, dtype=torch.bool).tril(2)
     places = Places(rows, new=torch.arange(15), again=torch.arange(0), may_attend=may_attend)
-    got = ResponseAttention.apply(q * 8**-0.5, k, v, prompt_k, prompt_v, places)
+    got = ProductAttention.apply(q * 8**-0.5, k, v, prompt_k, prompt_v, places)
     k, v = (torch.cat([p.expand(3, -1, -1, -1), x[rows]], 1) for p, x in ((prompt_k, k), (prompt_v, v)))
     wanted = torch.nn.functional.scaled_dot_product_attention(
         *(each.transpose(1, 2) for each in (q[rows], k, v)), attn_mask=may_attend, enable_gqa=True

@@ -1,11 +1,12 @@
-"""Attention of a group's responses on a CPU: each to the group's prompt, and causally to itself.
+"""Attention on a CPU: of responses, each to its prompt and causally to itself; of prompts; and of small groups.
 
 Products of matrices for each response and key-value head. In bfloat16 they take 0.3 to 0.6 of the time of torch's fused
 attention, in float32 0.7 to 1.4 (docs/LOG.md). The scores of a few responses at a time exist, and the backward pass
 computes them again.
 
 Dimensions: n tokens of the responses, which follow each other without padding; K' responses, R tokens of each, padded;
-P tokens of the prompt, T = P + R; H query heads, H' key-value heads, D head size (of values E).
+P tokens before each, T = P + R; H query heads, H' key-value heads, D head size (of values E). What is said of a
+response holds for a prompt alone, and for a small group, too.
 """
 
 import math
@@ -26,10 +27,10 @@ class Places:
     rows: Tensor  # [K', R] which of the n tokens each place has
     new: Tensor  # [m] places, flattened, of tokens that no earlier response has
     again: Tensor  # [.] places of tokens that an earlier response has, too; the other places are padding
-    may_attend: Tensor  # [R, T]
+    may_attend: Tensor  # [R, T], or of small groups [K', 1, R, T]
 
 
-class ResponseAttention(torch.autograd.Function):
+class ProductAttention(torch.autograd.Function):
     """Attention of the m new tokens: [m, H, E].
 
     forward's q: [n, H, D], scaled; k: [n, H', D]; v: [n, H', E]; prompt_k: [P, H', D]; prompt_v: [P, H', E], all of one
@@ -44,15 +45,15 @@ class ResponseAttention(torch.autograd.Function):
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         for part, weights in _weights(q, k, places.may_attend):
             torch.bmm(weights, v[part], out=out[part])
-        return _new(_by_place(out, places), places)
+        return new_places(_by_place(out, places), places)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         places = ctx.places
-        *inputs, prompt_k, _ = ctx.saved_tensors
-        num_tokens, P = len(inputs[0]), len(prompt_k)
-        q, k, v = _by_head(ctx.saved_tensors, places)
+        inputs = ctx.saved_tensors  # once: under checkpointing torch refuses a second time
+        num_tokens, P = len(inputs[0]), len(inputs[-1])
+        q, k, v = _by_head(inputs, places)
         of_places = gradient
         if len(places.new) < places.rows.numel():
             of_places = gradient.new_zeros(places.rows.numel(), *gradient.shape[1:])
@@ -80,7 +81,7 @@ class ResponseAttention(torch.autograd.Function):
 def _by_head(inputs: Sequence[Tensor], places: Places) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [K' H', (H / H') R, D], keys [K' H', T, D] and values [K' H', T, E]. inputs: as of `forward`."""
     *of_tokens, prompt_k, prompt_v = inputs
-    q, k, v = (_padded(each, places) for each in of_tokens)
+    q, k, v = (padded(each, places) for each in of_tokens)
     k, v = (
         torch.cat([prompt.expand(len(each), -1, -1, -1), each], dim=1).transpose(1, 2).flatten(0, 1)
         for prompt, each in ((prompt_k, k), (prompt_v, v))
@@ -88,14 +89,14 @@ def _by_head(inputs: Sequence[Tensor], places: Places) -> tuple[Tensor, Tensor, 
     return _queries_by_head(q, k), k, v
 
 
-def _padded(of_tokens: Tensor, places: Places) -> Tensor:
+def padded(of_tokens: Tensor, places: Places) -> Tensor:
     """[n, .., ..] as [K', R, .., ..]: without a copy if each token has one place."""
     if len(of_tokens) == len(places.new) == places.rows.numel():
         return of_tokens.unflatten(0, places.rows.shape)
     return of_tokens[places.rows]
 
 
-def _new(of_places: Tensor, places: Places) -> Tensor:
+def new_places(of_places: Tensor, places: Places) -> Tensor:
     """[K' R, .., ..] as [m, .., ..]."""
     return of_places if len(places.new) == len(of_places) else of_places[places.new]
 
@@ -114,7 +115,7 @@ def _by_place(by_head: Tensor, places: Places) -> Tensor:
 
 def _by_token(of_places: Tensor, places: Places, num_tokens: int) -> Tensor:
     """Sums over the places of each token: [K' R, .., ..] to [n, .., ..]. Padding has no gradient."""
-    rows, of_tokens = places.rows.flatten(), _new(of_places, places)
+    rows, of_tokens = places.rows.flatten(), new_places(of_places, places)
     if len(of_tokens) < num_tokens:  # other responses have tokens, too
         of_tokens = of_places.new_zeros(num_tokens, *of_places.shape[1:])
         of_tokens[rows[places.new]] = of_places[places.new]
@@ -126,9 +127,12 @@ def _by_token(of_places: Tensor, places: Places, num_tokens: int) -> Tensor:
 def _weights(q: Tensor, k: Tensor, may_attend: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """The weights of attention, [.., (H / H') R, T], of as many responses and key-value heads at a time as `SCORES`."""
     unless = torch.zeros(may_attend.shape, dtype=q.dtype).masked_fill_(~may_attend, -math.inf)
+    is_shared = may_attend.dim() == 2
+    if not is_shared:
+        unless = unless.repeat_interleave(len(q) // len(unless), 0)  # [K' H', 1, R, T]
     size = max(1, SCORES // (q.shape[1] * k.shape[1]))
     for start in range(0, len(q), size):
         part = slice(start, start + size)
         scores = q[part] @ k[part].mT
-        scores.unflatten(1, (-1, len(unless))).add_(unless)
+        scores.unflatten(1, (-1, unless.shape[-2])).add_(unless if is_shared else unless[part])
         yield part, scores.softmax(-1)  # in bfloat16 it is computed in float32
