@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tba.model_files import NEUTRAL, unsupported
-from tba.precision import bfloat16_linear, cast, compute_dtype
+from tba.precision import bfloat16_linear, cast, compute_dtype, linear
 from tba.rms_norm import rms_norm
 from tba.shared_prefix import ATTENTION, Group, pack
 
@@ -141,40 +141,70 @@ def response_logprobs(
 ) -> list[list[Tensor]]:
     """log p(token | prompt, earlier tokens) of every response token, logits divided by `temperature` (natural logs).
 
-    `output_gradient`: the output layer's gradient. The backward pass adds to it in place, and does not hand one to
-    autograd, so that there are never two of them.
+    `output_gradient`: the output layer's gradient, to which the backward pass adds in place. Autograd is handed none,
+    neither by the output layer nor by input embeddings of the same weight, so that there are never two of them.
     Returns for each group, for each of its responses, a float32 tensor [number of response tokens]. Differentiable.
     Raises: ValueError: an empty prompt or response.
     """
     device = model.device
     packed = pack(groups, device)
     compute = compute_dtype(device.type) if model.dtype == torch.float32 else model.dtype
-    with torch.autocast(device.type, compute) if compute != model.dtype else contextlib.nullcontext():
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+
+    def embed(input_ids: Tensor) -> Tensor:
+        return _Embedding.apply(input_ids, embedding.weight, embedding.padding_idx, output_gradient)
+
+    is_tied = type(embedding) is torch.nn.Embedding and embedding.weight is head.weight
+    with contextlib.ExitStack() as stack:
+        if compute != model.dtype:
+            stack.enter_context(torch.autocast(device.type, compute))
+        if is_tied and output_gradient is not None:
+            stack.enter_context(_replaced(embedding, embed))
         hidden = model.base_model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, tba_layout=packed.layout
         ).last_hidden_state[0]  # [N, hidden]
     rows, target_index = packed.target_rows.unique(return_inverse=True)
     targets = torch.stack([target_index, packed.target_ids])  # [2, M]
-    head = model.get_output_embeddings()
 
     def score(hidden: Tensor) -> Tensor:
         return _TargetLogprobs.apply(
             hidden, head.weight, head.bias, targets, _Scoring(temperature, compute, output_gradient)
         )
 
-    logprobs = _call_as(head, score, hidden[rows])  # [M]
+    with _replaced(head, score):
+        logprobs = head(hidden[rows])  # [M]
     lengths = [[len(response) for response in group.responses] for group in groups]
     by_group = logprobs.split([sum(of_group) for of_group in lengths])
     return [list(flat.split(of_group)) for flat, of_group in zip(by_group, lengths, strict=True)]
 
 
-def _call_as(module: torch.nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Runs `forward` in place of the module's own, hooks included: ZeRO-3 gathers a module's weights in them."""
+@contextlib.contextmanager
+def _replaced(module: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Calls of the module run `forward`, its hooks included: ZeRO-3 gathers a module's weights in them."""
     module.forward = forward
     try:
-        return module(hidden)
+        yield
     finally:
         del module.forward
+
+
+class _Embedding(torch.autograd.Function):
+    """As `nn.Embedding`, but adds the weight's gradient to `total` in place. ids: [1, N]; returns [1, N, hidden]."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, padding_idx, total):
+        ctx.save_for_backward(ids)
+        ctx.padding_idx, ctx.total = padding_idx, total
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (ids,) = ctx.saved_tensors
+        if ctx.padding_idx is not None:  # as in torch, this token's embedding does not learn
+            gradient = gradient.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)
+        ctx.total.index_add_(0, ids.flatten(), gradient.flatten(0, 1).to(ctx.total.dtype))
+        return None, None, None, None
 
 
 def sequence_logprobs(
@@ -278,11 +308,7 @@ class _OutputLayer:
 
     def logits(self, rows: Tensor) -> Tensor:
         """[chunk, V]."""
-        rows = rows.to(self.weight.dtype)
-        if rows.device.type == "cpu" and rows.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-            # oneDNN's product, which compiled models take. That of F.linear, by MKL, took 1.4 times as long.
-            return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self._bias, "none", [], "")
-        return F.linear(rows, self.weight, self._bias)
+        return linear(rows.to(self.weight.dtype), self.weight, self._bias)
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:

@@ -89,10 +89,13 @@ class Trainer:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def _allocate_gradient(self) -> None:
-        """For several passes: before the activations, as the moments. A single pass makes its gradient itself."""
+    def _allocate_gradient(self, num_passes: int) -> None:
+        """For several passes: before the activations, as the moments. A single pass makes its gradient itself, but for
+        the output layer's, to which input embeddings add when they are the same weight."""
+        output = self._policy.get_output_embeddings().weight
         for parameter in self._trained.values():
-            parameter.grad = torch.zeros_like(parameter)
+            if num_passes > 1 or parameter is output:
+                parameter.grad = torch.zeros_like(parameter)
 
     @property
     def vocabulary_size(self) -> int:
@@ -168,8 +171,7 @@ class Trainer:
         `at_least`: numbers of passes without and with gradient; empty passes are added up to them.
         """
         whole, split = passes(draws, self.settings.micro_batch_tokens)
-        if len(whole) + sum(len(parts) for _, parts in split) > 1:
-            self._allocate_gradient()
+        self._allocate_gradient(len(whole) + sum(len(parts) for _, parts in split))
         totals: dict[str, float] = {}
 
         def loss_of(draws: Sequence[Draw], distinct: list[Tensor], parts: Sequence[Group]) -> Tensor:
@@ -256,7 +258,7 @@ class Trainer:
 
     def _score(self, groups: Sequence[Group]) -> list[Tensor]:
         """The policy's log-probability of each response: for each group [U]; for a baseline those of all tokens."""
-        output_gradient = self._policy.get_output_embeddings().weight.grad  # None unless it is allocated already
+        output_gradient = self._policy.get_output_embeddings().weight.grad  # None without gradient, or with ZeRO-3
         arguments = self._policy, groups, self.settings.temperature, output_gradient
         if not self.settings.is_trajectory_balance:
             return [torch.cat(of_group) for of_group in response_logprobs(*arguments)]

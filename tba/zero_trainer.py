@@ -102,7 +102,7 @@ class ShardedTrainer(Trainer):
         dist.all_gather_object(of_all, own, group=self._messages)
         return {name: sum(of.get(name, 0.0) for of in of_all) for name in {name for of in of_all for name in of}}
 
-    def _allocate_gradient(self) -> None:
+    def _allocate_gradient(self, num_passes: int) -> None:
         """DeepSpeed does."""
 
     def _score(self, groups: Sequence[Group]) -> list[Tensor]:
