@@ -14,9 +14,10 @@ to it. The last case publishes a policy every second step to a local folder: pub
 training stood still for it over the time of the steps, publishing_step_s_mean what a step then takes on average, the
 writing beside it included.
 
-flops_share_long: of each long step but the first, its useful FLOPs a second over those of the fastest products of
-matrices, of 512 to 4,096 rows and columns, in the type of the step's products: the mean of those just before and just
-after the step, because the speed of a shared machine changes.
+flops_share_long: of each long step but the first, its useful FLOPs a second over those of products of matrices in the
+type of the step's products: of the fastest size from 512 to 4,096 rows and columns, over a second. The mean of those
+just before and just after the step, because the speed of a shared machine changes: from one second to the next by up to
+a factor of two (docs/LOG.md), so a single product is no measure of a minute.
 Useful: 6 x weights in matrix products x tokens, each prompt's once, plus attention's (4 x hidden size for each pair of
 tokens that attend, 3 x for the backward pass), plus the head's for the tokens that are scored. Recomputation, the
 optimizer and casts count as nothing.
@@ -44,7 +45,7 @@ class Shape:
     steps: int
 
 
-SHAPES = {"short": Shape(40, 6, 4), "long": Shape(100, 128, 3), "gpu": Shape(128, 1024, 4)}  # gpu: gpu_check.py's
+SHAPES = {"short": Shape(40, 6, 8), "long": Shape(100, 128, 3), "gpu": Shape(128, 1024, 4)}  # gpu: gpu_check.py's
 CASES = [("ours", "short"), ("trl", "short"), ("ours", "long"), ("trl", "long"), ("publish", "short")]
 PUBLISHING_STEPS = 8
 
@@ -244,22 +245,23 @@ def run_case(side: str, shape: Shape, folder: Path) -> dict:
 
 
 def measured_peak_flops(precision: str) -> float:
-    """FLOPs a second of a matrix product on these cores, or on the GPU, the fastest of three of each size."""
+    """FLOPs a second of matrix products on these cores, or on the GPU: of the fastest size, the mean of a second."""
     import torch
 
     from tba.precision import default_device
 
     torch.set_num_threads(2)
-    best, seconds = 0.0, 0.0
+    best, products = 0.0, 2
     for size in (512, 1024, 2048, 4096, *([8192] if torch.cuda.is_available() else [])):
-        if seconds > 1:  # bfloat16 emulated without AVX-512: 4,096 would take eleven minutes
+        if products == 1:  # bfloat16 emulated without AVX-512: 4,096 would take eleven minutes
             break
         one, other = (torch.randn(size, size, device=default_device()).to(getattr(torch, precision)) for _ in range(2))
-        for _ in range(3):
-            started = time.monotonic()
+        one @ other  # the first one of a size takes longer
+        products, seconds, started = 0, 0.0, time.monotonic()
+        while seconds < 1:
             (one @ other)[0, 0].item()  # waits for the product
-            seconds = time.monotonic() - started
-            best = max(best, 2 * size**3 / seconds)
+            products, seconds = products + 1, time.monotonic() - started
+        best = max(best, products * 2 * size**3 / seconds)
     return best
 
 

@@ -350,9 +350,14 @@ def test_logits_in_chunks_give_the_same(kept_rows, monkeypatch):
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
-def test_the_output_layers_gradient_is_added_to_the_one_given(architecture):
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "gpt2", "llama, tied, with padding"])
+def test_the_output_layers_gradient_is_added_to_the_one_given(architecture, monkeypatch):
+    tied = {"pad_token_id": 5, "tie_word_embeddings": True}  # 5 is in prompts and responses
+    monkeypatch.setitem(CONFIGS, "llama, tied, with padding", LlamaConfig(**SHAPE, **SPECIAL | tied))
     model = model_of(architecture, "tba_shared_prefix")
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == (
+        architecture in ("gpt2", "llama, tied, with padding")
+    )
     expected = gradients(model, sequence_logprobs(model, GROUPS, TEMPERATURE))
     weight = model.get_output_embeddings().weight
     weight.grad = torch.ones_like(weight)
