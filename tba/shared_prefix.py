@@ -265,42 +265,45 @@ def shared_prefix_attention(
     if attention_mask is not None:
         raise ValueError("attention with a mask of the model's own is not supported")
     _check_kind(tba_layout, kwargs)
-    repeat = query.shape[1] // key.shape[1]
+    scaling, repeat = kwargs.get("scaling") or query.shape[-1] ** -0.5, query.shape[1] // key.shape[1]
     # [N, H or H', D]; rotary embeddings made queries and keys float32, and their products are in the values' type.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, **masking) -> Tensor:
-        """[K', tokens, H or H', D] each -> [K', tokens, H, D]"""
-        k, v = (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x for x in (k, v))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, scale=kwargs.get("scaling"), **masking).transpose(1, 2)
-
-    def attend_fused(places: Places, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor) -> Tensor:
-        """As `ProductAttention`."""
-        q, k, v = (padded(x, places) for x in (q, k, v))  # [K', R, H or H', D] each
-        k = torch.cat([prompt_k.expand(len(q), -1, -1, -1), k], dim=1)  # [K', P + R, H', D]
-        v = torch.cat([prompt_v.expand(len(q), -1, -1, -1), v], dim=1)
-        return new_places(attend(q, k, v, attn_mask=places.may_attend).flatten(0, 1), places)
 
     # Split once: a slice for each piece would cost a gradient of the whole row for each.
     common, *parts = zip(*(x.split(tba_layout.sizes) for x in (query, key, value)), strict=True)
     # In the packed row's order.
-    outputs = [attend(*(x[None] for x in common), is_causal=True)[0]] if tba_layout.sizes[0] else []
-    for number, (piece, (q, k, v)) in enumerate(zip(tba_layout.pieces, parts, strict=True)):
+    outputs = [_attend(*(x[None] for x in common), scaling, is_causal=True)[0]] if tba_layout.sizes[0] else []
+    for number, (piece, part) in enumerate(zip(tba_layout.pieces, parts, strict=True)):
         behind = common[1:]  # keys and values [P, H', D]
         if piece.are_responses:
             behind = [torch.cat(each) for each in zip(common[1:], parts[number - 1][1:], strict=True)]
         for places in piece.calls:
             R = places.rows.shape[1]
             if query.device.type == "cpu" and repeat * R * (len(behind[0]) + R) <= MAX_SCORES:
-                scaled = q * (kwargs.get("scaling") or q.shape[-1] ** -0.5)
-                outputs.append(ProductAttention.apply(scaled, k, v, *behind, places))
+                outputs.append(ProductAttention.apply(part[0] * scaling, *part[1:], *behind, places))
             elif piece.are_responses:  # copies of the prompt for each response are made again for the backward pass
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                outputs.append(checkpoint(attend_fused, places, q, k, v, *behind, **options))
+                outputs.append(checkpoint(_attend_fused, part, behind, places, scaling, **options))
             else:
-                outputs.append(attend_fused(places, q, k, v, *behind))
+                outputs.append(_attend_fused(part, behind, places, scaling))
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def _attend_fused(part: Sequence[Tensor], behind: Sequence[Tensor], places: Places, scaling: float) -> Tensor:
+    """As `ProductAttention`, of queries that are not scaled yet. part: q, k and v; behind: keys and values."""
+    q, k, v = (padded(x, places) for x in part)  # [K', R, H or H', D] each
+    k, v = (  # [K', P + R, H', D]
+        torch.cat([before.expand(len(q), -1, -1, -1), x], dim=1) for before, x in zip(behind, (k, v), strict=True)
+    )
+    return new_places(_attend(q, k, v, scaling, attn_mask=places.may_attend).flatten(0, 1), places)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, **masking) -> Tensor:
+    """[K', tokens, H or H', D] each -> [K', tokens, H, D]"""
+    repeat = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking).transpose(1, 2)
 
 
 def _check_kind(layout: Layout, given: dict) -> None:

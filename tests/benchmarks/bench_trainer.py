@@ -4,15 +4,15 @@
 Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
 the response, rewards 0 or 1), float32 weights, matrix products in the machine's fastest precision (bfloat16 where it is
 multiplied in hardware, else float32), the same fused AdamW, clipping and number of steps. Neither is told to checkpoint
-gradients. Each shape and side has a process of its own, where its peak resident memory is measured. Ours allocates
-memory as a run's Trainer does. A batch has 4 prompts x 16 responses; short: prompts of 40 tokens, responses of 6; long:
-100 and 128. Generation is left out: TRL gets the responses through its `rollout_func`, and its step is timed from the
-forward pass to the optimizer's end. A forward pass of TRL holds one prompt's 16 responses: more than 24 GB are
-estimated for a whole long batch. One of ours holds 2200 tokens at most: of a short batch all, of a long one a prompt
-with its 16 responses, too. A step is the fastest of those after the first: other programs on the machine can only add
-to it. The last case publishes a policy every second step to a local folder: publish_stall_share is the time that
-training stood still for it over the time of the steps, publishing_step_s_mean what a step then takes on average, the
-writing beside it included.
+gradients. Each shape and side has a process of its own, where its peak resident memory is measured. Both sides of a
+shape take turns, a step each, because the speed of a shared machine changes; a ratio is the geometric mean of those of
+the pairs but the first, with its 95 % interval. Ours allocates memory as a run's Trainer does. A batch has 4 prompts x
+16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left out: TRL gets the
+responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's end. A forward pass
+of TRL holds one prompt's 16 responses: more than 24 GB are estimated for a whole long batch. One of ours holds 2200
+tokens at most: of a short batch all, of a long one a prompt with its 16 responses, too. The last case publishes a
+policy every second step to a local folder: publish_stall_share is the time that training stood still for it over the
+time of the steps, publishing_step_s_mean what a step then takes on average, the writing beside it included.
 
 flops_share_long: of each long step but the first, its useful FLOPs a second over those of products of matrices in the
 type of the step's products: of the fastest size from 512 to 4,096 rows and columns, over a second. The mean of those
@@ -24,8 +24,10 @@ optimizer and casts count as nothing.
 """
 
 import json
+import math
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,9 +47,10 @@ class Shape:
     steps: int
 
 
-SHAPES = {"short": Shape(40, 6, 8), "long": Shape(100, 128, 3), "gpu": Shape(128, 1024, 4)}  # gpu: gpu_check.py's
-CASES = [("ours", "short"), ("trl", "short"), ("ours", "long"), ("trl", "long"), ("publish", "short")]
+SHAPES = {"short": Shape(40, 6, 9), "long": Shape(100, 128, 4), "gpu": Shape(128, 1024, 4)}  # gpu: gpu_check.py's
+SIDES = ["ours", "trl"]
 PUBLISHING_STEPS = 8
+IN_TURN, WAITS = "BENCH_IN_TURN", "waits for its turn"
 
 
 def make_groups(shape: Shape, end: int, vocabulary: int) -> list[tuple[list[int], list[list[int]], list[float]]]:
@@ -68,18 +71,26 @@ def make_groups(shape: Shape, end: int, vocabulary: int) -> list[tuple[list[int]
     ]
 
 
+def await_turn() -> None:
+    """Before each step: waits until the other side has done its own, if there is one."""
+    if IN_TURN in os.environ:
+        print(WAITS, flush=True)
+        sys.stdin.readline()
+
+
 def step_ours(folder: Path, shape: Shape) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and of each its FLOPs a second over those of a product before it and of one after it."""
+    """Seconds of each step, and of each long one its FLOPs a second over those of products before it and after it."""
     from tba.precision import compute_dtype, default_device
 
     trainer, draws = our_trainer(folder, shape, shape.steps)
     seconds, shares, flops = [], [], useful_flops(folder, shape)
     precision = str(compute_dtype(default_device())).removeprefix("torch.")
-    peak = measured_peak_flops(precision)
     for _ in range(shape.steps):
+        await_turn()
+        before = measured_peak_flops(precision) if shape == SHAPES["long"] else None
         seconds.append(trainer.train_step(draws)["step_s"])
-        before, peak = peak, measured_peak_flops(precision)
-        shares.append(flops / seconds[-1] / ((before + peak) / 2))
+        if before:
+            shares.append(flops / seconds[-1] / ((before + measured_peak_flops(precision)) / 2))
     return seconds, shares
 
 
@@ -184,6 +195,9 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
         def __init__(self) -> None:
             self.seconds, self.started = [], None
 
+        def on_step_begin(self, *_, **__) -> None:
+            await_turn()
+
         def on_step_end(self, *_, **__) -> None:
             self.seconds.append(time.monotonic() - self.started)
             self.started = None
@@ -222,7 +236,7 @@ def step_trl(folder: Path, shape: Shape) -> list[float]:
 
 
 def run_case(side: str, shape: Shape, folder: Path) -> dict:
-    """In a process of its own: seconds of the fastest step but the first; peak memory, resident or of the GPU."""
+    """In a process of its own: seconds of the steps but the first; peak memory, resident or of the GPU."""
     import torch
 
     from infra.memory import keep_freed_memory
@@ -241,7 +255,8 @@ def run_case(side: str, shape: Shape, folder: Path) -> dict:
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if torch.cuda.is_available():
         peak_mb = torch.cuda.max_memory_allocated() / 2**20
-    return {"step_s": min(seconds[1:]), "peak_mb": peak_mb, "shares": shares and shares[1:]}
+    # The fastest step: other programs on the machine can only add to it.
+    return {"step_s": min(seconds[1:]), "seconds": seconds[1:], "peak_mb": peak_mb, "shares": shares and shares[1:]}
 
 
 def measured_peak_flops(precision: str) -> float:
@@ -279,50 +294,83 @@ def useful_flops(folder: Path, shape: Shape) -> float:
     return 3 * NUM_PROMPTS * (layers + head)
 
 
+class Case:
+    """A side and a shape, in a process of its own."""
+
+    def __init__(self, side: str, name: str, folder: Path, environment: dict[str, str]) -> None:
+        from infra.memory import tensor_environment
+
+        self._errors = Path(tempfile.mkdtemp(), f"{side}-{name}.log")
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.bench_trainer", side, name, str(folder)],
+            env=os.environ | ({} if side == "trl" else tensor_environment()) | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors.open("w"),
+            text=True,
+        )
+
+    def take_turn(self) -> None:
+        print(file=self._process.stdin, flush=True)
+
+    def until_it_waits(self) -> dict | None:
+        """Its result when it has ended; None: it waits for its turn."""
+        line = ""
+        for line in self._process.stdout:
+            if line.strip() == WAITS:
+                return None
+        if self._process.wait():
+            sys.exit(f"{self._errors.stem} failed:\n{self._errors.read_text()[-3000:]}")
+        return json.loads(line)
+
+
+def in_turn(name: str, folder: Path) -> list[dict]:
+    """The results of both sides, which take turns in going first."""
+    cases = [Case(side, name, folder, {IN_TURN: "1"}) for side in SIDES]
+    results = [case.until_it_waits() for case in cases]
+    for number in range(SHAPES[name].steps):
+        for side in (0, 1) if number % 2 else (1, 0):
+            cases[side].take_turn()
+            results[side] = cases[side].until_it_waits()
+    return results
+
+
 def main() -> None:
-    from infra.memory import tensor_environment
+    from tba.intervals import half_width
     from tba.models import resolve_model
 
     folder = Path(resolve_model("smollm2-135m-instruct", Path.cwd() / ".tba" / ".local" / "models"))
-    results = {}
+    found, figures = {}, {}
     print(f"{'side':12}{'shape':8}{'step s':>10}{'tokens/s':>10}{'peak MB':>10}", flush=True)
-    for side, name in CASES:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.bench_trainer", side, name, str(folder)]
-        environment = os.environ | ({} if side == "trl" else tensor_environment())
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if ran.returncode:
-            sys.exit(f"{side} {name} failed:\n{ran.stderr[-3000:]}")
-        result = results[side, name] = json.loads(ran.stdout.splitlines()[-1])
-        if side == "publish":
-            continue
+    for name in ("short", "long"):
+        found[name] = in_turn(name, folder)
         scored = NUM_PROMPTS * NUM_RESPONSES * SHAPES[name].response_tokens
-        speed = scored / result["step_s"]
-        print(f"{side:12}{name:8}{result['step_s']:10.2f}{speed:10.0f}{result['peak_mb']:10.0f}", flush=True)
-    ours, publish = {name: results["ours", name] for name in ("short", "long")}, results["publish", "short"]
-    bf16_peak, float32_peak = measured_peak_flops("bfloat16"), measured_peak_flops("float32")
-
-    def ratio(side: str, name: str) -> float:
-        return round(results[side, name]["step_s"] / ours[name]["step_s"], 2)
-
-    print(
-        json.dumps(
-            {
-                "ratio_vs_trl_short": ratio("trl", "short"),
-                "ratio_vs_trl_long": ratio("trl", "long"),
-                "step_s_short": round(ours["short"]["step_s"], 3),
-                "step_s_long": round(ours["long"]["step_s"], 3),
-                "publish_stall_s": round(publish["publish_stall_s"], 3),
-                "publish_stall_share": round(publish["publish_stall_share"], 4),
-                "publishing_step_s_mean": round(publish["step_s"], 3),
-                "peak_mb_long": round(ours["long"]["peak_mb"]),
-                "trl_peak_mb_long": round(results["trl", "long"]["peak_mb"]),
-                "useful_tflops_long": round(useful_flops(folder, SHAPES["long"]) / 1e12, 3),
-                "peak_bf16_gflops": round(bf16_peak / 1e9),
-                "peak_float32_gflops": round(float32_peak / 1e9),
-                "flops_share_long": [round(share, 3) for share in ours["long"]["shares"]],
-            }
-        )
-    )
+        for side, result in zip(SIDES, found[name], strict=True):
+            mean = statistics.mean(result["seconds"])
+            print(f"{side:12}{name:8}{mean:10.2f}{scored / mean:10.0f}{result['peak_mb']:10.0f}", flush=True)
+        ours, trl = (result["seconds"] for result in found[name])
+        logs = [math.log(other / one) for one, other in zip(ours, trl, strict=True)]
+        middle, half = statistics.mean(logs), half_width(logs)
+        figures |= {
+            f"ratio_vs_trl_{name}": round(math.exp(middle), 2),
+            f"ratio_vs_trl_{name}_interval": [round(math.exp(each), 2) for each in (middle - half, middle + half)],
+            f"step_s_{name}": [round(each, 3) for each in ours],
+            f"trl_step_s_{name}": [round(each, 3) for each in trl],
+        }
+    publish = Case("publish", "short", folder, {}).until_it_waits()
+    ours, trl = found["long"]
+    figures |= {
+        "publish_stall_s": round(publish["publish_stall_s"], 3),
+        "publish_stall_share": round(publish["publish_stall_share"], 4),
+        "publishing_step_s_mean": round(publish["step_s"], 3),
+        "peak_mb_long": round(ours["peak_mb"]),
+        "trl_peak_mb_long": round(trl["peak_mb"]),
+        "useful_tflops_long": round(useful_flops(folder, SHAPES["long"]) / 1e12, 3),
+        "peak_bf16_gflops": round(measured_peak_flops("bfloat16") / 1e9),
+        "peak_float32_gflops": round(measured_peak_flops("float32") / 1e9),
+        "flops_share_long": [round(share, 3) for share in ours["shares"]],
+    }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
