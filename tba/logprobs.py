@@ -1,7 +1,7 @@
 """Log-probabilities of responses under a causal language model.
 
 The tokens of all groups are in one packed row without padding, in which a shared prefix is computed once
-(tba/shared_prefix.py). The [tokens, vocabulary] logits are never all in memory at once.
+(tba/shared_prefix.py). Of the [tokens, vocabulary] logits at most `KEPT_LOGITS` bytes and a chunk exist at once.
 
 Dimensions: N packed tokens, K responses of a group, M response tokens scored, V vocabulary.
 """
@@ -25,12 +25,13 @@ from tba.precision import bfloat16_linear, cast, compute_dtype, linear
 from tba.rms_norm import rms_norm
 from tba.shared_prefix import ATTENTION, Group, pack
 
-LOGIT_ROWS = 512  # of a chunk: 512 x 49,152 logits are 50 MB in bfloat16. Products of more rows were no faster.
+LOGIT_ROWS = 512  # of a chunk that is not kept: 512 x 49,152 logits are 50 MB in bfloat16
 KEPT_LOGITS = 1 << 29  # bytes of logits that are kept for the backward pass, at most
 PRODUCT_ROWS = 8192  # of the output layer's gradient
 
-# The expensive operations of a layer: products of matrices, and attention.
+# The expensive operations of a layer: products of matrices, and attention, unless tba/product_attention.py computes it.
 PRODUCTS = [
+    *([torch.ops.mkldnn._linear_pointwise.default] if torch.backends.mkldnn.is_available() else []),
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,

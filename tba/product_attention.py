@@ -127,12 +127,11 @@ def _by_token(of_places: Tensor, places: Places, num_tokens: int) -> Tensor:
 def _weights(q: Tensor, k: Tensor, may_attend: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """The weights of attention, [.., (H / H') R, T], of as many responses and key-value heads at a time as `SCORES`."""
     unless = torch.zeros(may_attend.shape, dtype=q.dtype).masked_fill_(~may_attend, -math.inf)
-    is_shared = may_attend.dim() == 2
-    if not is_shared:
-        unless = unless.repeat_interleave(len(q) // len(unless), 0)  # [K' H', 1, R, T]
+    is_shared, num_heads = may_attend.dim() == 2, len(q) // len(may_attend)
     size = max(1, SCORES // (q.shape[1] * k.shape[1]))
     for start in range(0, len(q), size):
         part = slice(start, start + size)
         scores = q[part] @ k[part].mT
-        scores.unflatten(1, (-1, unless.shape[-2])).add_(unless if is_shared else unless[part])
+        of_part = unless if is_shared else unless[torch.arange(start, start + len(scores)) // num_heads]
+        scores.unflatten(1, (-1, unless.shape[-2])).add_(of_part)
         yield part, scores.softmax(-1)  # in bfloat16 it is computed in float32

@@ -179,8 +179,8 @@ def _layout(C: int, trees: list[_Tree], num_positions: int, device: torch.device
             small.clear()
 
     for tree in trees:
-        shortest, *_, longest = sorted([tree.num_tokens, *(each.num_tokens for each in small)] * 2)
-        if longest > min(WHOLE_TOKENS, LONGER * shortest + MORE_TOKENS):
+        sizes_of_small = [each.num_tokens for each in [*small, tree]]
+        if max(sizes_of_small) > min(WHOLE_TOKENS, LONGER * min(sizes_of_small) + MORE_TOKENS):
             attend_as_wholes()
         if tree.num_tokens <= WHOLE_TOKENS:
             small.append(tree)
@@ -266,6 +266,7 @@ def shared_prefix_attention(
         raise ValueError("attention with a mask of the model's own is not supported")
     _check_kind(tba_layout, kwargs)
     scaling, repeat = kwargs.get("scaling") or query.shape[-1] ** -0.5, query.shape[1] // key.shape[1]
+    on_cpu = query.device.type == "cpu"
     # [N, H or H', D]; rotary embeddings made queries and keys float32, and their products are in the values' type.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
 
@@ -277,11 +278,12 @@ def shared_prefix_attention(
         behind = common[1:]  # keys and values [P, H', D]
         if piece.are_responses:
             behind = [torch.cat(each) for each in zip(common[1:], parts[number - 1][1:], strict=True)]
+        scaled = part[0] * scaling if on_cpu else None
         for places in piece.calls:
-            R = places.rows.shape[1]
-            if query.device.type == "cpu" and repeat * R * (len(behind[0]) + R) <= MAX_SCORES:
-                outputs.append(ProductAttention.apply(part[0] * scaling, *part[1:], *behind, places))
-            elif piece.are_responses:  # copies of the prompt for each response are made again for the backward pass
+            K, R = places.rows.shape
+            if on_cpu and repeat * R * (len(behind[0]) + R) <= MAX_SCORES:
+                outputs.append(ProductAttention.apply(scaled, *part[1:], *behind, places))
+            elif K > 1 and len(behind[0]):  # copies of what is before each are made again for the backward pass
                 options = {"use_reentrant": False, "preserve_rng_state": False}
                 outputs.append(checkpoint(_attend_fused, part, behind, places, scaling, **options))
             else:
@@ -290,7 +292,7 @@ def shared_prefix_attention(
 
 
 def _attend_fused(part: Sequence[Tensor], behind: Sequence[Tensor], places: Places, scaling: float) -> Tensor:
-    """As `ProductAttention`, of queries that are not scaled yet. part: q, k and v; behind: keys and values."""
+    """As `ProductAttention`. part: its q, not scaled, k and v; behind: its prompt_k and prompt_v."""
     q, k, v = (padded(x, places) for x in part)  # [K', R, H or H', D] each
     k, v = (  # [K', P + R, H', D]
         torch.cat([before.expand(len(q), -1, -1, -1), x], dim=1) for before, x in zip(behind, (k, v), strict=True)

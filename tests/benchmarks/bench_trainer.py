@@ -75,7 +75,8 @@ def await_turn() -> None:
     """Before each step: waits until the other side has done its own, if there is one."""
     if IN_TURN in os.environ:
         print(WAITS, flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            sys.exit("the benchmark has ended")
 
 
 def step_ours(folder: Path, shape: Shape) -> tuple[list[float], list[float]]:
