@@ -263,7 +263,8 @@ class _TargetLogprobs(torch.autograd.Function):
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for rows, of_chunk in _chunks(len(hidden), targets[0], LOGIT_ROWS, 0 if kept is None else len(kept)):
             index, ids = targets[:, of_chunk] - targets.new_tensor([[rows.start], [0]])
-            logits, kept = output_layer.logits(hidden[rows]) if kept is None else kept, None
+            logits = output_layer.logits(hidden[rows]) if kept is None else kept
+            kept = None  # it was the first chunk
             for part, of_part in _chunks(len(logits), index, _softmax_rows(logits)):
                 at = index[of_part] - part.start, ids[of_part]
                 of_targets = gradient[of_chunk[of_part]] / temperature

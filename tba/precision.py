@@ -114,7 +114,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
     ):
-        # oneDNN's, as in compiled models. F.linear takes MKL's, 1.1 to 1.7 times as long on an AMD EPYC (docs/LOG.md).
+        # oneDNN's, as in compiled models. MKL's, of F.linear, is slow for an output layer on an AMD EPYC (docs/LOG.md).
         return torch.ops.mkldnn._linear_pointwise(
             hidden, weight, None if bias is None else bias.contiguous(), "none", [], ""
         )
