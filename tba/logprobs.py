@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tba.model_files import NEUTRAL, unsupported
-from tba.precision import bfloat16_linear, cast, compute_dtype, linear
+from tba.precision import bfloat16_linear, cast, compute_dtype
 from tba.rms_norm import rms_norm
 from tba.shared_prefix import ATTENTION, Group, pack
 
@@ -31,7 +31,6 @@ PRODUCT_ROWS = 8192  # of the output layer's gradient
 
 # The expensive operations of a layer: products of matrices, and attention, unless tba/product_attention.py computes it.
 PRODUCTS = [
-    *([torch.ops.mkldnn._linear_pointwise.default] if torch.backends.mkldnn.is_available() else []),
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -310,7 +309,13 @@ class _OutputLayer:
 
     def logits(self, rows: Tensor) -> Tensor:
         """[chunk, V]."""
-        return linear(rows.to(self.weight.dtype), self.weight, self._bias)
+        rows, weight, bias = rows.to(self.weight.dtype), self.weight, self._bias
+        if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            # oneDNN's, as in compiled models. MKL's, of F.linear, is slow for so many outputs on an AMD EPYC
+            # (docs/LOG.md).
+            bias = None if bias is None else bias.contiguous()
+            return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return F.linear(rows, weight, bias)
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:

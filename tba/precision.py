@@ -87,7 +87,7 @@ class _Linear(torch.autograd.Function):
         if ctx.again:
             ctx.again.will_be_used()
         ctx.save_for_backward(hidden if ctx.needs_input_grad[1] and not again else None, kept)
-        return linear(hidden, product_weight, bias)
+        return F.linear(hidden, product_weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -103,22 +103,6 @@ class _Linear(torch.autograd.Function):
             rows.sum(0) if needs_bias else None,
             None,
         )
-
-
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """hidden @ weight.T + bias, all of one type."""
-    is_wider = len(weight) > weight.shape[1]
-    if (
-        is_wider
-        and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-    ):
-        # oneDNN's, as in compiled models. MKL's, of F.linear, is slow for an output layer on an AMD EPYC (docs/LOG.md).
-        return torch.ops.mkldnn._linear_pointwise(
-            hidden, weight, None if bias is None else bias.contiguous(), "none", [], ""
-        )
-    return F.linear(hidden, weight, bias)
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:

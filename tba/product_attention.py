@@ -27,7 +27,7 @@ class Places:
     rows: Tensor  # [K', R] which of the n tokens each place has
     new: Tensor  # [m] places, flattened, of tokens that no earlier response has
     again: Tensor  # [.] places of tokens that an earlier response has, too; the other places are padding
-    may_attend: Tensor  # [R, T], or of small groups [K', 1, R, T]
+    may_attend: Tensor  # [R, T], or of small groups [K', 1, R, T]; all P tokens before are attended to
 
 
 class ProductAttention(torch.autograd.Function):
@@ -126,12 +126,14 @@ def _by_token(of_places: Tensor, places: Places, num_tokens: int) -> Tensor:
 
 def _weights(q: Tensor, k: Tensor, may_attend: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """The weights of attention, [.., (H / H') R, T], of as many responses and key-value heads at a time as `SCORES`."""
-    unless = torch.zeros(may_attend.shape, dtype=q.dtype).masked_fill_(~may_attend, -math.inf)
+    R = may_attend.shape[-2]
+    among = may_attend[..., -R:]
+    unless = torch.zeros(among.shape, dtype=q.dtype).masked_fill_(~among, -math.inf)
     is_shared, num_heads = may_attend.dim() == 2, len(q) // len(may_attend)
     size = max(1, SCORES // (q.shape[1] * k.shape[1]))
     for start in range(0, len(q), size):
         part = slice(start, start + size)
         scores = q[part] @ k[part].mT
         of_part = unless if is_shared else unless[torch.arange(start, start + len(scores)) // num_heads]
-        scores.unflatten(1, (-1, unless.shape[-2])).add_(of_part)
+        scores.unflatten(1, (-1, R))[..., -R:].add_(of_part)
         yield part, scores.softmax(-1)  # in bfloat16 it is computed in float32
