@@ -120,8 +120,7 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         old, credentials = read_heartbeat(store), stack.credentials(project, url)
         last = raw_heartbeat(store)
         with prefect_server.api(url, credentials) as client, contextlib.ExitStack() as following:
-            queue = stack.work_queue(project)
-            flow_run, submitted = _live_or_new(client, config, store, queue, is_new=old is None)
+            flow_run, submitted = _live_or_new(project, client, config, store, old)
             same_server = functools.partial(prefect_server.api, url, credentials)
             watch = TrainerWatch(store, config, log, last if submitted else None, client=same_server)
             following.callback(watch.close)
@@ -173,21 +172,39 @@ def _leave(project: Path) -> None:
         say(f"The stack was not left: {error}. `tba down` stops it.")
 
 
-def _live_or_new(client, config: "RunConfig", store: "RunStore", queue: str, is_new: bool) -> tuple:
-    """The flow run that trains the run, and whether it was submitted here.
-
-    queue: this folder's. is_new: the run has no heartbeat yet.
-    """
+def _live_or_new(project: Path, client, config: "RunConfig", store: "RunStore", old: dict | None) -> tuple:
+    """The flow run that trains the run, and whether it was submitted here. old: the run's heartbeat so far."""
     from flows.run import flow_runs
+    from infra import stack
 
-    if flow_run := flow_runs.live_run(client, config):
+    flow_run = flow_runs.live_run(client, config)
+    if flow_run and not _ends_as_stopped(FlowRunView(project, client, flow_run), store, old):
         say(f"Run {config.run!r} is already training: following it.")
         return flow_run, False
     _refuse_live_trainer(store)
     if num_dead := flow_runs.mark_crashed(client, config):
         say(f"Marked {num_dead} flow runs as crashed, which a killed stack, flow or machine had left unfinished.")
-    say(f"{'Starting' if is_new else 'Resuming'} run {config.run!r}.")
-    return flow_runs.submit(client, config, queue), True
+    say(f"{'Resuming' if old else 'Starting'} run {config.run!r}.")
+    return flow_runs.submit(client, config, stack.work_queue(project)), True
+
+
+def _ends_as_stopped(view: "FlowRunView", store: "RunStore", old: dict | None) -> bool:
+    """Whether the flow run ends because `tba stop` ended its Trainer; waits until it has ended.
+
+    False: its Trainer trains, if need be after a wait for it to begin. old: the run's heartbeat so far.
+    """
+    from storage.attempts import read_heartbeat
+
+    if (old or {}).get("state") != "stopped":
+        return False
+    say(
+        f"Run {store.run!r} was stopped at step {old['step']}. Its flow run is ending, or has begun to resume: waiting."
+    )
+    while read_heartbeat(store) == old:
+        if view.state().is_final():
+            return True
+        time.sleep(1)
+    return False
 
 
 def _tell_end(project: Path, store: "RunStore", state: str) -> None:

@@ -1,26 +1,34 @@
 """How fast is a training step, beside TRL's GRPOTrainer? `make bench-trainer`: a table, then one JSON object.
-`FLOAT32=1 make bench-trainer`: with products in float32 on any processor.
 
-Both sides train the embedded SmolLM2-135M-Instruct on the same prompts and responses (random tokens, the last one ends
-the response, rewards 0 or 1), float32 weights, matrix products in the machine's fastest precision (bfloat16 where it is
-multiplied in hardware, else float32), the same fused AdamW, clipping and number of steps. Neither is told to checkpoint
-gradients. Each shape and side has a process of its own, where its peak resident memory is measured. Both sides of a
-shape take turns, a step each, because the speed of a shared machine changes; a ratio is the geometric mean of those of
-the pairs but the first, with its 95 % interval. Ours allocates memory as a run's Trainer does. A batch has 4 prompts x
-16 responses; short: prompts of 40 tokens, responses of 6; long: 100 and 128. Generation is left out: TRL gets the
+    FLOAT32=1 make bench-trainer    # products in float32 on any processor
+
+Both sides train the embedded SmolLM2-135M-Instruct on the same batches, with float32 weights, the same fused AdamW,
+clipping and number of steps, and products in the machine's fastest type: bfloat16 where it is multiplied in hardware,
+else float32. Neither is told to checkpoint gradients. Ours allocates memory as a run's Trainer does.
+
+    short    4 prompts of 40 tokens, 16 responses of 6 tokens each
+    long     4 prompts of 100 tokens, 16 responses of 128 tokens each
+
+Tokens are random, the last one ends the response, and rewards are 0 or 1. Generation is left out: TRL gets the
 responses through its `rollout_func`, and its step is timed from the forward pass to the optimizer's end. A forward pass
-of TRL holds one prompt's 16 responses: more than 24 GB are estimated for a whole long batch. One of ours holds 2200
-tokens at most: of a short batch all, of a long one a prompt with its 16 responses, too. The last case publishes a
-policy every second step to a local folder: publish_stall_share is the time that training stood still for it over the
-time of the steps, publishing_step_s_mean what a step then takes on average, the writing beside it included.
+of TRL holds one prompt's 16 responses, because a whole long batch would need more than 24 GB by our estimate. One of
+ours holds 2200 tokens at most: a whole short batch, or one prompt of a long one with its 16 responses.
 
-flops_share_long: of each long step but the first, its useful FLOPs a second over those of products of matrices in the
-type of the step's products: of the fastest size from 512 to 4,096 rows and columns, over a second. The mean of those
-just before and just after the step, because the speed of a shared machine changes: from one second to the next by up to
-a factor of two (docs/LOG.md), so a single product is no measure of a minute.
-Useful: 6 x weights in matrix products x tokens, each prompt's once, plus attention's (4 x hidden size for each pair of
-tokens that attend, 3 x for the backward pass), plus the head's for the tokens that are scored. Recomputation, the
-optimizer and casts count as nothing.
+Each shape and side has a process of its own. Both sides of a shape take turns, a step each, because the speed of a
+shared machine changes within seconds by up to a factor of two (docs/LOG.md). First steps do not count.
+
+    ratio_vs_trl_*            TRL's seconds over ours: geometric mean of the pairs
+    *_interval                its 95 % interval
+    peak_mb_long              the process' largest resident memory
+    publish_stall_share       time for which training stood still for a policy, over the time of the steps; a policy is
+                              published every second step, to a local folder
+    publishing_step_s_mean    a step then, with the writing beside it
+    flops_share_long          of each long step, its useful FLOPs a second over those of products of matrices
+
+The products are of the fastest size from 512 to 4,096 rows and columns, in the type of the step's, over a second: the
+mean of those just before and just after the step. Useful FLOPs are 6 x weights in matrix products x tokens, each
+prompt's once, plus attention's (4 x hidden size for each pair of tokens that attend, 3 x for the backward pass), plus
+the head's for the tokens that are scored. Recomputation, the optimizer and casts count as nothing.
 """
 
 import json
@@ -379,4 +387,6 @@ if __name__ == "__main__":
         side, name, folder = sys.argv[1:]
         print(json.dumps(run_case(side, SHAPES[name], Path(folder))))
     else:
-        main()
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TMPDIR"] = tempfile.tempdir = folder  # of the sides' processes, too
+            main()

@@ -10,6 +10,7 @@ Claims
 - a second Ctrl-C waits until the run is stopped; signals are heard again after it
 - a heartbeat that cannot be read is shown, and the run is followed on
 - a flow run that took the run over is followed in the place of the first one, and Ctrl-C stops it
+- right after `tba stop`, while the flow run still ends, it waits for that and resumes; one that resumes is followed
 
 Run: pytest tests/flows/cli/test_train.py
 """
@@ -296,6 +297,37 @@ def test_the_flow_run_that_took_a_run_over_is_followed(project, monkeypatch, cap
     with pytest.raises(typer.Exit):
         train._train(project, config, RunStore(config.store, config.run))
     assert cancelled == [second]
+
+
+@pytest.mark.parametrize("resumes_already", [False, True])
+def test_a_run_that_was_just_stopped_is_resumed(project, monkeypatch, resumes_already):
+    ending, new, followed = SimpleNamespace(id=uuid4()), SimpleNamespace(id=uuid4()), []
+    config = RunConfig(store=(project / ".tba").as_uri())
+    store = RunStore(config.store, config.run)
+    attempts.write_heartbeat(store, {"state": "stopped", "step": 3})
+    states = [Running(), Running(), Completed(name="Stopped")]
+
+    def state(view: train.FlowRunView):
+        if resumes_already and len(states) == 2:
+            attempts.write_heartbeat(store, {"state": "training", "step": 3})
+        return states.pop(0)
+
+    def follow(view: train.FlowRunView, *_: object):
+        followed.append(view._flow_run)
+        return Completed()
+
+    monkeypatch.setattr(stack, "up", lambda *_, **__: "http://127.0.0.1:1/api")
+    monkeypatch.setattr(stack, "leave", lambda *_, **__: None)
+    monkeypatch.setattr(prefect_server, "api", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(flow_runs, "live_run", lambda *_: ending)
+    monkeypatch.setattr(flow_runs, "mark_crashed", lambda *_: 0)
+    monkeypatch.setattr(flow_runs, "submit", lambda *_: new)
+    monkeypatch.setattr(train.FlowRunView, "state", state)
+    monkeypatch.setattr(train, "_follow", follow)
+    monkeypatch.setattr(train, "_tell_end", lambda *_: None)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    train._train(project, config, store)
+    assert followed == [ending if resumes_already else new]
 
 
 @pytest.mark.parametrize("error", [httpx.ReadTimeout("no answer"), ObjectNotFound(Exception("404"))])
