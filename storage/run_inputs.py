@@ -1,12 +1,14 @@
-"""The model and the problems that a run begins with: each machine, and each resume, must have the same ones.
+"""The models and the problems that a run begins with: each machine, and each resume, must have the same ones.
 
 Before: tba/models.py and tba/tasks find them on a machine; after: Trainer, reference policy and engine use them.
 
 model.json               {"fingerprint": ...} of the model's weights, written once, by the first process that loads them
 data.json                {"fingerprint": ...} of the problems (tba/rewards.py), written once, by the first Searcher
+scorers.json             the same of the models in local folders that score responses (tba.tasks.scorers_fingerprint)
 
 The run's settings have names or paths. On another machine, or at a resume, other files may be there. Then the reference
-log-probabilities of the trajectories would be of another model, and problems that were trained on might be held out.
+log-probabilities or the rewards of the trajectories would be of another model, and problems that were trained on might
+be held out.
 """
 
 from contextlib import suppress
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from storage.errors import AlreadyExists, RunConfigMismatch
 from storage.store import RunStore
 
-MODEL, DATA = "model.json", "data.json"
+MODEL, DATA, SCORERS = "model.json", "data.json", "scorers.json"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ def check_data(store: RunStore, fingerprint: str, *, records: bool = True) -> No
             "out), or which of them are held out, differ. A function must return the same rows at each call. Restore "
             "the data, or begin another run; --warm-start takes the trajectories along. To go on with these, delete "
             "the file: accuracies before and after will not be comparable."
+        )
+
+
+def check_scorers(store: RunStore, fingerprint: str, *, records: bool = True) -> None:
+    """As `check_data`, of the models that score a run's responses."""
+    if not records and not store.exists(SCORERS):
+        return
+    first = _first(store, SCORERS, fingerprint, "Delete it if these models have not changed since the run began.")
+    if first != fingerprint:
+        raise RunConfigMismatch(
+            f"task: the models that score responses have these fingerprints on this machine: {fingerprint}. Run "
+            f"{store.run} in {store.url} began with {first} ({SCORERS}). Restore the models' files, or begin another "
+            "run; `tba rescore` scores stored trajectories by another reward."
         )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect import task
@@ -14,11 +15,12 @@ from infra.machine import code_version, cpu_threads, keep_compiled_code_private
 from infra.memory import keep_freed_memory
 from infra.places import alone_here, num_places, take_place
 from storage import attempts, machines
-from storage.run_inputs import check_data, check_model
+from storage.run_inputs import check_data, check_model, check_scorers
 from storage.store import RunStore
 from tba.models import model_folder
 
-if TYPE_CHECKING:  # importing it takes torch's seconds
+if TYPE_CHECKING:  # importing these takes torch's seconds
+    from tba.rewards import RewardedTask
     from tba.searcher import Searcher
 
 # vLLM's share of a Searcher's GPU memory; the rest is for the reference policy, a victim, and a reward model. On a CPU
@@ -39,7 +41,6 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     from transformers import AutoTokenizer
 
     from tba.engines import make_engine
-    from tba.lora import base_fingerprint
     from tba.precision import default_device
     from tba.reference_policy import ReferencePolicy
     from tba.reference_process import ReferenceProcess
@@ -49,10 +50,9 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     if default_device() == "cpu":
         keep_freed_memory()
     folder = model_folder(config.model)
-    check_model(RunStore(config.store, config.run), config.model, base_fingerprint(str(folder)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
-    check_data(RunStore(config.store, config.run), task_.fingerprint, records=name != EVALUATE)
+    _check_inputs(config, folder, task_, records=name != EVALUATE)
     max_response_tokens = config.task.max_response_tokens or task_.max_response_tokens
     prompts = [problem.encode(tokenizer) for problem in [*task_.train, *task_.heldout]]
     prompts += [problem.encode(tokenizer, system) for system in config.search.system_prompts for problem in task_.train]
@@ -77,6 +77,18 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
             max_response_tokens=max_response_tokens,
             temperature=config.train.temperature,
         )
+
+
+def _check_inputs(config: RunConfig, folder: Path, task: "RewardedTask", records: bool) -> None:
+    """folder: the model's. Raises: RunConfigMismatch: other models or problems than the run began with."""
+    from tba.lora import base_fingerprint
+    from tba.tasks import scorers_fingerprint
+
+    store = RunStore(config.store, config.run)
+    check_model(store, config.model, base_fingerprint(str(folder)))
+    check_data(store, task.fingerprint, records=records)
+    if scorers := scorers_fingerprint(config.task):
+        check_scorers(store, scorers, records=records)
 
 
 def _set_environment(threads: int) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba.config import TaskSettings
@@ -10,7 +11,7 @@ from tba.tasks.base import Problem, Task, problems_fingerprint, render_chat
 if TYPE_CHECKING:
     from tba.rewards import RewardedTask
 
-__all__ = ["Problem", "Task", "load_task"]
+__all__ = ["Problem", "Task", "load_task", "scorers_fingerprint"]
 
 # By name, which is its module's, too: a task's class, and what it is made from: settings of `task`, and the run's seed.
 _CLASSES = {
@@ -28,6 +29,7 @@ READ_BY = {
     setting: tuple(task for task, (_, made_from) in _CLASSES.items() if setting in made_from)
     for setting in ("data", "generator", "reward_model", "victim", "classifier")
 } | {"gold_reward_model": ("tldr",)}  # flows/evaluate.py does
+SCORERS = ("reward_model", "victim", "classifier")  # of these, models
 
 
 def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "RewardedTask":
@@ -51,6 +53,18 @@ def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "Rewarded
         for name, weight in zip(settings.rewards, weights, strict=True)
     ]
     return RewardedTask(task, rewards, settings.missing_eos_reward, num_left_out, fingerprint)
+
+
+def scorers_fingerprint(settings: TaskSettings) -> str | None:
+    """The settings that name models in local folders which score responses, each with the fingerprint of its weights.
+
+    None: there is no such model. Reads all of their weights. Raises: FileNotFoundError: one has no safetensors.
+    """
+    from tba.weights import fingerprint, read_weights
+
+    named = {name: getattr(settings, name) for name in SCORERS if settings.name in READ_BY[name]}
+    folders = {name: folder for name, folder in named.items() if folder and Path(folder).is_dir()}
+    return ", ".join(f"{name} {fingerprint(read_weights(folder))}" for name, folder in folders.items()) or None
 
 
 def _task(settings: TaskSettings, seed: int) -> Task:

@@ -2,7 +2,7 @@
 
 - The first process records the model's fingerprint; others with the same weights go on.
 - Other weights are refused, and the record stays. So is a record that cannot be read.
-- So are other problems. A check before a start records none.
+- So are other problems, and other models that score responses. A check before a start records none.
 
 python -m pytest tests/storage/test_run_inputs.py
 """
@@ -10,7 +10,7 @@ python -m pytest tests/storage/test_run_inputs.py
 import pytest
 
 from storage.errors import DamagedRecord, RunConfigMismatch
-from storage.run_inputs import DATA, MODEL, check_data, check_model
+from storage.run_inputs import DATA, MODEL, SCORERS, check_data, check_model, check_scorers
 
 
 def test_all_processes_have_the_first_ones_weights(store):
@@ -37,3 +37,13 @@ def test_all_searchers_have_the_first_ones_problems(store):
         with pytest.raises(RunConfigMismatch, match=r"fingerprint b2, but .* began with a1 .* --warm-start"):
             check_data(store, "b2", records=records)
     check_data(store, "a1", records=False)
+
+
+def test_all_searchers_have_the_first_ones_scorers(store):
+    check_scorers(store, "victim a1", records=False)
+    assert not store.exists(SCORERS)
+    check_scorers(store, "victim a1")
+    for records in (True, False):
+        with pytest.raises(RunConfigMismatch, match=r"victim b2\. .* began with victim a1 \(scorers.json\)"):
+            check_scorers(store, "victim b2", records=records)
+        check_scorers(store, "victim a1", records=records)

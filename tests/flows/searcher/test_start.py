@@ -1,6 +1,7 @@
 """A Searcher's share of its machine (flows/searcher/start.py). `start_searcher` itself is tested by whole runs.
 
-- A Searcher whose model has other weights than the run's, or whose problems are others, does not start.
+- A Searcher does not start if its model, or one that scores responses, has other weights than the run's, or if its
+  problems are others.
 - Its engine and its reference policy have the run's settings, and each start a seed of its own.
 - The next rounds are sampled ahead, unless engine and scoring share a core, or the run is synchronous.
 - Where it samples ahead on a CPU, the reference policy has a process of its own.
@@ -126,6 +127,18 @@ def test_another_model_than_the_trainers_samples_nothing(store, tmp_path, monkey
     model = save_character_model(tmp_path / "model", string.printable)
     with pytest.raises(RunConfigMismatch, match="began with the Trainer's"):
         start.start_searcher(RunConfig(run=store.run, store=store.url, model=str(model)), "s0", 0)
+
+
+@pytest.mark.slow
+def test_another_victim_than_the_first_searchers_answers_nothing(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "make_engine", lambda *_, **__: WholeBatches())
+    model, victim = (str(save_character_model(tmp_path / name, string.printable)) for name in ("model", "victim"))
+    config = RunConfig(run=store.run, store=store.url, model=model, task={"name": "redteam", "victim": victim})
+    for _ in range(2):
+        start.start_searcher(config, "s0", 0)
+    save_character_model(tmp_path / "victim", string.printable, hidden_size=32)
+    with pytest.raises(RunConfigMismatch, match=r"score responses .* victim [0-9a-f]{32}\. .* began with victim"):
+        start.start_searcher(config, "s1", 0)
 
 
 @pytest.mark.slow
