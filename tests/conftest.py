@@ -24,7 +24,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 # Files that take minutes each. They begin first, so that no worker is idle at the end.
-LONGEST = ("test_end_to_end.py", "test_engine.py", "test_stack.py", "test_gpu_check.py")
+LONGEST = (
+    "test_end_to_end.py", "test_engine.py", "test_stack.py", "test_gpu_check.py", "test_zero_trainer.py",
+    "test_testbed.py", "test_adapters.py", "test_reference_process.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
