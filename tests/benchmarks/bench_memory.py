@@ -37,6 +37,12 @@ def peak_bytes(process: psutil.Process) -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
+def with_children(process: psutil.Process) -> int:
+    """The peaks of a process and its children; without a fork that has not begun its own program and shares memory."""
+    command = process.cmdline()
+    return sum(map(peak_bytes, [process, *(child for child in process.children() if child.cmdline() != command)]))
+
+
 class Peaks:
     """Watches the processes of a `default_run`."""
 
@@ -65,8 +71,7 @@ class Peaks:
                     self.of_trainer = max(self.of_trainer, self._of_trainer_at[-1][1])
                     flow = trainer.parent()
                     others = [each for each in flow.parent().children(recursive=True) if each not in (trainer, flow)]
-                    with_children = [sum(map(peak_bytes, (each, *each.children()))) for each in others]
-                    self.of_searcher = max([self.of_searcher, *with_children])
+                    self.of_searcher = max([self.of_searcher, *map(with_children, others)])
 
     def _trainers(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter(["cmdline"]):
