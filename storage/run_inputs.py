@@ -13,6 +13,7 @@ be held out.
 
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from storage.errors import AlreadyExists, RunConfigMismatch
 from storage.store import RunStore
@@ -36,46 +37,51 @@ def check_model(store: RunStore, model: str, fingerprint: str) -> None:
 
     Raises: RunConfigMismatch: the run began with other weights. DamagedRecord: model.json cannot be read.
     """
-    first = _first(store, MODEL, fingerprint, f"Delete it if {model} has not changed since the run began.")
-    if first != fingerprint:
-        raise RunConfigMismatch(
-            f"model: the weights of {model} on this machine have fingerprint {fingerprint}, but run {store.run} in "
-            f"{store.url} began with {first} ({MODEL}). Restore the model's files, or begin another run."
-        )
+    told = _Told(f"model: the weights of {model}", f"{model} has", "Restore the model's files, or begin another run.")
+    _compare(store, MODEL, fingerprint, told)
 
 
 def check_data(store: RunStore, fingerprint: str, *, records: bool = True) -> None:
     """As `check_model`, of a run's problems. records: whether a run without a record gets this one."""
-    if not records and not store.exists(DATA):
-        return
-    first = _first(store, DATA, fingerprint, "Delete it if the data have not changed since the run began.")
-    if first != fingerprint:
-        raise RunConfigMismatch(
-            f"task.data: the problems on this machine have fingerprint {fingerprint}, but run {store.run} in "
-            f"{store.url} began with {first} ({DATA}): prompts, answers, other columns (which older versions left "
-            "out), or which of them are held out, differ. A function must return the same rows at each call. Restore "
-            "the data, or begin another run; --warm-start takes the trajectories along. To go on with these, delete "
-            "the file: accuracies before and after will not be comparable."
-        )
+    told = _Told(
+        "task.data: the problems",
+        "the data have",
+        "Prompts, answers, other columns (which older versions left out), or which of them are held out, differ. A "
+        "function must return the same rows at each call. Restore the data, or begin another run; --warm-start takes "
+        "the trajectories along. To go on with these, delete the file: accuracies before and after will not be "
+        "comparable.",
+    )
+    if records or store.exists(DATA):
+        _compare(store, DATA, fingerprint, told)
 
 
 def check_scorers(store: RunStore, fingerprint: str, *, records: bool = True) -> None:
     """As `check_data`, of the models that score a run's responses."""
-    if not records and not store.exists(SCORERS):
-        return
-    first = _first(store, SCORERS, fingerprint, "Delete it if these models have not changed since the run began.")
-    if first != fingerprint:
-        raise RunConfigMismatch(
-            f"task: the models that score responses have these fingerprints on this machine: {fingerprint}. Run "
-            f"{store.run} in {store.url} began with {first} ({SCORERS}). Restore the models' files, or begin another "
-            "run; `tba rescore` scores stored trajectories by another reward."
-        )
+    told = _Told(
+        "task: the models that score responses",
+        "these models have",
+        "Restore the models' files, or begin another run; `tba rescore` scores stored trajectories by another reward.",
+    )
+    if records or store.exists(SCORERS):
+        _compare(store, SCORERS, fingerprint, told)
 
 
-def _first(store: RunStore, path: str, fingerprint: str, remedy: str) -> str:
-    """The fingerprint that was recorded first, which may be this one."""
+class _Told(NamedTuple):
+    """Parts of the messages about an input."""
+
+    subject: str
+    unchanged: str  # with its verb
+    advice: str
+
+
+def _compare(store: RunStore, path: str, fingerprint: str, told: _Told) -> None:
+    """Records the fingerprint if there is none yet. Raises: RunConfigMismatch, DamagedRecord."""
     with suppress(AlreadyExists):
         store.put_new_json(path, {"fingerprint": fingerprint})
-        return fingerprint
-    recorded = store.read_json(path, _Recorded, remedy=remedy)
-    return fingerprint if recorded is None else recorded.fingerprint
+        return
+    first = store.read_json(path, _Recorded, remedy=f"Delete it if {told.unchanged} not changed since the run began.")
+    if first is not None and first.fingerprint != fingerprint:  # None: deleted meanwhile
+        raise RunConfigMismatch(
+            f"{told.subject} on this machine have fingerprint {fingerprint}, but run {store.run} in {store.url} began "
+            f"with {first.fingerprint} ({path}). {told.advice}"
+        )

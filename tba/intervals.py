@@ -15,4 +15,4 @@ def half_width(values: Sequence[float], confidence: float = 0.95) -> float:
 
 @functools.cache
 def _quantile(probability: float, degrees_of_freedom: int) -> float:
-    return float(stats.t.ppf(probability, degrees_of_freedom))  # takes longer than all else
+    return float(stats.t.ppf(probability, degrees_of_freedom))

@@ -24,12 +24,12 @@ _CLASSES = {
     "tldr": ("TLDR", ("data", "reward_model")),
 }
 TASKS = tuple(_CLASSES)
+SCORERS = ("reward_model", "victim", "classifier")  # settings that name models which score responses
 # Settings that only some tasks read.
 READ_BY = {
     setting: tuple(task for task, (_, made_from) in _CLASSES.items() if setting in made_from)
-    for setting in ("data", "generator", "reward_model", "victim", "classifier")
+    for setting in ("data", "generator", *SCORERS)
 } | {"gold_reward_model": ("tldr",)}  # flows/evaluate.py does
-SCORERS = ("reward_model", "victim", "classifier")  # of these, models
 
 
 def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "RewardedTask":

@@ -38,7 +38,10 @@ def peak_bytes(process: psutil.Process) -> int:
 
 
 def with_children(process: psutil.Process) -> int:
-    """The peaks of a process and its children; without a fork that has not begun its own program and shares memory."""
+    """The sum of the peaks of a process and its children.
+
+    A child that was just forked still runs its parent's program and shares its memory: it is left out.
+    """
     command = process.cmdline()
     return sum(map(peak_bytes, [process, *(child for child in process.children() if child.cmdline() != command)]))
 

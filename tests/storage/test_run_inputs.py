@@ -44,6 +44,6 @@ def test_all_searchers_have_the_first_ones_scorers(store):
     assert not store.exists(SCORERS)
     check_scorers(store, "victim a1")
     for records in (True, False):
-        with pytest.raises(RunConfigMismatch, match=r"victim b2\. .* began with victim a1 \(scorers.json\)"):
+        with pytest.raises(RunConfigMismatch, match=r"victim b2, but .* began with victim a1 \(scorers.json\)"):
             check_scorers(store, "victim b2", records=records)
         check_scorers(store, "victim a1", records=records)

@@ -1,11 +1,10 @@
-"""The `tba` command without a server.
+"""`tba train` without a server, and the arguments of other commands.
 
 Claims
 - bad input ends with status 2 and one line a mistake (field, value got, rule), before anything is started or written
 - options and --set come together in one RunConfig; a run is called after its task; local paths become absolute
 - a finished run prints its summary and starts nothing
 - a refused input, or a Trainer unknown to Prefect, ends the command before it submits
-- `tba sql` prints a table, JSON or CSV, each value under its own name; refuses to write; says when there is no such run
 - a Prefect server that fails, and a damaged summary, are one line
 - a second Ctrl-C waits until the run is stopped; signals are heard again after it
 - a heartbeat that cannot be read is shown, and the run is followed on
@@ -18,7 +17,6 @@ Run: pytest tests/flows/cli/test_train.py
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -365,66 +363,3 @@ def test_a_package_of_the_users_that_would_hide_ours_is_named(project, own):
         result = tba(command)
         assert result.exit_code == 2
         assert result.stderr.startswith(f"{project / own} would be imported in place of tba's own package")
-
-
-@pytest.fixture
-def stored_run(project):
-    store = RunStore((project / ".tba").as_uri(), "some")
-    store.create_run({"seed": 0})
-    return store
-
-
-ROWS = "SELECT unnest([1, 2]) AS number, unnest(['a, b', '[c]']) AS text"
-
-
-def test_sql_prints_json(stored_run):
-    result = tba("sql", "some", ROWS, "--format", "json")
-    assert json.loads(result.stdout) == [{"number": 1, "text": "a, b"}, {"number": 2, "text": "[c]"}]
-
-
-def test_what_is_no_number_is_null_in_json(stored_run):
-    """As in a skipped step's loss. NaN is no JSON: jq and JavaScript refuse all of it."""
-    rows = "SELECT 'nan'::FLOAT AS loss, [1.5, '-inf'::FLOAT] AS more"
-    printed = tba("sql", "some", rows, "--format", "json").stdout
-    assert json.loads(printed, parse_constant=pytest.fail) == [{"loss": None, "more": [1.5, None]}]
-
-
-def test_sql_prints_csv(stored_run):
-    assert tba("sql", "some", ROWS, "--format", "csv").stdout == 'number,text\n1,"a, b"\n2,[c]\n'
-
-
-def test_two_columns_of_one_name_keep_their_values(stored_run):
-    """As `SELECT * FROM trajectories JOIN batches` has them."""
-    rows = "SELECT 1 AS reward, 2 AS reward_1, 3 AS reward, 4 AS step"
-    assert tba("sql", "some", rows, "--format", "csv").stdout == "reward,reward_1,reward_2,step\n1,2,3,4\n"
-    (row,) = json.loads(tba("sql", "some", rows, "--format", "json").stdout)
-    assert row == {"reward": 1, "reward_1": 2, "reward_2": 3, "step": 4}
-    assert re.findall(r"\d+", tba("sql", "some", rows).stdout.splitlines()[3]) == ["1", "2", "3", "4"]
-
-
-def test_sql_prints_a_table(stored_run):
-    lines = tba("sql", "some", ROWS).stdout.splitlines()
-    assert "number" in lines[1] and "text" in lines[1]
-    assert "[c]" in lines[4]  # not taken for markup
-    assert lines[-1] == "2 rows"
-
-
-def test_sql_has_views_before_anything_is_stored(stored_run):
-    result = tba("sql", "some", "SELECT count(*) AS n FROM trajectories", "--format", "csv")
-    assert result.stdout == "n\n0\n"
-
-
-@pytest.mark.parametrize(
-    ("run", "query", "message"),
-    [
-        ("some", "CREATE TABLE t (x INT)", "CREATE"),
-        ("some", "SELECT nothing FROM trajectories", "nothing"),
-        ("absent", "SELECT 1", "There is no run 'absent'"),
-        ("../some", "SELECT 1", "run: got '../some'"),
-    ],
-)
-def test_sql_refuses_with_the_reason(stored_run, run, query, message):
-    result = tba("sql", run, query)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stdout == ""

@@ -137,7 +137,7 @@ def test_another_victim_than_the_first_searchers_answers_nothing(store, tmp_path
     for _ in range(2):
         start.start_searcher(config, "s0", 0)
     save_character_model(tmp_path / "victim", string.printable, hidden_size=32)
-    with pytest.raises(RunConfigMismatch, match=r"score responses .* victim [0-9a-f]{32}\. .* began with victim"):
+    with pytest.raises(RunConfigMismatch, match=r"score responses .* victim [0-9a-f]{32}, but .* began with victim"):
         start.start_searcher(config, "s1", 0)
 
 
