@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from tba.model_files import NEUTRAL, unsupported
 from tba.precision import bfloat16_linear, cast, compute_dtype
-from tba.rms_norm import rms_norm
+from tba.recomputation import gated, rms_norm
 from tba.shared_prefix import ATTENTION, Group, pack
 
 LOGIT_ROWS = 512  # of a chunk that is not kept: 512 x 49,152 logits are 50 MB in bfloat16
@@ -101,11 +102,15 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 def _gated_mlp(mlp: torch.nn.Module, hidden: Tensor) -> Tensor:
     """As transformers' MLP, but keeps two of four wide tensors for the backward pass. `gate` and `up` cost a product of
     matrices each and are kept; the other two are cheap and computed again."""
+    gate, up, down_proj = mlp.gate_proj(hidden), mlp.up_proj(hidden), mlp.down_proj
+    is_whole = not hasattr(down_proj.weight, "ds_id")  # ZeRO-3's hooks hand on a copy, without `AGAIN`
+    if type(down_proj) is torch.nn.Linear and is_whole and type(mlp.act_fn) in (torch.nn.SiLU, SiLUActivation):
+        return down_proj(gated(gate, up))
 
     def rest(gate: Tensor, up: Tensor) -> Tensor:
-        return mlp.down_proj(mlp.act_fn(gate) * up)
+        return down_proj(mlp.act_fn(gate) * up)
 
-    return checkpoint(rest, mlp.gate_proj(hidden), mlp.up_proj(hidden), use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(rest, gate, up, use_reentrant=False, preserve_rng_state=False)
 
 
 def _narrow_norm(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

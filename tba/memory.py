@@ -50,7 +50,7 @@ class Shape:
     KV: int
     is_bfloat16: bool  # every parameter in its files
     has_query_norms: bool = False  # queries and keys have norms of their own, as in Qwen3
-    computes_norms_again: bool = False  # in the backward pass (tba/rms_norm.py)
+    computes_norms_again: bool = False  # in the backward pass (tba/recomputation.py)
     num_not_linear: int = 0  # of num_in_layers, in other modules than nn.Linear: these stay float32
 
 

@@ -4,6 +4,7 @@
 - What all prompts begin with is computed once.
 - The same in bfloat16, within its rounding, and with gradient checkpointing.
 - What a longer prompt adds to memory does not grow with its responses; of a gated MLP's wide tensors two are kept.
+- The backward pass multiplies no layer's product again.
 - Chunks of logits change nothing, values nor gradients.
 - Models whose attention or logits are of another kind are refused, by name.
 - Empty prompts or responses are refused.
@@ -17,6 +18,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -267,6 +269,30 @@ def test_in_bfloat16_a_long_pass_keeps_no_weight_and_an_input_once_for_all_its_p
     # results, for three products and for two, are computed again.
     assert sum(tensor.dtype == torch.float32 for tensor in hidden) == 2 * 2 + 1
     assert sum(tensor.dtype == torch.bfloat16 for tensor in hidden) == 2
+
+
+class CountedProducts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_backward_pass_multiplies_no_layer_again(architecture, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(logprobs, "compute_dtype", lambda device: dtype)  # on any CPU
+    model_of(architecture, "sdpa").float().save_pretrained(tmp_path)
+    model = load_policy(tmp_path)
+    scored = torch.cat(sequence_logprobs(model, TREE, TEMPERATURE)).sum()
+    with CountedProducts() as backward:
+        scored.backward()
+    # Queries, keys, values, attention's results, gate, up and down of two layers, and the output layer. Each has a
+    # gradient of its input and one of its weight.
+    assert backward.count == 2 * (2 * 7 + 1)
 
 
 def test_a_sliding_window_shorter_than_the_sequence_is_refused():

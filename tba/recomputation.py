@@ -1,9 +1,13 @@
-"""RMS norms whose results are not kept for the backward pass: products compute them again, once for all of them.
+"""Results that are not kept for the backward pass: products of matrices compute them again, once for all of them.
 
-A norm's input is kept anyway. Its result is as large, and each layer has two.
+They are those of RMS norms and of gated activations. Their inputs are kept anyway, and they are cheap.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -11,10 +15,10 @@ AGAIN = "tba_again"  # attribute of a result: its `Again`
 
 
 class Again:
-    """A norm's result, computed again."""
+    """A result, computed again in the backward pass."""
 
-    def __init__(self, hidden: Tensor, factor: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
-        self._arguments = hidden.detach(), factor, weight.detach(), dtype
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
         self._result: Tensor | None = None
         self._uses = 0
 
@@ -24,7 +28,7 @@ class Again:
 
     def take(self) -> Tensor:
         """The result. It is kept until its last use."""
-        result = _scaled(*self._arguments) if self._result is None else self._result
+        result = self._compute() if self._result is None else self._result
         self._uses -= 1
         self._result = result if self._uses else None
         return result
@@ -39,7 +43,8 @@ def rms_norm(module: nn.Module, hidden: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     result, factor = _RmsNorm.apply(hidden, module.weight, module.variance_epsilon, dtype)
     if torch.is_grad_enabled():
-        setattr(result, AGAIN, Again(hidden, factor, module.weight, dtype))
+        again = functools.partial(_scaled, hidden.detach(), factor, module.weight.detach(), dtype)
+        setattr(result, AGAIN, Again(again))
     return result
 
 
@@ -68,3 +73,30 @@ class _RmsNorm(torch.autograd.Function):
 
 def _scaled(hidden: Tensor, factor: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (hidden * factor).mul_(weight).to(dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of the shape of both. Keeps these two."""
+    activated = Again(functools.partial(F.silu, gate.detach()))
+    result = _Gated.apply(gate, up, activated)
+    if torch.is_grad_enabled():
+        for _ in ("the product that takes the result", "the backward pass"):
+            activated.will_be_used()
+        setattr(result, AGAIN, Again(lambda: activated.take() * up.detach()))
+    return result
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, activated):
+        ctx.save_for_backward(gate, up)
+        ctx.activated = activated
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        gate, up = ctx.saved_tensors
+        activated, ctx.activated = ctx.activated, None  # it holds the gate
+        of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+        return of_gate, gradient * activated.take(), None
