@@ -227,7 +227,10 @@ def check_server(project: Path) -> Finding:
         running = stack.running_url(project)
     except stack.StackError:  # `check_stack` names it
         running = None
-    named = next(iter(prefect_server.candidates(running)), None)
+    try:
+        named = next(iter(prefect_server.candidates(running)), None)
+    except stack.StackError as error:
+        return Finding("server", FAULT, str(error), "mend prefect.toml, or remove it")
     if named is None:
         return _unnamed_server(prefect_server.free_port(DEFAULT_PORT))
     url, undo = named.url, named.undo

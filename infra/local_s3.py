@@ -160,7 +160,10 @@ class LocalS3:
     def _refuse_other_files(self) -> None:
         """Raises: LocalS3Error: the folder has files that no start has made."""
         found = {entry.name for entry in self.folder.iterdir()} if self.folder.exists() else set()
-        if others := found - {*FOLDERS, *FILES, *(f"{program}.pid" for program in DAEMONS)}:
+        others = found - {*FOLDERS, *FILES, *(f"{program}.pid" for program in DAEMONS)}
+        if not others and "settings.json" not in found:  # a start makes only empty folders before it
+            others = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
+        if others:
             raise LocalS3Error(
                 f"{self.folder} has files of another kind ({min(others)}); name an empty or a new folder"
             )

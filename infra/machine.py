@@ -1,6 +1,5 @@
 """This machine's folders, threads, processor and code version, for the processes of a run."""
 
-import math
 import os
 import platform
 import re
@@ -8,6 +7,8 @@ import subprocess
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+
+from infra.control_groups import core_limit
 
 CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed wheel: site-packages
 
@@ -37,7 +38,7 @@ def policy_cache(run: str) -> Path:
 
 def cpu_threads(num_processes: int) -> int:
     """Threads for each of this many concurrent processes on the cores that this machine or container may use."""
-    return max(1, int(min(len(os.sched_getaffinity(0)), _core_limit())) // num_processes)
+    return max(1, int(min(len(os.sched_getaffinity(0)), core_limit())) // num_processes)
 
 
 def has_bfloat16(cpu: Path = Path("/proc/cpuinfo")) -> bool:
@@ -69,15 +70,6 @@ def code_version() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return _installed_version()
     return described.stdout.strip() or _installed_version()
-
-
-def _core_limit(control_group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Whole cores' time that this container may use, at least 1; infinite without a limit."""
-    with suppress(OSError, ValueError):  # a system without control groups, or of their first version
-        quota, period = (control_group / "cpu.max").read_text().split()
-        if quota != "max":
-            return max(1, int(quota) // int(period))
-    return math.inf
 
 
 def _installed_version() -> str:

@@ -72,10 +72,22 @@ def configured() -> Named | None:
 
 
 def candidates(ours: str | None) -> list[Named]:
-    """The servers that a run may use; the first one that can be used is. ours: the URL that our stack uses already."""
+    """The servers that a run may use; the first one that can be used is. ours: the URL that our stack uses already.
+
+    Raises: StackError: as `configured`.
+    """
     running = Named(ours, "this project's stack", "run `tba down`") if ours else None
-    order = (configured(), running) if os.environ.get("PREFECT_API_URL") else (running, configured())
+    own = configured()
+    if own and ours and _port_here(own.url) == _port_here(ours) is not None:
+        own = None  # ours by another spelling
+    order = (own, running) if os.environ.get("PREFECT_API_URL") else (running, own)
     return [named for named in order if named]
+
+
+def _port_here(url: str) -> int | None:
+    """The port of a URL at this machine's usual loopback address; None: it is elsewhere."""
+    split = urlsplit(url)
+    return split.port if split.hostname in ("127.0.0.1", "localhost") else None
 
 
 def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[str], dict]) -> str | None:
@@ -93,7 +105,9 @@ def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[st
         if refused:
             problem = "it asks for an authentication string, and PREFECT_API_AUTH_STRING does not hold it"
         elif found is None:
-            problem = "nothing answers there"
+            problem = "no Prefect API answers there" + (
+                "" if url.endswith("/api") else " (an API's URL ends with /api)"
+            )
         elif not is_compatible(found):
             problem = f"it is Prefect {found}, whose API differs from this client's"
         elif ours and url != ours:

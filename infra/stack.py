@@ -91,7 +91,8 @@ def leave(project: Path, say: Callable[[str], None] = print) -> None:
     with locked_state(local_folder(project)) as state:
         state.users = [user for user in state.users if user.pid != os.getpid()]
         if state.processes and not state.keep and not state.users:
-            say("Stopping the local stack.")
+            with contextlib.suppress(OSError):  # a closed pipe, or a full disk: the stack is stopped nevertheless
+                say("Stopping the local stack.")
             _stop(project, state)
 
 
@@ -171,6 +172,8 @@ def _bring_up(project: Path, state: State, keep: bool, say: Callable[[str], None
     else:
         say(f"Using the Prefect server at {url}.")
         state.url, state.own_server = url, "server" in state.processes
+        if not state.own_server and (local_folder(project) / server_access.SETTINGS_FILE).exists():
+            server_access.write_settings(local_folder(project), url, None)  # the string of a server of ours that died
         _refuse_open_server(state, say)
     pool_type = prefect_server.create_work_pool(state.url, credentials(project, state.url))
     has_others = pool_type != "process" or os.environ.get(NO_WORKER_VARIABLE)  # other types have workers of their own

@@ -153,7 +153,9 @@ def recorded_reasons(store: RunStore, path: str) -> list[str]:
 
 def refuse_rest(store: RunStore) -> None:
     """Checks the shards that no sync took in, and refuses bad ones. Only for a trained run, which syncs no more."""
-    seen = {row["searcher"]: row["last_round"] for row in ledger.effective_syncs(store, LARGEST_NUMBER)}
+    seen: dict[str, int] = {}
+    with suppress(DamagedRecord):  # then all are checked once more
+        seen = {row["searcher"]: row["last_round"] for row in ledger.effective_syncs(store, LARGEST_NUMBER)}
     limits = limits_of(store)
     for _, refused in accept(store, new_shards(store, seen), limits):
         refuse(store, refused, "the run, at its end")

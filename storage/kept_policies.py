@@ -33,8 +33,8 @@ from storage.policy_folder import MANIFEST, Manifest, age, is_policy
 from storage.store import RunStore
 
 BEST = "policies/best.json"
-_HELD = "policies/held"
-_PRUNING = "policies/pruning.json"
+HELD = "policies/held"
+PRUNING = "policies/pruning.json"
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def hold_policy(store: RunStore, ref: PolicyRef, searcher: str) -> bool:
     """
     store.put_json(_held_path(searcher), ref)
     try:
-        doomed = store.read_json(_PRUNING, list[str]) or []  # None: nothing has been pruned yet
+        doomed = store.read_json(PRUNING, list[str]) or []  # None: nothing has been pruned yet
         manifest = store.read_json(f"{ref.path}/{MANIFEST}", Manifest)
     except DamagedRecord as error:
         logger.warning("the policy may be pruned, so it cannot become the best one: %s", error)
@@ -133,7 +133,7 @@ def _store_weights(store: RunStore, ref: PolicyRef, cache_dir: str | Path | None
 
 
 def _held_path(searcher: str) -> str:
-    return f"{_HELD}/{searcher}.json"
+    return f"{HELD}/{searcher}.json"
 
 
 def prune_policies(store: RunStore, keep: int) -> None:
@@ -154,11 +154,11 @@ def prune_policies(store: RunStore, keep: int) -> None:
         doomed = [folder for folder in unpruned if folder not in kept]
         if not doomed:
             return
-        store.put_json(_PRUNING, doomed)
+        store.put_json(PRUNING, doomed)
         kept |= _with_needed(store, _evaluated(store) - kept)
         going = [folder for folder in doomed if folder not in kept]
         if going != doomed:  # an evaluation that is repeated may hold its policy again
-            store.put_json(_PRUNING, going)
+            store.put_json(PRUNING, going)
     except DamagedRecord as error:
         logger.warning("no policy is pruned for now, because held, best or newest ones cannot be read: %s", error)
         return
@@ -192,7 +192,7 @@ def _delete_weights(store: RunStore, folder: str, files: list[str]) -> None:
 def _evaluated(store: RunStore) -> set[str]:
     """Folders of the policies that Searchers hold, then of the best one; the module's docstring explains the order."""
     folders = set()
-    for path in store.list(_HELD):
+    for path in store.list(HELD):
         if held := read_pointer(store, path, PolicyRef, remedy="Delete it if no Searcher evaluates now."):
             folders.add(held.path)  # None: released since it was listed
     best = best_policy(store)

@@ -41,6 +41,7 @@ class Machine:
     owner: Identity
     processes: Annotated[int, Field(ge=1)]
     renewed_at: str  # UTC, ISO 8601
+    has_gpus: bool = False  # older versions did not tell
 
     @property
     def path(self) -> str:
@@ -64,10 +65,10 @@ class _Signed:
     signature: str  # HMAC-SHA256, in hexadecimal
 
 
-def join(store: RunStore, attempt: int, processes: int) -> Machine:
+def join(store: RunStore, attempt: int, processes: int, has_gpus: bool) -> Machine:
     """Adds this machine to the attempt, with so many processes. The attempt may begin without it: see World."""
     for number in count(1):
-        machine = Machine(attempt, number, Identity.current(), processes, _now())
+        machine = Machine(attempt, number, Identity.current(), processes, _now(), has_gpus)
         with suppress(AlreadyExists):
             store.put_new_json(machine.path, machine)
             return machine

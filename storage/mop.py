@@ -40,7 +40,7 @@ class SamplingSettings(BaseModel):
         0.0, ge=0, le=1, description="Share of the uniform distribution in the weights by reward_temperature."
     )
     capacity_per_prompt: int = Field(
-        100, ge=2, description="Distinct responses kept for a prompt; older ones are dropped."
+        100, ge=2, description="Newest distinct responses to a prompt that the buffer keeps."
     )
     min_size: int = Field(192, ge=1, description="Trajectories to take in before the first batch, repeats included.")
     samples_per_insert: float | None = Field(

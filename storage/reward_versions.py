@@ -53,10 +53,10 @@ def check_reward(store: RunStore, version: str, reward: str, source: str, data: 
             f"reward version {version!r} of run {store.run} was scored by {reward} before its source, or "
             "task.missing_eos_reward, was changed. Choose another version."
         )
-    if data and recorded.get("data", data) != data:
+    if recorded.get("data", data) != data:  # older versions did not record it
         raise ValueError(
-            f"reward version {version!r} of run {store.run} was scored by {reward} with other problems or answers. "
-            "Choose another version."
+            f"reward version {version!r} of run {store.run} was scored by {reward} with other problems or answers, or "
+            "one of both machines lacks the task's data. Choose another version."
         )
 
 
@@ -64,8 +64,7 @@ def begin_version(store: RunStore, version: str, reward: str, source: str, data:
     """Records that `reward` scores this version. Raises: ValueError: as check_reward."""
     try:
         path = f"rewards/{check_version(version)}/{VERSION}"
-        of_data = {"data": data} if data else {}
-        store.put_new_json(path, {"version": version, "reward": reward, "source": source} | of_data)
+        store.put_new_json(path, {"version": version, "reward": reward, "source": source, "data": data})
     except AlreadyExists:
         check_reward(store, version, reward, source, data)
 

@@ -4,7 +4,7 @@ Before: tba/models.py and tba/tasks find them on a machine; after: Trainer, refe
 
 model.json               {"fingerprint": ...} of the model's weights, written once, by the first process that loads them
 data.json                {"fingerprint": ...} of the problems (tba/rewards.py), written once, by the first Searcher
-scorers.json             the same of the models in local folders that score responses (tba.tasks.scorers_fingerprint)
+scorers.json             the same of the models that score responses (tba.tasks.scorers_fingerprint)
 
 The run's settings have names or paths. On another machine, or at a resume, other files may be there. Then the reference
 log-probabilities or the rewards of the trajectories would be of another model, and problems that were trained on might
@@ -60,7 +60,8 @@ def check_scorers(store: RunStore, fingerprint: str, *, records: bool = True) ->
     told = _Told(
         "task: the models that score responses",
         "these models have",
-        "Restore the models' files, or begin another run; `tba rescore` scores stored trajectories by another reward.",
+        "Restore the models' files, or begin another run; `tba rescore` scores stored trajectories by another reward. "
+        "Older versions left out models of the Hugging Face Hub: if none has changed, delete the file.",
     )
     if records or store.exists(SCORERS):
         _compare(store, SCORERS, fingerprint, told)

@@ -55,10 +55,12 @@ class S3Prefix:
             # Over http, client and server hash each byte for the signature, which is half the cost of a put. Between
             # two processes of one machine a checksum suffices, as over https.
             fs = _connect(s3={"payload_signing_enabled": False})
+        if urlsplit(fs.s3.meta.endpoint_url).path.strip("/"):
+            raise ValueError("AWS_ENDPOINT_URL has a path, which Arrow's client cannot use; give scheme, host and port")
         fs.s3.meta.events.register("after-call.s3", _check_answer)
         self._fs = fs
-        for client in ("_arrow", "_obstore"):
-            self.__dict__.pop(client, None)
+        for found in ("_credentials", "_arrow", "_obstore"):
+            self.__dict__.pop(found, None)
 
     @patient("write")
     def put(self, path: str, data: bytes, check: Callable[[], object]) -> None:
@@ -200,20 +202,33 @@ class S3Prefix:
                 )
 
     def arrow_filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
-        return self._arrow, self._root
+        return self._arrow(self._credentials and self._credentials.get_frozen_credentials()), self._root
+
+    @functools.cached_property
+    def _credentials(self):
+        """botocore's, from AWS's standard places, which it renews before they expire. None: there are none."""
+        import botocore.session
+
+        return botocore.session.Session().get_credentials()
 
     @functools.cached_property
     def _obstore(self):
         from obstore.store import S3Store
 
-        found, credentials = self._fs.s3.meta, _credentials()
+        found, credentials = self._fs.s3.meta, self._credentials
+
+        def current() -> dict:
+            now = credentials.get_frozen_credentials()
+            keys = {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token}
+            return keys | {"expires_at": datetime.now(UTC) + timedelta(minutes=5)}
+
         limits_s = {"connect_timeout": self._fs.connect_timeout, "read_timeout": self._fs.read_timeout, "timeout": 300}
         return S3Store(
             self._bucket,
             prefix=self._prefix,
             region=found.region_name,
             endpoint=found.endpoint_url,
-            credential_provider=credentials,
+            credential_provider=current if credentials else None,
             skip_signature=credentials is None,
             client_options={name: timedelta(seconds=limit_s) for name, limit_s in limits_s.items()}
             | {"allow_http": urlsplit(found.endpoint_url).scheme == "http"},
@@ -221,21 +236,36 @@ class S3Prefix:
         )
 
     @functools.cached_property
-    def _arrow(self) -> pyarrow.fs.FileSystem:
-        # Arrow's own client: s3fs below Arrow deadlocks. pyarrow starts a scan with the interpreter's lock held and
-        # waits for a lock of Arrow's, whose holder waits for the interpreter's to open a file. Address and region are
-        # what s3fs found; for credentials both look in AWS's standard places.
+    def _arrow(self) -> Callable[..., pyarrow.fs.FileSystem]:
+        """Arrow's own client with these credentials of botocore's, the same one until they change.
+
+        s3fs below Arrow deadlocks: pyarrow starts a scan with the interpreter's lock held and waits for a lock of
+        Arrow's, whose holder waits for the interpreter's to open a file. Address, region and credentials are those
+        that s3fs found. Arrow itself does not assume a profile's role.
+        """
         found = self._fs.s3.meta
         address = urlsplit(found.endpoint_url)
         is_aws = address.netloc.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-        return pyarrow.fs.S3FileSystem(
-            region=found.region_name,
-            scheme=address.scheme,
-            endpoint_override=None if is_aws else address.netloc,
-            connect_timeout=self._fs.connect_timeout,
-            request_timeout=self._fs.read_timeout,
-            retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=_TRIES),
-        )
+
+        @functools.lru_cache(1)
+        def client(credentials) -> pyarrow.fs.FileSystem:
+            keys = dict(zip(("access_key", "secret_key", "session_token"), credentials or (), strict=False))
+            return pyarrow.fs.S3FileSystem(
+                **keys,
+                region=self._region() if is_aws else found.region_name,
+                scheme=address.scheme,
+                endpoint_override=None if is_aws else address.netloc,
+                connect_timeout=self._fs.connect_timeout,
+                request_timeout=self._fs.read_timeout,
+                retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=_TRIES),
+            )
+
+        return client
+
+    def _region(self) -> str:
+        """The bucket's region, to which botocore follows S3 from the configured one, and Arrow does not."""
+        answer = self._fs.call_s3("head_bucket", Bucket=self._bucket)
+        return answer.get("BucketRegion") or self._fs.s3.meta.region_name
 
     def local_path(self, path: str) -> None:
         return None
@@ -259,20 +289,6 @@ def _connect(**config):
     fs = s3fs.S3FileSystem(session=session, use_listings_cache=False, skip_instance_cache=True, config_kwargs=config)
     fs.retries = _TRIES
     return fs
-
-
-def _credentials() -> Callable[[], dict] | None:
-    """A source of credentials for obstore, from AWS's standard places. None: there are none there."""
-    import botocore.session
-
-    found = botocore.session.Session().get_credentials()
-
-    def current() -> dict:
-        now = found.get_frozen_credentials()  # renewed ten minutes before they expire
-        keys = {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token}
-        return keys | {"expires_at": datetime.now(UTC) + timedelta(minutes=5)}
-
-    return current if found else None
 
 
 def _check_answer(http_response, parsed: dict, model, **_) -> None:

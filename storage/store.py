@@ -365,6 +365,7 @@ def _may_be_run(files: LocalFolder | S3Prefix) -> bool:
 def read_url(url: str) -> bytes:
     """The content of a file anywhere in a store, by its URL. Raises: NotFound."""
     backend, path = _backend_of(url)
+    path = str(Path(path).resolve()) if backend is LocalFolder else path  # files of the Hub's cache are links
     root, _, name = path.rpartition("/")
     root = root or "/"
     with _store_errors("read", url):

@@ -6,6 +6,7 @@
     policies     each stored one has the published files and weights; latest.json and best.json name one; each
                  trajectory of this run was sampled by a published policy
     checkpoints  each that training could resume from is whole
+    records      of the configuration, the inputs and the pruning of policies: each can be read
 
 Unfinished writes of a killed process are no fault. The run may train meanwhile: pointers are read before the files that
 they name.
@@ -31,7 +32,8 @@ from storage.ledger_files import KEYS, is_entry, parts_named
 from storage.paths import LARGEST_NUMBER
 from storage.policy_folder import Manifest, age, is_policy
 from storage.reward_versions import VERSION
-from storage.shards import round_of
+from storage.run_inputs import DATA, MODEL, SCORERS
+from storage.shards import WARM_START_PLAN, round_of
 from storage.store import RunStore, transfer_all
 from storage.verify_shards import Fault, Shards, check_shards, duplicates, some
 
@@ -73,7 +75,7 @@ def verify(store: RunStore, fingerprint: Callable[[Path], str] | None) -> Report
     store.get("run.json")
     if faults := list(_torn_records(store)):  # these decide which entries count, so nothing else can be checked
         return Report(faults, num_shards=0, num_trajectories=0, num_policies=0, num_steps=0)
-    faults: list[Fault] = []
+    faults = list(_damaged_json(store))
     ledgers = _LEDGER if fingerprint else {folder: _asked(columns) for folder, columns in _LEDGER.items()}
     resumes = attempts.list_attempts(store)
     entries = {folder: _read_entries(store, folder, columns, faults) for folder, columns in ledgers.items()}
@@ -112,6 +114,16 @@ def _torn_records(store: RunStore) -> Iterator[Fault]:
             return Fault("torn record", path, str(error))
 
     yield from filter(None, transfer_all(fault, of_attempts + manifests))
+
+
+def _damaged_json(store: RunStore) -> Iterator[Fault]:
+    """Faults of the run's other records that cannot be read: a start, a Searcher or pruning needs each of them."""
+    paths = ["run.json", MODEL, DATA, SCORERS, WARM_START_PLAN, kept_policies.PRUNING, *store.list(kept_policies.HELD)]
+    for path in paths:
+        try:
+            store.read_json(path)
+        except DamagedRecord as error:
+            yield Fault("torn record", path, str(error))
 
 
 # --- ledger -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import duckdb
@@ -9,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.errors import NotFound, StoreError, TornShard
+from storage.errors import DamagedRecord, NotFound, StoreError, TornShard
 from storage.intake import refusals
 from storage.rules import Limits, broken_in_each
 from storage.shard_files import by_block, read_each, read_file
@@ -75,7 +76,9 @@ def check_shards(store: RunStore, limits: Limits | None, faults: list[Fault]) ->
     faults += [
         Fault("refused shard", of.shard, f"the Trainer refused it: {'; '.join(of.reasons)}") for of in refusals(store)
     ]
-    found.copied = {warm_start_name(index) for index in range(len(store.read_json(WARM_START_PLAN, list[dict]) or []))}
+    with suppress(DamagedRecord):  # `verify` names it
+        sources = store.read_json(WARM_START_PLAN, list[dict]) or []
+        found.copied = {warm_start_name(index) for index in range(len(sources))}
     for searcher, rounds in rounds_of.items():
         for missing in sorted(set(range(found.expired.get(searcher, -1) + 1, max(rounds))) - rounds):
             path = shard_path(searcher, missing)

@@ -29,36 +29,19 @@ ENGINES_OWN = {
 }
 # Arguments of vllm.LLM that may be given. Others name files, classes or addresses, and a run.json is other people's.
 ENGINES_FREE = {
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
-    "enable_expert_parallel",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "cpu_offload_gb",
-    "block_size",
-    "max_num_batched_tokens",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "enforce_eager",
-    "async_scheduling",
-    "disable_custom_all_reduce",
-    "num_gpu_blocks_override",
-    "scheduling_policy",
-    "attention_backend",
-    "disable_cascade_attn",
-    "long_prefill_token_threshold",
-    "moe_backend",
-    "optimization_level",
-    "performance_mode",
-    "disable_sliding_window",
-    "mamba_cache_dtype",
-}
+    "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
+    "decode_context_parallel_size", "enable_expert_parallel", "dtype", "quantization", "kv_cache_dtype",
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "cpu_offload_gb", "block_size", "max_num_batched_tokens",
+    "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling",
+    "disable_custom_all_reduce", "num_gpu_blocks_override", "scheduling_policy", "attention_backend",
+    "disable_cascade_attn", "long_prefill_token_threshold", "moe_backend", "optimization_level",
+    "performance_mode", "disable_sliding_window", "mamba_cache_dtype",
+}  # fmt: skip
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+WHOLE_NUMBERS = (  # of these arguments
+    *PARALLEL_SIZES, "decode_context_parallel_size", "kv_cache_memory_bytes", "block_size", "max_num_batched_tokens",
+    "num_gpu_blocks_override",
+)  # fmt: skip
 
 
 class Settings(BaseModel):
@@ -189,13 +172,13 @@ class SearchSettings(Settings):
         None,
         gt=0,
         lt=1,
-        description="Edit distance by sum of lengths, under which the worse of two responses is dropped; None: off.",
+        description="Below this edit distance over summed lengths, the worse of two responses is dropped; None: off.",
     )
     exploration_probability: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="Probability of a random temperature for a prompt; drawn anew for top_p, and for a system prompt.",
+        description="Probability, for each prompt, of a random temperature, of a random top_p, and of a system prompt.",
     )
     exploration_temperature: tuple[float, float] = Field(
         (0.7, 1.1), description="Lowest and highest random temperature; uniform between them."
@@ -224,9 +207,11 @@ class SearchSettings(Settings):
                 raise ValueError(f"search.engine: argument {name} may not be given; allowed: {', '.join(close)}")
             if not isinstance(value, bool | int | float | str):
                 raise ValueError(f"search.engine: {name} is {value!r:.80}; give a number or a word")
-        for name in (*PARALLEL_SIZES, "kv_cache_memory_bytes"):
-            if not (isinstance(engine.get(name, 1), int) and engine.get(name, 1) >= 1):
+        for name in WHOLE_NUMBERS:
+            if not (type(engine.get(name, 1)) is int and engine.get(name, 1) >= 1):
                 raise ValueError(f"search.engine: {name} is {engine[name]!r}; give a whole number of at least 1")
+        if type(share := engine.get("gpu_memory_utilization", 1)) not in (int, float) or not 0 < share <= 1:
+            raise ValueError(f"search.engine: gpu_memory_utilization is {share!r}; give a number above 0, at most 1")
         return engine
 
     @property

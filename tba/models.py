@@ -39,6 +39,13 @@ def _downloaded(resolved: Path | str) -> Path:
     return Path(snapshot_download(resolved, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
 
 
+def hub_commit(name: str) -> str:
+    """The commit of the Hub's model that `from_pretrained` takes. Raises: OSError: it cannot be reached."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, "config.json")).parent.name  # in the cache: snapshots/COMMIT/config.json
+
+
 def resolve_model(name: str, cache_dir: str | os.PathLike, setting: str = "model") -> Path | str:
     """The path or id that `from_pretrained` and vLLM load for the model `name`, after a check that it loads.
 

@@ -17,10 +17,9 @@ AGAIN = "tba_again"  # attribute of a result: its `Again`
 class Again:
     """A result, computed again in the backward pass."""
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute = compute
+    def __init__(self, compute: Callable[[], Tensor], uses: int = 0) -> None:
+        self._compute, self._uses = compute, uses
         self._result: Tensor | None = None
-        self._uses = 0
 
     def will_be_used(self) -> None:
         """Once more."""
@@ -77,11 +76,9 @@ def _scaled(hidden: Tensor, factor: Tensor, weight: Tensor, dtype: torch.dtype) 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of the shape of both. Keeps these two."""
-    activated = Again(functools.partial(F.silu, gate.detach()))
+    activated = Again(functools.partial(F.silu, gate.detach()), uses=2)  # by the product behind it, and by `_Gated`
     result = _Gated.apply(gate, up, activated)
     if torch.is_grad_enabled():
-        for _ in ("the product that takes the result", "the backward pass"):
-            activated.will_be_used()
         setattr(result, AGAIN, Again(lambda: activated.take() * up.detach()))
     return result
 

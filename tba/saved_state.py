@@ -2,9 +2,10 @@
 
     trainer-00000.safetensors   policy.NAME, and by AdamW step.NAME, exp_avg.NAME, exp_avg_sq.NAME; after a reset
                                 reference.NAME. Then trainer-00001.safetensors, ...
-    state.json                  {"step": 100, "num_files": 1}
+    state.json                  {"step": 100, "num_files": 1, "skipped_in_a_row": 0}: the steps just before it that were
+                                skipped
 
-Older versions wrote one file, trainer.safetensors, and no num_files.
+Older versions wrote one file, trainer.safetensors, and the step alone.
 """
 
 import json
@@ -21,7 +22,7 @@ FILE_BYTES = 1 << 28  # from which on a file takes no further tensor
 NUM_WRITERS = 4  # files that are written at once: beside a step that uses all cores, one thread takes twice as long
 
 
-def write_state(folder: Path, step: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_state(folder: Path, step: int, tensors: Iterable[tuple[str, Tensor]], skipped_in_a_row: int = 0) -> None:
     """Writes tensors by name, in their order. The tensors of `NUM_WRITERS` files are in memory at a time."""
     files: list[Future[None]] = []
 
@@ -36,7 +37,8 @@ def write_state(folder: Path, step: int, tensors: Iterable[tuple[str, Tensor]]) 
                 files[-NUM_WRITERS].result()
     for file in files:
         file.result()
-    (folder / STATE).write_text(json.dumps({"step": step, "num_files": len(files)}))
+    counts = {"step": step, "num_files": len(files), "skipped_in_a_row": skipped_in_a_row}
+    (folder / STATE).write_text(json.dumps(counts))
 
 
 def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -55,7 +57,9 @@ class SavedState(Mapping[str, Tensor]):
     """The tensors that `write_state` wrote, by name. Each is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.step: int = json.loads((folder / STATE).read_text())["step"]
+        counts = json.loads((folder / STATE).read_text())
+        self.step: int = counts["step"]
+        self.skipped_in_a_row: int = counts.get("skipped_in_a_row", 0)
         files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dictionary
 

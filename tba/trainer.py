@@ -312,7 +312,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Writes the state to resume from: weights, optimizer state, step (tba/saved_state.py)."""
-        write_state(folder, self.step, self._state())
+        write_state(folder, self.step, self._state(), self._skipped_in_a_row)
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         of_reference = dict(self._reference.named_parameters()) if self._reference else {}
@@ -337,7 +337,7 @@ class Trainer:
                 for key in ("step", "exp_avg", "exp_avg_sq")
                 if f"{key}.{name}" in tensors  # none before the first step that was not skipped
             }
-        self.step = tensors.step
+        self.step, self._skipped_in_a_row = tensors.step, tensors.skipped_in_a_row
 
     def _restore(self, tensors: SavedState, kind: str) -> None:
         with torch.no_grad():

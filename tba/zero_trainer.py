@@ -131,7 +131,8 @@ class ShardedTrainer(Trainer):
         state = self._state()
         try:
             if self._is_first:
-                write_state(folder, self.step, ((name, tensor.to("cpu", copy=True)) for name, tensor in state))
+                on_cpu = ((name, tensor.to("cpu", copy=True)) for name, tensor in state)
+                write_state(folder, self.step, on_cpu, self._skipped_in_a_row)
         finally:  # all processes gather every tensor, also where the first one's disk is full
             for _ in state:
                 pass
@@ -179,7 +180,8 @@ class ShardedTrainer(Trainer):
             for key in STATES:
                 if f"{key}.{name}" in names:
                     self._set_whole(parameter, read(f"{key}.{name}", parameter), key)
-        self.step = self._from_first(saved.step if self._is_first else None)
+        counts = (saved.step, saved.skipped_in_a_row) if self._is_first else None
+        self.step, self._skipped_in_a_row = self._from_first(counts)
 
     def _reset_reference(self) -> None:
         """Each process holds the reference whole: it needs no optimizer state and no gradient."""
@@ -217,14 +219,30 @@ class ShardedTrainer(Trainer):
         return safe_get_full_optimizer_state(parameter, state) if state else safe_get_full_fp32_param(parameter)
 
     def _set_whole(self, parameter: Tensor, value: Tensor, state: str | None = None) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed import utils
 
-        if state:
-            safe_set_full_optimizer_state(parameter, value, state)
-            return
-        safe_set_full_fp32_param(parameter, value)
-        with self._gathered([parameter], modifier_rank=0):
-            parameter.data.copy_(value)
+        if hasattr(parameter, "ds_id"):  # sharded by ZeRO-3
+            part = self._own_part(value, parameter.ds_tensor.numel())
+            if state:
+                utils.safe_set_local_optimizer_state(parameter, part, state)
+            else:
+                utils.safe_set_local_fp32_param(parameter, part)
+        elif state:
+            utils.safe_set_full_optimizer_state(parameter, value, state)
+        else:
+            utils.safe_set_full_fp32_param(parameter, value)
+        if not state:
+            with self._gathered([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
+
+    @staticmethod
+    def _own_part(value: Tensor, size: int) -> Tensor:
+        """This process's part of a tensor that is sharded in parts of `size`. The last ones are padded.
+
+        DeepSpeed's own setter of whole tensors fails where there is padding.
+        """
+        part = value.flatten()[size * dist.get_rank() :][:size]
+        return torch.nn.functional.pad(part, (0, size - len(part)))
 
 
 class _Scorer(torch.nn.Module):

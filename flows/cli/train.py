@@ -169,7 +169,8 @@ def _leave(project: Path) -> None:
     try:
         stack.leave(project, say=say)
     except OSError as error:
-        say(f"The stack was not left: {error}. `tba down` stops it.")
+        with contextlib.suppress(OSError):  # a full disk may be that of the output, too
+            say(f"The stack was not left: {error}. `tba down` stops it.")
 
 
 def _live_or_new(project: Path, client, config: "RunConfig", store: "RunStore", old: dict | None) -> tuple:

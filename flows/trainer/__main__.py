@@ -58,14 +58,10 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
         refuse_to_lose_training(store, config, policy)
         checkpoint = checkpoints.FROM_SCRATCH
     attempt = attempts.start_attempt(
-        store,
-        checkpoint.step,
-        Identity.current(),
-        previous=previous,
-        checkpoint=checkpoint.path,
-        processes=config.train.processes,
-    )
-    heart = Heartbeat(store, config, attempt, parent)
+        store, checkpoint.step, Identity.current(),
+        previous=previous, checkpoint=checkpoint.path, processes=config.train.processes,
+    )  # fmt: skip
+    heart = Heartbeat(store, config, attempt, parent, checkpoint.step)
     for number in (signal.SIGTERM, signal.SIGINT):  # the flow stops training by SIGTERM; Ctrl-C reaches every process
         signal.signal(number, lambda *_: heart.stop.set())
     state, message = "failed", ""
@@ -76,6 +72,7 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
             checkpoint = newer
         remove_leftovers(run)
         checkpoint, files = download(store, config, attempt, checkpoint)
+        heart.tell("starting", checkpoint.step, {})
         log.info("attempt %d of run %s begins at step %d", attempt, run, checkpoint.step)
         from flows.trainer.session import train_run
 

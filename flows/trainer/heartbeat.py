@@ -26,11 +26,11 @@ log = logging.getLogger("tba.trainer")
 class Heartbeat:
     """Writes trainer/heartbeat.json in a thread of its own."""
 
-    def __init__(self, store: RunStore, config: RunConfig, attempt: int, parent: int) -> None:
-        """`parent`: pid of the flow's process; if that process ends, the Trainer ends."""
+    def __init__(self, store: RunStore, config: RunConfig, attempt: int, parent: int, step: int = 0) -> None:
+        """`parent`: pid of the flow's process; if that process ends, the Trainer ends. `step`: of the checkpoint."""
         self._store, self._config, self._attempt, self._parent = store, config, attempt, parent
         self._started, self._first_step = time.monotonic(), None
-        self._beat = {"state": "starting", "step": 0}
+        self._beat = {"state": "starting", "step": step}
         self.stop = threading.Event()  # set: training ends after the current step
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, daemon=True)

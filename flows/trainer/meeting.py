@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from infra.gpus import num_gpus
 from storage import machines
 from storage.errors import StoreError
 from storage.machines import World
@@ -37,6 +38,7 @@ class Meeting:
     def __init__(self, store: RunStore, attempt: int, num_machines: int, key: str) -> None:
         """`num_machines`: how many are wanted, the first one included. `key`: see storage/machines.py."""
         self._store, self._attempt, self._num_others, self._key = store, attempt, num_machines - 1, key
+        self._has_gpus = num_gpus() > 0
         self._pulses: dict[int, Pulse] = {}  # of the machines that take part; before, of those that joined
 
     def form(self) -> World:
@@ -75,9 +77,13 @@ class Meeting:
         return not all(self._pulses[number].is_silent(machines.SILENT_S) for number in loading)
 
     def _joined(self) -> list[machines.Machine]:
-        """The machines that joined, each once. On this one the first processes have the devices already."""
+        """The machines that joined, each once. On this one the first processes have the devices already.
+
+        Processes on GPUs and on CPUs would not meet.
+        """
         places = {machine.owner.place: machine for machine in reversed(machines.joined(self._store, self._attempt))}
-        return [machine for machine in reversed(places.values()) if not machine.owner.is_here()]
+        others = [machine for machine in reversed(places.values()) if not machine.owner.is_here()]
+        return [machine for machine in others if machine.has_gpus == self._has_gpus]
 
     def has_lost(self) -> bool:
         """Whether a machine of the world has fallen silent."""

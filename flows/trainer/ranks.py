@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flows.config import RunConfig
 from flows.trainer.meeting import LOOPBACK, POLL_S, Meeting, free_port, interface_variables, own_address
-from infra.gpus import gpu_bytes
+from infra.gpus import gpu_bytes, num_gpus
 from storage import attempts, machines
 from storage.errors import StoreError
 from storage.machines import World
@@ -94,7 +94,7 @@ def follow(store: RunStore, config: RunConfig, load: Callable[[], Path], attempt
     Raises: RuntimeError: a process failed. StoreError.
     """
     settings = config.train
-    machine, closing = machines.join(store, attempt, settings.processes), threading.Event()
+    machine, closing = machines.join(store, attempt, settings.processes, num_gpus() > 0), threading.Event()
     renewing = threading.Thread(target=_renew, args=(store, machine, closing), daemon=True)
     renewing.start()
     processes = []

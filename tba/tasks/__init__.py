@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tba.config import TaskSettings
 from tba.tasks.base import Problem, Task, problems_fingerprint, render_chat
+from tba.tasks.classifiers import ROUGE_L, WORD_LIST
 
 if TYPE_CHECKING:
     from tba.rewards import RewardedTask
@@ -56,15 +57,21 @@ def load_task(settings: TaskSettings, *, seed: int, tokenizer=None) -> "Rewarded
 
 
 def scorers_fingerprint(settings: TaskSettings) -> str | None:
-    """The settings that name models in local folders which score responses, each with the fingerprint of its weights.
+    """The settings that name models which score responses, each with its model's fingerprint.
 
-    None: there is no such model. Reads all of their weights. Raises: FileNotFoundError: one has no safetensors.
+    That of a folder is its weights', which are all read; that of a model of the Hugging Face Hub is its commit.
+    None: no model scores responses, or only the embedded one. Raises: FileNotFoundError: a folder has no safetensors.
     """
+    from tba.models import EMBEDDED_MODEL, hub_commit
     from tba.weights import fingerprint, read_weights
 
     named = {name: getattr(settings, name) for name in SCORERS if settings.name in READ_BY[name]}
-    folders = {name: folder for name, folder in named.items() if folder and Path(folder).is_dir()}
-    return ", ".join(f"{name} {fingerprint(read_weights(folder))}" for name, folder in folders.items()) or None
+    found = [
+        f"{name} {fingerprint(read_weights(model)) if Path(model).is_dir() else hub_commit(model)}"
+        for name, model in named.items()
+        if model not in (None, EMBEDDED_MODEL, ROUGE_L, WORD_LIST)
+    ]
+    return ", ".join(found) or None
 
 
 def _task(settings: TaskSettings, seed: int) -> Task:

@@ -124,9 +124,9 @@ def test_nobody_with_write_access_to_the_store_sends_a_machine_elsewhere(beating
         follow(beating)
 
 
-def join(store: RunStore, attempt: int, *, has_model: bool = True, **owner) -> machines.Machine:
+def join(store: RunStore, attempt: int, *, has_model: bool = True, has_gpus: bool = False, **owner) -> machines.Machine:
     """Joins from a place that differs from this one in `owner`."""
-    machine = machines.join(store, attempt, processes=2)
+    machine = machines.join(store, attempt, processes=2, has_gpus=has_gpus)
     machine = replace(machine, owner=replace(machine.owner, **owner))
     store.put_json(machine.path, machine)
     if has_model:
@@ -150,6 +150,17 @@ def test_the_trainer_begins_with_the_machines_that_came_in_time(local_store, net
     assert machines.read_world(local_store, 3, "key") == world
     assert machines.num_processes_here(local_store, 3) == 2
     assert machines.num_processes_here(local_store, 4) == 0
+
+
+@pytest.mark.parametrize(("num_gpus", "taken"), [(0, [1]), (2, [2])])
+def test_machines_with_gpus_train_with_machines_with_gpus_alone(
+    local_store, network_address, monkeypatch, num_gpus, taken
+):
+    """Their processes would wait for each other for half an hour."""
+    monkeypatch.setattr(meeting, "num_gpus", lambda: num_gpus)
+    join(local_store, 1, boot_id="without")
+    join(local_store, 1, boot_id="with", has_gpus=True)
+    assert Meeting(local_store, 1, num_machines=3, key="key").form().machines == taken
 
 
 def test_the_trainer_waits_for_a_machine_that_loads_the_model_but_not_for_one_that_died(

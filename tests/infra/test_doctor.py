@@ -301,3 +301,11 @@ def test_a_damaged_record_of_the_stack_is_named(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     ended = CliRunner().invoke(app, ["down"])
     assert ended.exit_code == 1 and f"{record} is damaged" in ended.stderr
+
+
+def test_a_damaged_file_of_prefects_settings_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prefect.toml").write_text("[api")
+    found = doctor.check_server(tmp_path)
+    assert found.state == doctor.FAULT and "cannot be read as Prefect's settings" in found.what

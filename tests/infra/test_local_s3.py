@@ -48,6 +48,10 @@ def test_a_folder_with_other_files_is_refused_and_keeps_them(tmp_path, monkeypat
     with pytest.raises(LocalS3Error, match=r"has files of another kind \(thesis\.tex\); name an empty or a new folder"):
         LocalS3(tmp_path).start()
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "thesis.tex").rename(tmp_path / "log" / "thesis.tex")
+    with pytest.raises(LocalS3Error, match=r"has files of another kind \(log/thesis\.tex\)"):
+        LocalS3(tmp_path).start()
+    assert (tmp_path / "log" / "thesis.tex").read_text() == "years of work"
 
 
 @pytest.mark.parametrize("taken", ["port", "mon_v1", "mon_v2"])

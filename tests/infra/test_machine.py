@@ -7,15 +7,12 @@
   in another project's checkout
 """
 
-import math
 import os
 import platform
 import stat
 import subprocess
 from importlib import metadata
 from pathlib import Path
-
-import pytest
 
 from infra import machine
 
@@ -53,16 +50,7 @@ def test_the_code_version_is_the_commit_of_this_checkout_and_no_others(tmp_path,
     assert head.stdout.startswith(machine.code_version())
 
 
-@pytest.mark.parametrize(
-    ("limit", "cores"), [("max 100000", None), ("250000 100000", 2), ("50000 100000", 1), ("not a limit", None)]
-)
-def test_a_containers_limit_of_cores_is_obeyed(tmp_path, limit, cores):
-    (tmp_path / "cpu.max").write_text(f"{limit}\n")
-    assert machine._core_limit(tmp_path) == (cores or math.inf)
-    assert machine._core_limit(tmp_path / "no control groups here") == math.inf
-
-
 def test_threads_are_shared_among_processes_and_never_none(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(machine, "_core_limit", lambda: 4)
+    monkeypatch.setattr(machine, "core_limit", lambda: 4)
     assert [machine.cpu_threads(number) for number in (1, 2, 3, 9)] == [4, 2, 1, 1]

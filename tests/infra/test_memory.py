@@ -1,6 +1,5 @@
 """Claims about infra/memory.py. Run: pytest tests/infra/test_memory.py
 
-- memory is within the limits of all control groups around a process
 - a process that keeps freed memory takes the same pages again
 - with the environment of tensors its peak is lower, and a user's own tunables are kept
 """
@@ -13,29 +12,6 @@ import sys
 import pytest
 
 from infra import memory
-
-# Of each version of control groups: line of /proc/self/cgroup, folder, files of limit and use, line of memory.stat
-GROUPS = {
-    "v2": ("0::", "", "memory.max", "memory.current", "inactive_file"),
-    "v1": ("7:cpu,memory:", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-@pytest.mark.parametrize("version", GROUPS)
-@pytest.mark.parametrize(
-    ("of_job", "of_step", "limits"), [("9000", "max", [(9000, 5500)]), ("9000", "6000", [(6000, 2500), (9000, 5500)])]
-)
-def test_memory_is_within_the_limits_of_all_groups_around_a_process(tmp_path, version, of_job, of_step, limits):
-    line, folder, limit, used, read_again = GROUPS[version]
-    (tmp_path / "cgroup").write_text(f"9:pids:/job\n{line}/job/step\n")
-    for group, of_group in (("job", of_job), ("job/step", of_step)):
-        place = tmp_path / folder / group
-        place.mkdir(parents=True, exist_ok=True)
-        (place / limit).write_text(f"{of_group}\n")
-        (place / used).write_text("4000\n")
-        (place / "memory.stat").write_text(f"anon 3000\n{read_again} 500\n")
-    assert list(memory._memory_limits(tmp_path / "cgroup", tmp_path)) == limits
-    assert list(memory._memory_limits(tmp_path / "none", tmp_path)) == []
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")

@@ -186,6 +186,33 @@ def test_a_server_is_stopped_though_the_disk_is_full(project, monkeypatch):
     assert server.wait(30) is not None
 
 
+def test_the_stack_is_left_though_nothing_can_be_said(project, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    server = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(stack.server_access, "write_settings", lambda *_: None)
+    with locked_state(stack.local_folder(project)) as state:
+        state.users, state.processes = [Process.current()], {"server": Process.of(server.pid)}
+    stack.leave(project, say=full)
+    assert server.wait(30) is not None
+
+
+def test_the_string_of_a_server_that_died_is_not_sent_to_another(project, monkeypatch):
+    """prefect's commands in the project's folder read it from prefect.toml."""
+    folder, other = stack.local_folder(project), "http://192.0.2.1:4200/api"
+    stack.server_access.make_private(folder)
+    stack.server_access.write_settings(folder, "http://127.0.0.1:1/api", stack.server_access.auth_string(folder))
+    monkeypatch.setattr(stack.prefect_server, "find", lambda *_: other)
+    monkeypatch.setattr(stack.prefect_server, "is_open", lambda _: False)
+    monkeypatch.setattr(
+        stack.prefect_server, "create_work_pool", lambda *_: pytest.fail((folder / "prefect.toml").read_text())
+    )
+    with pytest.raises(pytest.fail.Exception) as written:
+        stack.up(project, keep=True, say=lambda _: None)
+    assert "auth_string" not in str(written.value) and other in str(written.value)
+
+
 def test_a_folder_that_is_not_ours_is_named(tmp_path):
     (tmp_path / ".tba").write_text("a file where the folder would be")  # root, as which tests may run, may write all
     with (

@@ -61,7 +61,7 @@ def test_a_folder_of_a_known_size_is_in_memory_if_there_is_room(tmp_path, monkey
     assert place(1000) == disk
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=4000))
     assert place(1000) == in_memory
-    monkeypatch.setattr(memory, "_memory_limits", lambda: iter([(9999, 9000), (9999, 3999)]))
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([(9999, 9000), (9999, 3999)]))
     assert place(1000) == disk
 
 

@@ -9,7 +9,7 @@
   come back, and one that replaces what it must not)
 - a run's name and a store's URL are checked; credentials in a URL are refused and not repeated
 - create_run records once, and names every setting that differs
-- pyarrow reads through arrow_filesystem
+- pyarrow reads through arrow_filesystem, with the credentials and in the region that botocore finds
 - what is put is signed, but for what stays on this machine
 """
 
@@ -18,12 +18,16 @@ import json
 import os
 import stat
 import time
+import uuid
 
+import boto3
 import pyarrow.dataset as ds
+import pyarrow.fs
 import pytest
 from pyarrow.fs import PyFileSystem
 
 from storage.errors import AlreadyExists, NotFound, RunConfigMismatch, StoreUnreachable
+from storage.s3_prefix import S3Prefix
 from storage.shards import commit_shard
 from storage.store import RunStore
 from tests.storage.helpers import make_shard, start_python
@@ -295,3 +299,38 @@ def test_pyarrow_reads_through_arrow_filesystem(store):
     filesystem, base = store.arrow_filesystem()
     assert ds.dataset(f"{base}/{path}", filesystem=filesystem).count_rows() == 5
     assert not isinstance(filesystem, PyFileSystem), "a scan through Python can deadlock (storage/s3_prefix.py)"
+
+
+def test_arrow_has_the_credentials_of_a_profiles_role(moto_url, tmp_path, monkeypatch):
+    """Arrow itself assumes no role. boto3's clients, s3fs and obstore do."""
+    keys = "aws_access_key_id = base\naws_secret_access_key = secret\n"
+    role = "role_arn = arn:aws:iam::123456789012:role/trainer\nsource_profile = base\n"
+    (tmp_path / "config").write_text(f"[profile base]\n{keys}[profile mine]\n{role}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    made, made_by = [], pyarrow.fs.S3FileSystem
+    monkeypatch.setattr(pyarrow.fs, "S3FileSystem", lambda **given: made.append(given) or made_by(**given))
+    store = RunStore(moto_url, "run")
+    path = commit_shard(store, make_shard(num_rows=5))
+    filesystem, base = store.arrow_filesystem()
+    assert ds.dataset(f"{base}/{path}", filesystem=filesystem).count_rows() == 5
+    assert store.arrow_filesystem()[0] is filesystem and len(made) == 1
+    assert made[0]["access_key"] not in ("base", None) and made[0]["session_token"]
+
+
+def test_a_bucket_of_another_region_is_found(moto, monkeypatch):
+    for name, value in moto.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"test-{uuid.uuid4().hex}"
+    boto3.client("s3").create_bucket(Bucket=bucket, CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    assert S3Prefix(f"{bucket}/runs")._region() == "eu-west-1" != moto["AWS_DEFAULT_REGION"]
+
+
+def test_an_endpoint_with_a_path_is_refused(moto, monkeypatch):
+    for name, value in moto.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"{moto['AWS_ENDPOINT_URL']}/s3")
+    with pytest.raises(ValueError, match="AWS_ENDPOINT_URL has a path"):
+        RunStore("s3://bucket/runs", "run")

@@ -239,6 +239,7 @@ PRUNED = "policies/step=00000001"
 BATCH = "batches/attempt=00000002/step=00000005.parquet"
 SYNC = "syncs/attempt=00000002/sync=00000005.parquet"
 CHECKPOINT = "trainer/step=00000005-a0002"
+RECORDS = ["run.json", "data.json", "warm_start/plan.json", "policies/pruning.json", "policies/held/s7.json"]
 STRAY = [
     "trajectories/.DS_Store",
     "trajectories/searcher=Foo/round=00000000.parquet",
@@ -358,6 +359,10 @@ FAULTS: dict[str, tuple[Callable[[RunStore], object], list[tuple[str, str]]]] = 
     "torn attempts": (
         lambda s: [s.put(f"trainer/attempt=0000000{number}.json", text) for number, text in ((1, b"{}"), (2, b"[]"))],
         [("torn record", f"trainer/attempt=0000000{number}.json") for number in (1, 2)],
+    ),
+    "records of a start, a Searcher and pruning": (
+        lambda s: [s.put(path, b"{") for path in RECORDS],
+        [("torn record", path) for path in RECORDS],
     ),
     "lost pointer": (lambda s: s.delete(LATEST), [("broken pointer", LATEST)]),
     "truncated checkpoint": (

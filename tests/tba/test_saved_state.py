@@ -33,7 +33,7 @@ def test_what_is_read_is_what_was_written_in_several_files(tmp_path, monkeypatch
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
     files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
     assert files == ["trainer-00000.safetensors", "trainer-00001.safetensors", "trainer-00002.safetensors"]
-    assert json.loads((tmp_path / "state.json").read_text()) == {"step": 5, "num_files": 3}
+    assert json.loads((tmp_path / "state.json").read_text()) == {"step": 5, "num_files": 3, "skipped_in_a_row": 0}
 
 
 def test_tensors_of_a_few_files_are_in_memory_at_a_time(tmp_path, monkeypatch):

@@ -297,14 +297,18 @@ def test_a_loaded_trainer_goes_on_as_the_saved_one_would_have(model_folder, tmp_
     assert_same_weights(resumed, through, rtol=0, atol=0)
 
 
-def test_a_nan_leaves_the_weights_alone_and_ten_running_stop_the_run(model_folder):
+def test_a_nan_leaves_the_weights_alone_and_ten_running_stop_the_run_also_across_a_resume(model_folder, tmp_path):
     trainer, untouched = make_trainer(model_folder), make_trainer(model_folder)
     poisoned = [replace(draw, reward=[float("nan")] * 4) for draw in DRAWS]
     for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
         assert trainer.train_step(poisoned)["skipped"]
     assert_same_weights(trainer, untouched, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="not finite in 10 steps in a row"):
-        trainer.train_step(poisoned)
+    trainer.save(tmp_path)
+    resumed = make_trainer(model_folder)
+    resumed.load(tmp_path)
+    for each in (trainer, resumed):
+        with pytest.raises(RuntimeError, match="not finite in 10 steps in a row"):
+            each.train_step(poisoned)
 
 
 def test_a_nan_in_one_gradient_leaves_the_weights_alone(model_folder):

@@ -5,7 +5,8 @@
   with steps that leave a process without work, one that both skip for a reward that is not a number, and the policy
   reset as the reference on the way. What they publish is the same to the bit.
 - The adapters that they publish before the first step are those of one process.
-- What they saved resumes on one process, and what one process saved on them: the curve goes on.
+- What they saved resumes on one process, and what one process saved on them, also where their number divides no
+  matrix: the curve goes on.
 
 python -m pytest tests/tba/test_zero_trainer.py
 """
@@ -60,8 +61,13 @@ def alone(model, tmp_path_factory) -> dict:
     return run(str(model), SETTINGS, save=str(half), load=[]) | {"half": half}
 
 
-def on_two(model: Path, settings: dict, save: Path, load: list[Path]) -> dict:
-    told = {"model": str(model), "settings": settings | {"processes": 2}, "save": str(save), "load": [*map(str, load)]}
+def on_several(model: Path, settings: dict, save: Path, load: list[Path], num_processes: int = 2) -> dict:
+    told = {
+        "model": str(model),
+        "settings": settings | {"processes": num_processes},
+        "save": str(save),
+        "load": [*map(str, load)],
+    }
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.tba.run_zero_trainer", json.dumps(told)],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
@@ -86,7 +92,7 @@ def assert_same_curve(steps: list[dict], expected: list[dict]) -> None:
 @pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.apart)])
 def test_two_processes_train_as_one_does_and_resume_each_others_checkpoints(model, alone, zero_stage, tmp_path):
     half = tmp_path / "half"
-    together = on_two(model, SETTINGS | {"zero_stage": zero_stage}, save=half, load=[alone["half"]])
+    together = on_several(model, SETTINGS | {"zero_stage": zero_stage}, save=half, load=[alone["half"]])
     (expected,) = alone["curves"]
     curve, resumed_on_two = together["curves"]
     assert [step["skipped"] for step in curve].count(True) == 1
@@ -99,10 +105,20 @@ def test_two_processes_train_as_one_does_and_resume_each_others_checkpoints(mode
 
 
 @pytest.mark.apart
+def test_processes_resume_whose_number_divides_no_matrix(model, alone, tmp_path):
+    """ZeRO-3 pads the last one's part."""
+    together = on_several(model, SETTINGS | {"zero_stage": 3}, tmp_path / "half", [alone["half"]], num_processes=3)
+    (expected,) = alone["curves"]
+    curve, resumed = together["curves"]
+    assert_same_curve(curve, expected)
+    assert_same_curve(resumed, expected[HALF:])
+
+
+@pytest.mark.apart
 def test_two_processes_publish_the_adapters_of_one(model, tmp_path):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(base)
     settings = SETTINGS | {"lora_rank": 2}
     alone = run(str(base), settings, save=str(tmp_path / "one"), load=[])
-    together = on_two(base, settings | {"zero_stage": 3}, save=tmp_path / "two", load=[])
+    together = on_several(base, settings | {"zero_stage": 3}, save=tmp_path / "two", load=[])
     assert together["published"] == alone["published"] and len(set(alone["published"])) == 2

@@ -98,6 +98,18 @@ def tba(*arguments: str):
             "task.missing_eos_reward: got 'nan'; Input should be a finite number",
         ),
         (["--set", 'search.engine.cpu_offload_gb="\ud800"'], "a setting cannot be written to run.json"),
+        (
+            ["--set", "search.engine.block_size=abc"],
+            "search.engine: block_size is 'abc'; give a whole number of at least 1",
+        ),
+        (
+            ["--set", "search.engine.gpu_memory_utilization=90"],
+            "search.engine: gpu_memory_utilization is 90; give a number above 0, at most 1",
+        ),
+        (
+            ["--set", "search.engine.gpu_memory_utilization=0,9"],
+            "search.engine: gpu_memory_utilization is '0,9'; give a number above 0, at most 1",
+        ),
         (["--set", "warm_start=s3://KEY:SECRET@bucket/run"], "warm_start: got 's3://…@bucket/run'"),
         (["--set", "s3://KEY:SE/CRET@bucket/run"], "--set s3://…@bucket/run: has no '='"),
         (

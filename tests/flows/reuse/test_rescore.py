@@ -168,6 +168,14 @@ def test_a_version_belongs_to_one_set_of_answers(tmp_path, model, module):
     commit(store, model, 1, [load_task(config.task, seed=config.seed).train[0]])
     with pytest.raises(ValueError, match=r"'v2' of run labelled was scored by .* with other problems or answers"):
         rescore(store, "task", "v2", silent)
+    rescore(store, f"{module}:brief", "with-data", silent)
+    file.unlink()
+    rescore(store, f"{module}:brief", "without", silent)
+    with pytest.raises(ValueError, match=r"'with-data' .* lacks the task's data"):
+        rescore(store, f"{module}:brief", "with-data", silent)
+    write("Lima")
+    with pytest.raises(ValueError, match=r"'without' .* lacks the task's data"):
+        rescore(store, f"{module}:brief", "without", silent)
 
 
 def test_a_reward_without_answers_scores_its_own_prompts(tmp_path, model, module):

@@ -271,9 +271,9 @@ def test_a_gpus_logits_have_their_softmax_beside_them():
 
 
 def test_the_smallest_limit_of_a_container_or_a_job_is_the_memory(monkeypatch):
-    monkeypatch.setattr("infra.memory._memory_limits", lambda: iter([(2_000_000, 5), (1_000_000, 7)]))
+    monkeypatch.setattr("infra.memory.memory_limits", lambda: iter([(2_000_000, 5), (1_000_000, 7)]))
     assert memory_bytes() == 1_000_000
-    monkeypatch.setattr("infra.memory._memory_limits", lambda: iter(()))
+    monkeypatch.setattr("infra.memory.memory_limits", lambda: iter(()))
     assert memory_bytes() > GIB
 
 

@@ -163,6 +163,7 @@ def resumed(store, monkeypatch):
     def resumed() -> str:
         learn(store.url, store.run, os.getppid())
         record, files = attempts.newest_attempt(store), taken[-1]
+        assert attempts.read_heartbeat(store)["step"] == record.resumed_from, "`tba runs` shows it"
         if record.checkpoint:
             assert json.loads((Path(files.name) / "state.json").read_text())["step"] == record.resumed_from
         else:

@@ -16,10 +16,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, MPNetConfig, RobertaConfig
 
+from tba.config import TaskSettings
+from tba.tasks import scorers_fingerprint
 from tba.tasks.classifiers import SURE, SequenceClassifier, WordList, mean_log, most_tokens, rouge_l
 from tba.tasks.math import Math, is_same, last_boxed
 from tba.tasks.redteam import TOO_SHORT, RedTeam
@@ -312,6 +315,18 @@ def test_a_classifier_without_safetensors_or_tokenizer_is_refused_before_the_run
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"task\.reward_model: .* has no model\.safetensors"):
         classifier.check(num_labels=1)
+
+
+def test_models_of_the_hub_that_score_have_their_commit(tmp_path, monkeypatch):
+    cached = tmp_path / "models--someone--judge"
+    for file, content in ("refs/main", "0123"), ("snapshots/0123/config.json", "{}"):
+        (cached / file).parent.mkdir(parents=True)
+        (cached / file).write_text(content)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert scorers_fingerprint(TaskSettings(name="tldr", reward_model="someone/judge")) == "reward_model 0123"
+    assert scorers_fingerprint(TaskSettings(name="redteam", classifier="someone/judge")) == "classifier 0123"
+    assert scorers_fingerprint(TaskSettings(name="tldr", reward_model="rouge-l")) is None
+    assert scorers_fingerprint(TaskSettings(name="arithmetic")) is None
 
 
 def test_what_is_no_classifier_is_refused(tmp_path):

@@ -1,9 +1,9 @@
 """Reasoning Gym's generators as tasks.
 
 - Generators grade their own answers as right and others as wrong, also answers of several lines.
-- Refused: an unknown generator, those that run a response as Python code, and those that make other problems in another
-  process. The accepted ones make the same ones.
-- A response on which a grader fails, or that would keep it busy for minutes, gets no reward.
+- Refused: an unknown generator, those that run a response as Python code or take any, and those that make other
+  problems in another process. The accepted ones make the same ones.
+- A response on which a grader fails, or that would keep it busy for minutes, or is no number, gets no reward.
 
 python -m pytest tests/tba/tasks/test_reasoning_gym.py
 """
@@ -57,6 +57,28 @@ def test_reasoning_gyms_answers_of_several_lines_are_graded_whole(generator):
 def test_a_number_that_would_keep_a_grader_busy_gets_no_reward():
     task = load_task(TaskSettings(name="reasoning_gym", generator="coin_flip"), seed=1)
     assert task.task.rewards(task.train[:1] * 2, ["1e99999999", "1.e9_999_999"]) == [0, 0]
+
+
+@pytest.mark.parametrize(("generator", "answer"), [("rush_hour", "F+1 K+99999999999"), ("rubiks_cube", "U2 L99999999")])
+def test_a_move_that_would_be_repeated_for_hours_gets_no_reward(generator, answer, monkeypatch):
+    task = load_task(TaskSettings(name="reasoning_gym", generator=generator), seed=1)
+    monkeypatch.setattr(task.task._dataset, "score_answer", lambda **_: 0.5)
+    assert task.task.rewards(task.train[:1] * 2, [answer, "F+1 K-10"]) == [0, 0.5]
+
+
+@pytest.mark.parametrize("generator", ["complex_arithmetic", "number_sorting"])
+def test_what_is_no_number_is_no_answer(generator):
+    task = load_task(TaskSettings(name="reasoning_gym", generator=generator), seed=1)
+    problems = task.train[:10]
+    num_numbers = [problem.answer.count(",") + 1 for problem in problems]
+    for answers in ["nan"] * 10, [str(["NaN"] * num) for num in num_numbers]:
+        assert max(task.task.rewards(problems, answers)) < 0.1
+    assert task.task.rewards(problems, [problem.answer for problem in problems]) == [1] * 10
+
+
+def test_a_generator_that_takes_any_answer_is_refused():
+    with pytest.raises(ValueError, match=r"task\.generator: game_of_life_halting grades any answer as right"):
+        load_task(TaskSettings(name="reasoning_gym", generator="game_of_life_halting"), seed=1)
 
 
 PROBLEMS = """
