@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 from prefect import flow, get_run_logger, task
@@ -110,14 +110,14 @@ def search_round(
         is_task = reports.is_due()
         if not is_task:
             try:
-                is_committed = finish_round(store, searcher, sampled)
+                outcome = finish_round(store, searcher, sampled)
             except Exception as error:  # the task fails in the same way, and Prefect shows it
                 get_run_logger().warning("round %d is tried again, as a task: %r", sampled.number, error)
                 is_task = True
         if is_task:
-            is_committed = finish_task(store, searcher, opaque(sampled))  # Prefect would look at each of its tokens
-        if is_committed is not False:
-            return is_committed is True
+            outcome = finish_task(store, searcher, opaque(sampled))  # Prefect would look at each of its tokens
+        if outcome != "spoiled":
+            return outcome == "committed"
     raise RuntimeError(
         f"searcher: round {sampled.number} failed validation {MAX_SPOILED_ROUNDS} times; see quarantine/"
     )
@@ -143,16 +143,18 @@ def as_asset(store: RunStore, name: str, number: int, sampled_by: list[str]):
     )
 
 
-def finish_round(store: RunStore, searcher: "Searcher", sampled: "SampledRound") -> bool | None:
+def finish_round(
+    store: RunStore, searcher: "Searcher", sampled: "SampledRound"
+) -> Literal["committed", "unjudged", "spoiled"]:
     """Scores, validates and commits one shard. A retry commits the same responses; its shard's name is the same.
 
-    Returns False: the shard failed validation and is in quarantine. None: no reward applies to any of its responses.
+    "unjudged": no reward applies to any of its responses. "spoiled": it failed validation and is in quarantine.
     """
     try:
         found = searcher.score(sampled)
     except NoneJudged as error:
         get_run_logger().warning("round %d gets other prompts: %s", sampled.number, error)
-        return None
+        return "unjudged"
     table = shards.shard_of(found.trajectories)
     reasons = validate_shard(table, Limits(searcher.vocabulary_size))
     if reasons:
@@ -161,9 +163,9 @@ def finish_round(store: RunStore, searcher: "Searcher", sampled: "SampledRound")
             "round %d failed validation and is repeated; it is kept in %s: %s",
             sampled.number, kept, "; ".join(reasons),
         )  # fmt: skip
-        return False
+        return "spoiled"
     commit(store, table, found.metrics)
-    return True
+    return "committed"
 
 
 def evaluate(

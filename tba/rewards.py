@@ -156,20 +156,18 @@ class RewardedTask:
         by_part = [_checked(part, problems, responses, tokens, self._columns) for part, _ in self._parts]
         rewards, components = [], []
         for index, (problem, reason) in enumerate(zip(problems, finish_reasons, strict=True)):
-            values = [(part.name, weight, of[index]) for (part, weight), of in zip(self._parts, by_part, strict=True)]
-            applying = [(name, weight, value) for name, weight, value in values if value is not None]
-            if not applying and allows_none:
-                rewards.append(None)
-                components.append({})
-                continue
-            if not applying:
+            of_parts = zip(self._parts, by_part, strict=True)
+            applying = [
+                (part.name, weight, float(of[index])) for (part, weight), of in of_parts if of[index] is not None
+            ]
+            if not applying and not allows_none:
                 raise ValueError(
                     f"reward {', '.join(part.name for part, _ in self._parts)}: got None for a response to prompt "
                     f"{problem.prompt_id}; rescoring and demonstrations need a number for each response"
                 )
-            of_response = {name: float(value) for name, _, value in applying}
-            total = sum(weight * float(value) for _, weight, value in applying)
-            if self._missing_eos_reward is not None and reason == "length":
+            of_response = {name: value for name, _, value in applying}
+            total = sum(weight * value for _, weight, value in applying) if applying else None
+            if applying and self._missing_eos_reward is not None and reason == "length":
                 total = of_response["missing_eos"] = self._missing_eos_reward
             rewards.append(total)
             components.append(of_response)

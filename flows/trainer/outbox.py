@@ -6,6 +6,7 @@ Before: tba/trainer.py updates the policy; after: storage/policies.py publishes 
 import logging
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import datetime
@@ -74,8 +75,8 @@ class StoreOutbox:
         self._checkpointed: int | None = None  # the step of this attempt's newest checkpoint
         self._newest_policy = self._newest_checkpoint = self._newest_record = self._recorder.submit(lambda: None)
         self._record_before_policy = self._newest_record  # the newest record when the newest policy was handed over
-        # By step, the newest policy until its writing begins: its weights, whether it is final, the record before it.
-        self._unpublished: dict[int, tuple[Future[dict[str, Tensor]], bool, Future]] = {}
+        # The newest policy until its writing begins: step, weights, whether it is final, the record before it.
+        self._unpublished: deque[tuple[int, Future[dict[str, Tensor]], bool, Future]] = deque(maxlen=1)
         self._trackers = Trackers(store, config, attempt)
         self._served: policies.PolicyRef | None = None  # published last
         self._looked_at = time.monotonic()  # when it was last looked for in the store
@@ -109,9 +110,8 @@ class StoreOutbox:
             wait(self._pending)  # no process trains the run after its final policy, so its records must be complete
         self._record_before_policy.result()
         self._record_before_policy = self._newest_record
-        self._unpublished.clear()
-        self._unpublished[step] = weights, final, self._record_before_policy
-        self._newest_policy = self._submit(self._publisher, self._write_policy, step)
+        self._unpublished.append((step, weights, final, self._record_before_policy))  # in place of one that waits
+        self._newest_policy = self._submit(self._publisher, self._write_newest_policy)
 
     def checkpoint(self, step: int, trainer: Trainer) -> None:
         self._newest_checkpoint.result()
@@ -166,11 +166,10 @@ class StoreOutbox:
             checkpoints.save_checkpoint(self._store, step, Path(folder), self._attempt)
         checkpoints.delete_checkpoints(self._store, KEPT_CHECKPOINTS, self._attempt)
 
-    def _write_policy(self, step: int) -> None:
-        newest = self._unpublished.pop(step, None)
-        if newest is None:
-            return  # a newer one waits
-        copied, final, record = newest
+    def _write_newest_policy(self) -> None:
+        if not self._unpublished:
+            return  # it was written in place of an older one
+        step, copied, final, record = self._unpublished.pop()
         record.result()
         weights = copied.result()
         with filled_folder("policy", self._store.run, partial(self.fill_policy, weights)) as folder:

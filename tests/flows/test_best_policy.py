@@ -95,7 +95,7 @@ def test_training_evaluates_as_its_share_allows_and_keeps_the_best(tmp_path, mon
     def round_(*_):
         now[0] += 10.0
         publish(store, tmp_path / "policy", policies.latest_policy(store).step + 1, final=now[0] >= 90)
-        return True
+        return "committed"
 
     searcher = Searcher({0: 0.25, 4: 0.75})
     monkeypatch.setattr(search, "start_searcher_task", lambda *_, **__: searcher)

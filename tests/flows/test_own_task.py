@@ -66,7 +66,7 @@ def test_the_readmes_task_trains(model, tmp_path, monkeypatch):
     with disable_run_logger():
         searcher = start_searcher(config, "s0", 0)
         searcher.load(model, 0)
-        assert finish_round(store, searcher, searcher.sample(0))
+        assert finish_round(store, searcher, searcher.sample(0)) == "committed"
         learn(config.store, config.run, os.getppid())
         policy = PolicyFeed(store, searcher).next()
         with held_name(store, "s0") as held:

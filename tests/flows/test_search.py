@@ -95,14 +95,16 @@ def finished(store, monkeypatch) -> list[tuple[str, int]]:
     """How rounds were finished, with their numbers: in the flow, or as a task."""
     found: list[tuple[str, int]] = []
 
-    def finish_round(store: RunStore, searcher, sampled) -> bool:
+    def finish_round(store: RunStore, searcher, sampled) -> str:
         found.append(("in the flow", sampled.number))
         if sampled.number == 7:
             raise StoreUnreachable("away")
-        return sampled.number != 8 or len(found) > 1
+        return "committed" if sampled.number != 8 or len(found) > 1 else "spoiled"
 
     def as_asset(*_):
-        return lambda _: lambda store, searcher, sampled: found.append(("as a task", sampled.unwrap().number)) or True
+        return lambda _: (
+            lambda store, searcher, sampled: found.append(("as a task", sampled.unwrap().number)) or "committed"
+        )
 
     monkeypatch.setattr(search, "finish_round", finish_round)
     monkeypatch.setattr(search, "as_asset", as_asset)
@@ -138,9 +140,9 @@ def test_a_round_that_breaks_a_rule_is_quarantined_and_three_end_the_searcher(st
     assert store.list("trajectories") == [] and num_recorded(store) == 0
     assert len(store.list("quarantine")) == 2 * search.MAX_SPOILED_ROUNDS
     rows[1] |= {"behavior_logprobs": [-0.5, -0.25], "response_tokens": [100, 2]}  # of no token of this model
-    assert not search.finish_round(store, searcher, sampled)
+    assert search.finish_round(store, searcher, sampled) == "spoiled"
     rows[1]["response_tokens"] = [99, 2]
-    assert search.finish_round(store, searcher, sampled) and num_recorded(store) == 1
+    assert search.finish_round(store, searcher, sampled) == "committed" and num_recorded(store) == 1
 
 
 def test_a_round_that_no_reward_judges_commits_nothing(store, monkeypatch):

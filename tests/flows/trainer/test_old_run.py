@@ -72,7 +72,7 @@ def train(config: RunConfig, store: RunStore, attempt: int, rounds: range, last_
         load(searcher, Path(store.local_path(policy.path)), policy)
         with disable_run_logger():
             for number in rounds:
-                assert finish_round(store, searcher, searcher.sample(number))
+                assert finish_round(store, searcher, searcher.sample(number)) == "committed"
         wait_for(lambda: beat(store)["step"] == last_step, trainer)
         requests.ask_to_stop(store)
         assert trainer.wait(WAIT_S) == 0

@@ -353,7 +353,7 @@ def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
     def full_disk(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(outbox, "_write_policy", full_disk)
+    monkeypatch.setattr(outbox, "_write_newest_policy", full_disk)
     outbox.publish(7, done({}), final=False)
     with pytest.raises(OSError, match="no space left"):
         for _ in range(100):
