@@ -85,9 +85,11 @@ def candidates(ours: str | None) -> list[Named]:
 
 
 def _port_here(url: str) -> int | None:
-    """The port of a URL at this machine's usual loopback address; None: it is elsewhere."""
-    split = urlsplit(url)
-    return split.port if split.hostname in ("127.0.0.1", "localhost") else None
+    """The port of a URL at this machine's usual loopback address; None: it is elsewhere, or no URL."""
+    with contextlib.suppress(ValueError):
+        split = urlsplit(url)
+        return split.port if split.hostname in ("127.0.0.1", "localhost") else None
+    return None
 
 
 def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[str], dict]) -> str | None:
@@ -105,9 +107,8 @@ def find(ours: str | None, say: Callable[[str], None], credentials: Callable[[st
         if refused:
             problem = "it asks for an authentication string, and PREFECT_API_AUTH_STRING does not hold it"
         elif found is None:
-            problem = "no Prefect API answers there" + (
-                "" if url.endswith("/api") else " (an API's URL ends with /api)"
-            )
+            has_end = url.rstrip("/").endswith("/api")
+            problem = "no Prefect API answers there" + ("" if has_end else " (an API's URL ends with /api)")
         elif not is_compatible(found):
             problem = f"it is Prefect {found}, whose API differs from this client's"
         elif ours and url != ours:

@@ -19,6 +19,7 @@ OURS = "http://127.0.0.1:4200/api"
         ("http://127.0.0.1:4201/api", False),
         ("http://[::1]:4200/api", False),  # another process may listen there
         ("http://192.0.2.1:4200/api", False),
+        ("http://127.0.0.1:420O/api", False),
     ],
 )
 def test_our_server_is_known_by_each_spelling(named, is_ours, tmp_path, monkeypatch):
