@@ -22,6 +22,7 @@ from infra.memory import keep_freed_memory
 from infra.places import alone_here
 from storage import requests
 from storage.buffer import ReplayBuffer
+from storage.errors import NotFound
 from storage.rules import Limits
 from storage.run_inputs import check_model
 from storage.store import RunStore
@@ -55,8 +56,7 @@ def train_run(
         _resumed_trainer(store, config, attempt, files, alarms) as trainer,
     ):
         limits = Limits(vocab_size=trainer.vocabulary_size, last_step=config.train.steps)
-        buffer = ReplayBuffer(store, config.sampling, config.seed, limits)
-        buffer.rebuild(trainer.step)
+        buffer = _resumed_buffer(store, config, limits, trainer.step)
         log.info("attempt %d: the buffer holds %d trajectories", attempt, buffer.num_trajectories)
         has_searchers = requests.wanted_or_configured(store, config.searchers) > 0
         experience = StoredExperience(
@@ -65,6 +65,20 @@ def train_run(
         with contextlib.closing(experience):
             train(trainer, experience, outbox)
         return "finished" if trainer.step >= config.train.steps else "stopped"
+
+
+def _resumed_buffer(store: RunStore, config: RunConfig, limits: Limits, step: int) -> ReplayBuffer:
+    """The buffer as it was at the step. Raises: RuntimeError: a shard that it had is gone."""
+    buffer = ReplayBuffer(store, config.sampling, config.seed, limits)
+    try:
+        buffer.rebuild(step)
+    except NotFound as error:
+        raise RuntimeError(
+            f"{error}. The run had taken this shard in, so it cannot resume without it. Restore the file from a copy "
+            "of the store, or begin another run with the other shards: "
+            f"`{store.command(f'train NEW --warm-start {store.run}')}`, with the same --model and --task."
+        ) from error
+    return buffer
 
 
 @contextlib.contextmanager

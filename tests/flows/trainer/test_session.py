@@ -33,9 +33,10 @@ from flows.trainer.alarms import RunAlarms
 from flows.trainer.experience import StoredExperience, make_draws
 from storage import attempts, checkpoints, intake, ledger, policies, requests
 from storage.errors import RunConfigMismatch
+from storage.rules import Limits
 from storage.run_inputs import check_model
 from storage.schema import TRAINING_STEP
-from storage.shards import commit_shard
+from storage.shards import commit_shard, shard_path
 from storage.store import RunStore
 from tba.batch import Batch, Draw
 from tba.logprobs import Group
@@ -345,6 +346,15 @@ def test_another_model_than_the_runs_is_not_trained(store, heart, tmp_path):
     config = RunConfig(model=str(save_character_model(tmp_path / "model")))
     with pytest.raises(RunConfigMismatch, match="began with the first machine's"):
         session.train_run(store, config, 2, heart, None)
+
+
+def test_a_resume_without_a_shard_that_was_taken_in_names_the_remedy(store):
+    for number in range(2):
+        commit(store, "s0", number, distinct("ab", 4))
+    new_buffer(store).sync(step=1, attempt=1)
+    store.delete(shard_path("s0", 0))
+    with pytest.raises(RuntimeError, match=r"round=00000000\.parquet .*cannot resume without it.*--warm-start run"):
+        session._resumed_buffer(store, RunConfig(), Limits(), 1)
 
 
 def test_a_writer_that_failed_stops_a_trainer_that_waits(outbox, monkeypatch):
