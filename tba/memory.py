@@ -27,6 +27,7 @@ RMS_NORM_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 CAST_AGAIN_TOKENS = 1024  # of a pass, from which no bfloat16 copy of a weight is kept (tba/precision.py)
 MLP_GRADIENTS = 5  # tensors [N, I] that the backward pass of one MLP has at once
 PASS_TOKENS = 4096  # of the reference policy (tba/reference_policy.py)
+SCORING = "a pass of the reference policy"
 GATHERED = 1_000_000_000  # parameters that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters
 # By public reports CUDA's context takes 0.5 to 0.6 GiB; the libraries' workspaces are added. Not measured here.
 CUDA = GIB
@@ -229,18 +230,19 @@ def searcher_parts(shape: Shape, machine: Machine, of: SearcherNeeds) -> dict[st
         "keys and values": of.cache_bytes,
         "reference policy": 4 * shape.num_parameters,  # until it is loaded; a process keeps the memory that it frees
     }
+    scoring = scoring_parts(shape, machine, of.longest)
     if machine.is_gpu:  # models are loaded by way of the machine's memory
-        return parts | {"weights that are loaded": 0} | scoring_parts(shape, machine, of.longest)
+        return parts | {"weights that are loaded": 0} | scoring
     apart = {"process of the reference policy": PROCESS} if of.scores_apart else {}
-    return parts | {"process": ENGINE_PROCESS} | apart
+    return parts | {SCORING: scoring[SCORING], "process": ENGINE_PROCESS} | apart
 
 
 def scoring_parts(shape: Shape, machine: Machine, longest: int) -> dict[str, Bytes]:
-    """Of the reference policy on a Searcher's first GPU, which has it whole. longest: as of SearcherNeeds."""
+    """Of the reference policy, which a Searcher's first GPU has whole. longest: as of SearcherNeeds."""
     wide = 2 if machine.has_bfloat16 else 4
     in_linear = shape.num_in_layers - shape.num_not_linear
     of_token = 12 * shape.D + wide * (3 * shape.I + 2 * (shape.Q + shape.KV))  # of one layer
     return {
         "reference policy": wide * in_linear + 4 * (shape.num_parameters - in_linear),
-        "a pass of the reference policy": max(PASS_TOKENS, longest) * of_token + _logits(shape, machine),
+        SCORING: max(PASS_TOKENS, longest) * of_token + _logits(shape, machine),
     }
