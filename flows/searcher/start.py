@@ -47,8 +47,6 @@ def start_searcher(config: RunConfig, name: str, next_round: int, *, begins_ahea
     from tba.searcher import Models, Searcher, SearcherIdentity
     from tba.tasks import load_task
 
-    if default_device() == "cpu":
-        keep_freed_memory()
     folder = model_folder(config.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     task_ = load_task(config.task, seed=config.seed, tokenizer=tokenizer)
