@@ -249,9 +249,10 @@ class S3Prefix:
 
         @functools.lru_cache(1)
         def client(credentials) -> pyarrow.fs.FileSystem:
-            keys = dict(zip(("access_key", "secret_key", "session_token"), credentials or (), strict=False))
             return pyarrow.fs.S3FileSystem(
-                **keys,
+                access_key=credentials and credentials.access_key,
+                secret_key=credentials and credentials.secret_key,
+                session_token=credentials and credentials.token,
                 region=self._region() if is_aws else found.region_name,
                 scheme=address.scheme,
                 endpoint_override=None if is_aws else address.netloc,

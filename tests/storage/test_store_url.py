@@ -114,8 +114,9 @@ def test_a_secret_is_refused_and_not_repeated(url):
 def test_a_file_with_a_space_is_read(tmp_path):
     (tmp_path / "my rows.parquet").write_bytes(b"rows")
     assert read_url((tmp_path / "my rows.parquet").as_uri()) == b"rows"
-    (tmp_path / "link.parquet").symlink_to(tmp_path / "my rows.parquet")  # as in the cache of the Hugging Face Hub
-    assert read_url((tmp_path / "link.parquet").as_uri()) == b"rows"
+    (tmp_path / "snapshots").mkdir()  # as in the cache of the Hugging Face Hub
+    (tmp_path / "snapshots" / "link.parquet").symlink_to("../my rows.parquet")
+    assert read_url((tmp_path / "snapshots" / "link.parquet").as_uri()) == b"rows"
     with pytest.raises(NotFound, match="my%20other"):
         read_url((tmp_path / "my other").as_uri())
 

@@ -3,8 +3,6 @@
 - Values and gradients equal a plain forward pass a response, for five architectures, any lengths.
 - What all prompts begin with is computed once.
 - The same in bfloat16, within its rounding, and with gradient checkpointing.
-- What a longer prompt adds to memory does not grow with its responses; of a gated MLP's wide tensors two are kept.
-- The backward pass multiplies no layer's product again.
 - Chunks of logits change nothing, values nor gradients.
 - Models whose attention or logits are of another kind are refused, by name.
 - Empty prompts or responses are refused.
@@ -14,44 +12,29 @@ python -m pytest tests/tba/test_logprobs.py
 
 import functools
 import json
-from copy import deepcopy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     DogeConfig,
     Gemma2Config,
-    GPT2Config,
-    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MiniCPM3Config,
     MistralConfig,
     ModernBertDecoderConfig,
     Qwen2Config,
-    Qwen3Config,
     RecurrentGemmaConfig,
-    SeedOssConfig,
 )
 
-from tba import logprobs, precision, product_attention, shared_prefix
+from tba import logprobs, product_attention, shared_prefix
 from tba.logprobs import Group, check_supported, load_policy, response_logprobs, sequence_logprobs
 from tba.model_files import context_length, with_window
 from tba.product_attention import Places, ProductAttention
+from tests.tba.small_models import CONFIGS, SHAPE, SPECIAL, TEMPERATURE, TREE, model_of
 
-SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-SPECIAL = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-CONFIGS = {
-    "llama": LlamaConfig(**SHAPE, **SPECIAL, num_key_value_heads=2),
-    "qwen2": Qwen2Config(**SHAPE, **SPECIAL, num_key_value_heads=2),
-    "qwen3": Qwen3Config(**SHAPE, **SPECIAL, num_key_value_heads=2, head_dim=8),
-    "gpt_neox": GPTNeoXConfig(**SHAPE, **SPECIAL),
-    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, **SPECIAL),
-    "seed_oss": SeedOssConfig(**SHAPE, **SPECIAL, num_key_value_heads=2, head_dim=8, residual_dropout=0.1),
-}
 STOP = 96
 # Responses of one token, prompts of one token, uneven lengths, a response twice, one response alone, responses that
 # stop and responses that are cut off, one of them where another stops.
@@ -62,19 +45,9 @@ GROUPS = [
     Group([11, 12, 13, 14], [[15, 16]]),
     Group([9, 3], [[5, 4, STOP], [5, 4], [STOP], [5, 4, 2, 6]]),
 ]
-TEMPERATURE = 0.7
 
 
 pytestmark = pytest.mark.usefixtures("rms_norms_in_float64")
-
-
-def model_of(architecture: str, attention: str):
-    torch.manual_seed(0)
-    model = (
-        AutoModelForCausalLM.from_config(deepcopy(CONFIGS[architecture]), attn_implementation="sdpa").double().eval()
-    )
-    model.set_attn_implementation(attention)
-    return model
 
 
 def plain_logprobs(model, groups) -> list[torch.Tensor]:
@@ -102,13 +75,6 @@ ALIKE = [
     Group([7, 8, 9, 5], [[1, 2, 3], [4]]),
     Group([7, 8, 9], [[6, 1], [2, 2]]),
     Group([7, 8, 9, 5, 6, 1], [[3], [1, 1, 1]]),
-]
-
-
-# Responses that begin alike, one of them the beginning of others, one there twice.
-TREE = [
-    Group([5, 6], [[1, 2, 3, 4], [1, 2, 5], [1, 2], [7, 2, 3], [1, 2, 3, 9, 9], [1, 2, 5], [1, 2, 3]]),
-    Group([5, 7], [[1], [1, 2], [1, 2, 3]]),
 ]
 
 
@@ -218,81 +184,6 @@ def test_pickled_weights_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(OSError, match="safetensors"):
         load_policy(tmp_path)
-
-
-def kept_for_backward(model, group: Group) -> dict[int, torch.Tensor]:
-    """The distinct tensors, parameters apart, that a forward pass keeps for the backward pass, by address."""
-    kept, parameters = {}, {parameter.data_ptr() for parameter in model.parameters()}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        response_logprobs(model, [group], TEMPERATURE)
-    return kept
-
-
-def test_a_prompt_is_kept_once_for_all_its_responses(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "tba.logprobs.compute_dtype", lambda device: torch.float32
-    )  # no weight is kept in bfloat16, too
-    monkeypatch.setattr(shared_prefix, "WHOLE_TOKENS", 0)
-    model_of("llama", "sdpa").save_pretrained(tmp_path)
-    model = load_policy(tmp_path)
-
-    def bytes_kept(prompt_tokens: int, num_responses: int) -> int:
-        group = Group([5] * prompt_tokens, [[number, 6, 7] for number in range(8, 8 + num_responses)])
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept_for_backward(model, group).values())
-
-    of_one = bytes_kept(80, 1) - bytes_kept(40, 1)
-    assert 0 < bytes_kept(80, 16) - bytes_kept(40, 16) < 1.2 * of_one  # a mask of 2 x P is kept, too
-    wide = [tensor for tensor in kept_for_backward(model, TREE[0]).values() if tensor.shape[-1] == 48]
-    assert len(wide) == 2 * 2  # gate and up, of two layers
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_in_bfloat16_a_long_pass_keeps_no_weight_and_an_input_once_for_all_its_products(
-    architecture, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(logprobs, "compute_dtype", lambda device: torch.bfloat16)  # on any CPU
-    monkeypatch.setattr(precision, "CAST_AGAIN_TOKENS", 0)
-    monkeypatch.setattr(shared_prefix, "WHOLE_TOKENS", 0)
-    model_of(architecture, "sdpa").float().save_pretrained(tmp_path)
-    model = load_policy(tmp_path)
-    kept = kept_for_backward(model, Group([5] * 40, [[number, 6, 7] for number in range(8, 16)])).values()
-    shapes = {tuple(parameter.shape) for parameter in model.parameters()}
-    assert not [tensor.shape for tensor in kept if tuple(tensor.shape) in shapes]
-    hidden = [tensor for tensor in kept if tensor.shape == (1, 40 + 8 * 2, 32)]
-    # Of two layers: two norms' inputs, and the last norm's; the result of attention, for one product. The norms'
-    # results, for three products and for two, are computed again.
-    assert sum(tensor.dtype == torch.float32 for tensor in hidden) == 2 * 2 + 1
-    assert sum(tensor.dtype == torch.bfloat16 for tensor in hidden) == 2
-
-
-class CountedProducts(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.count += operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
-        return operation(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_backward_pass_multiplies_no_layer_again(architecture, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(logprobs, "compute_dtype", lambda device: dtype)  # on any CPU
-    model_of(architecture, "sdpa").float().save_pretrained(tmp_path)
-    model = load_policy(tmp_path)
-    scored = torch.cat(sequence_logprobs(model, TREE, TEMPERATURE)).sum()
-    with CountedProducts() as backward:
-        scored.backward()
-    # Queries, keys, values, attention's results, gate, up and down of two layers, and the output layer. Each has a
-    # gradient of its input and one of its weight.
-    assert backward.count == 2 * (2 * 7 + 1)
 
 
 def test_a_sliding_window_shorter_than_the_sequence_is_refused():

@@ -323,6 +323,7 @@ def test_models_of_the_hub_that_score_have_their_commit(tmp_path, monkeypatch):
         (cached / file).parent.mkdir(parents=True)
         (cached / file).write_text(content)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # the Hub has no such model
     assert scorers_fingerprint(TaskSettings(name="tldr", reward_model="someone/judge")) == "reward_model 0123"
     assert scorers_fingerprint(TaskSettings(name="redteam", classifier="someone/judge")) == "classifier 0123"
     assert scorers_fingerprint(TaskSettings(name="tldr", reward_model="rouge-l")) is None
