@@ -1,7 +1,6 @@
 """analyze/diversity: measures the diversity of runs' responses and stores it, on request or on a schedule."""
 
 from prefect import flow, get_run_logger, task
-from prefect.cache_policies import NO_CACHE
 
 from flows.config import StoreUrl
 from flows.report import diversity
@@ -27,7 +26,7 @@ def analyze(
     measure([RunStore(store, run) for run in dict.fromkeys(runs)], sample, embedded, success_reward)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(persist_result=False)
 def measure(stores: list[RunStore], sample: int, embedded: int, success_reward: float | None) -> None:
     found = diversity.measure_runs(stores, sample=sample, embedded=embedded, success_reward=success_reward)
     diversity.store_runs(stores, found)

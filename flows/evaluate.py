@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect import flow, task
-from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig, StoreUrl, load_run
 from flows.searcher.policy_feed import load_once_more
@@ -100,7 +99,7 @@ def measure_policy(
     return figures
 
 
-measure_policy_task = task(cache_policy=NO_CACHE, persist_result=False)(measure_policy)
+measure_policy_task = task(persist_result=False)(measure_policy)
 
 
 def measure(searcher: "Searcher", config: RunConfig, num_problems: int, samples: int) -> dict:

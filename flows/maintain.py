@@ -6,7 +6,6 @@ Runs on request or on a schedule, during training or after it. Readers are not d
 from datetime import timedelta
 
 from prefect import flow, get_run_logger, task
-from prefect.cache_policies import NO_CACHE
 
 from flows.config import StoreUrl, load_run
 from storage import audit, ledger_upkeep, upkeep
@@ -36,7 +35,7 @@ def maintain(
     return audit_buffer(run_store)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+@task(persist_result=False, retries=2, retry_delay_seconds=5)
 def expire(store: RunStore, max_age_hours: float | None, keep: int | None) -> None:
     """Marks the shards that are too old, or beyond the number to keep, as expired."""
     if max_age_hours is None and keep is None:
@@ -46,14 +45,14 @@ def expire(store: RunStore, max_age_hours: float | None, keep: int | None) -> No
     get_run_logger().info("expired, by searcher the last round: %s", marked or "none")
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+@task(persist_result=False, retries=2, retry_delay_seconds=5)
 def compact(store: RunStore) -> None:
     """Writes each block of small shards, and of the ledger's entries, as one file, which replaces them."""
     num_blocks, num_files = upkeep.compact(store), ledger_upkeep.compact_ledger(store)
     get_run_logger().info("%d blocks of shards compacted, %d files of the ledger written", num_blocks, num_files)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retries=2, retry_delay_seconds=5)
+@task(persist_result=False, retries=2, retry_delay_seconds=5)
 def delete_superseded(store: RunStore, grace_hours: float) -> None:
     """Deletes shards that an earlier run of this flow marked or compacted, and entries that it compacted."""
     grace = timedelta(hours=grace_hours)
@@ -61,7 +60,7 @@ def delete_superseded(store: RunStore, grace_hours: float) -> None:
     get_run_logger().info("%d expired or compacted files deleted", num_files)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(persist_result=False)
 def audit_buffer(store: RunStore) -> str | None:
     """Audits the whole buffer by Great Expectations. Returns the URL of the Data Docs, a site in the store.
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 import pyarrow as pa
 from prefect import flow, get_run_logger, task
 from prefect.assets import Asset, AssetProperties, materialize
-from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 from prefect.utilities.annotations import opaque
 
@@ -106,7 +105,6 @@ def search_round(
     for _ in range(MAX_SPOILED_ROUNDS):
         sampled = sample()
         held.check()
-        finish_task = as_asset(store, held.name, sampled.number, feed.paths(sampled.policies))(finish_round)
         is_task = reports.is_due()
         if not is_task:
             try:
@@ -115,6 +113,7 @@ def search_round(
                 get_run_logger().warning("round %d is tried again, as a task: %r", sampled.number, error)
                 is_task = True
         if is_task:
+            finish_task = as_asset(store, held.name, sampled.number, feed.paths(sampled.policies))(finish_round)
             outcome = finish_task(store, searcher, opaque(sampled))  # Prefect would look at each of its tokens
         if outcome != "spoiled":
             return outcome == "committed"
@@ -136,7 +135,6 @@ def as_asset(store: RunStore, name: str, number: int, sampled_by: list[str]):
         shard,
         asset_deps=[asset_key(store, path) for path in sampled_by],
         task_run_name=f"round {number}",
-        cache_policy=NO_CACHE,
         persist_result=False,
         retries=2,
         retry_delay_seconds=5,
@@ -199,7 +197,6 @@ def evaluate(
 
 evaluate_task = task(
     task_run_name="evaluate policy step {policy.step}",
-    cache_policy=NO_CACHE,
     persist_result=False,
     retries=2,
     retry_delay_seconds=5,

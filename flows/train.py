@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,6 @@ from uuid import UUID
 
 import httpx
 from prefect import flow, get_run_logger, task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, Pause, PrefectException
 from prefect.runtime import flow_run
@@ -45,11 +45,7 @@ TRAINER_PATIENCE_S = 20.0
 REMIND_S = 600  # between two messages that the final policy's evaluation goes on
 
 
-def name_after_run() -> str:
-    return RunConfig.model_validate(flow_run.parameters["config"]).run
-
-
-@flow(name="tba", flow_run_name=name_after_run)
+@flow(name="tba", flow_run_name="{config.run}")
 def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     """Post-trains a policy by asynchronous Trajectory Balance; the same run name resumes.
 
@@ -57,6 +53,8 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     Trainer works on the run. RuntimeError: Trainer or Searchers failed too often. prefect.exceptions.Pause: the flow
     run was suspended.
     """
+    if "PREFECT__FLOW_RUN_ID" in os.environ:  # started by a worker
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the Trainer, too, which saves first
     config = continued(config)
     if takeover.is_out_of_date(RunStore(config.store, config.run), flow_run.tags, flow_run.run_count):
         return Completed(name="NotNeeded", message="The Trainer is alive: its heartbeat goes on.")
@@ -64,7 +62,11 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     if summary := read_summary(store):
         get_run_logger().info("run %s is finished; to train again, choose another name", config.run)
         return summary
-    copy_sources_task(store, config)
+    try:
+        copy_sources_task(store, config)
+    except Exception as error:  # as too few trajectories, which only the copies tell
+        tell_failure(store, error)
+        raise
     searchers, page = Searchers(config), Page(store, config)
     owns_run, superseded, ending = threading.Event(), threading.Event(), threading.Event()
     training = train_policy.submit(config, owns_run, superseded, ending)
@@ -115,13 +117,13 @@ def look_after(searchers: Searchers, owns_run: bool) -> None:
 
 
 def tell_failure(store: RunStore, error: Exception) -> None:
-    """Gives the reason to the last heartbeat, which `tba watch` and `tba runs` show. A Trainer's own reason stays.
+    """Gives the reason to the heartbeat, which `tba watch` and `tba runs` show. A Trainer's own reason stays.
 
     A Trainer that finished has not failed: the reason is why its final policy was not evaluated.
     """
     with contextlib.suppress(StoreError):
-        beat = attempts.read_heartbeat(store)
-        if beat is not None and beat["state"] != "failed":
+        beat = attempts.read_heartbeat(store) or {"state": "starting", "step": 0}  # before the first Trainer
+        if beat["state"] != "failed":
             state = "finished" if beat["state"] == "finished" else "failed"
             attempts.write_heartbeat(store, beat | {"state": state, "message": str(error)})
 
@@ -165,10 +167,10 @@ def prepare(config: RunConfig, is_takeover: bool = False, is_restart: bool = Fal
     return store
 
 
-prepare_task = task(task_run_name="prepare", cache_policy=NO_CACHE, persist_result=False)(prepare)
+prepare_task = task(task_run_name="prepare", persist_result=False)(prepare)
 
 
-@task(task_run_name="training", cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="training", persist_result=False)
 def train_policy(
     config: RunConfig, owns_run: threading.Event, superseded: threading.Event, ending: threading.Event
 ) -> None:

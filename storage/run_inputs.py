@@ -48,7 +48,7 @@ def check_data(store: RunStore, fingerprint: str, *, records: bool = True) -> No
         "the data have",
         "Prompts, answers, other columns (which older versions left out), or which of them are held out, differ. A "
         "function must return the same rows at each call. Restore the data, or begin another run; --warm-start takes "
-        "the trajectories along. To go on with these, delete the file: accuracies before and after will not be "
+        "the trajectories along. To go on with these, delete data.json: accuracies before and after will not be "
         "comparable.",
     )
     if records or store.exists(DATA):
@@ -61,7 +61,7 @@ def check_scorers(store: RunStore, fingerprint: str, *, records: bool = True) ->
         "task: the models that score responses",
         "these models have",
         "Restore the models' files, or begin another run; `tba rescore` scores stored trajectories by another reward. "
-        "Older versions left out models of the Hugging Face Hub: if none has changed, delete the file.",
+        "Older versions left out models of the Hugging Face Hub: if none has changed, delete scorers.json.",
     )
     if records or store.exists(SCORERS):
         _compare(store, SCORERS, fingerprint, told)

@@ -71,13 +71,8 @@ def read_each(
         try:
             table = read_file(store, path)
         except (NotFound, TornShard) as error:
-            if path.startswith(COMPACTED):  # its shards exist until the compacted file could be read
-                return {number: _read_shard(store, searcher, number) or error for number in rounds_at[path]}
-            (number,) = rounds_at[path]
-            return {number: _read_compacted(store, searcher, number) or error}
-        if not path.startswith(COMPACTED):
-            return {rounds_at[path][0]: table}
-        return {number: table.filter(pc.equal(table["round"], number)) for number in rounds_at[path]}
+            return {number: _of_other_file(store, path, searcher, number) or error for number in rounds_at[path]}
+        return {number: _of_round(table, path, number) for number in rounds_at[path]}
 
     found = {}
     for tables in transfer_all(read, rounds_at):
@@ -85,16 +80,15 @@ def read_each(
     return [found[number] for number in rounds]
 
 
-def _read_shard(store: RunStore, searcher: str, number: int) -> pa.Table | None:
-    with suppress(NotFound, TornShard):
-        return read_file(store, shard_path(searcher, number))
-    return None
+def _of_round(table: pa.Table, path: str, number: int) -> pa.Table:
+    return table.filter(pc.equal(table["round"], number)) if path.startswith(COMPACTED) else table
 
 
-def _read_compacted(store: RunStore, searcher: str, number: int) -> pa.Table | None:
+def _of_other_file(store: RunStore, path: str, searcher: str, number: int) -> pa.Table | None:
+    """A round whose file at `path` cannot be read: upkeep deletes shards after the compacted file could be read."""
+    other = shard_path(searcher, number) if path.startswith(COMPACTED) else block_path(searcher, block_of(number))
     with suppress(NotFound, TornShard):
-        table = read_file(store, block_path(searcher, block_of(number)))
-        return table.filter(pc.equal(table["round"], number))
+        return _of_round(read_file(store, other), other, number)
     return None
 
 

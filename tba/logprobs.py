@@ -129,7 +129,7 @@ def _size(weight: Tensor) -> int:
 def check_supported(model: PreTrainedModel) -> None:
     """Raises: ValueError: the model's attention or logits are not supported here; the message names the setting."""
     name, config = type(model).__name__, model.config.get_text_config()
-    if not model._supports_attention_backend:
+    if not model.is_backend_compatible():
         raise ValueError(
             f"model {name}: it does not use transformers' attention interface, which a prompt shared by its responses "
             "needs. Llama, Qwen2, Qwen3, Mistral, GPT-NeoX and GPT-2 do."

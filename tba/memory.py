@@ -228,13 +228,15 @@ def searcher_parts(shape: Shape, machine: Machine, of: SearcherNeeds) -> dict[st
         "engine's weights": wide * shape.num_parameters // of.num_devices,
         "weights that are loaded": loaded * shape.num_parameters,
         "keys and values": of.cache_bytes,
-        "reference policy": 4 * shape.num_parameters,  # until it is loaded; a process keeps the memory that it frees
+        "reference policy": 4 * shape.num_parameters,  # until it is loaded
     }
     scoring = scoring_parts(shape, machine, of.longest)
     if machine.is_gpu:  # models are loaded by way of the machine's memory
         return parts | {"weights that are loaded": 0} | scoring
-    apart = {"process of the reference policy": PROCESS} if of.scores_apart else {}
-    return parts | {SCORING: scoring[SCORING], "process": ENGINE_PROCESS} | apart
+    parts["process"] = ENGINE_PROCESS
+    if of.scores_apart:
+        return parts | {SCORING: scoring[SCORING], "process of the reference policy": PROCESS}
+    return parts  # one thread loads policies and scores, and a load takes more than a pass
 
 
 def scoring_parts(shape: Shape, machine: Machine, longest: int) -> dict[str, Bytes]:

@@ -65,6 +65,8 @@ def resolve_model(name: str, cache_dir: str | os.PathLike, setting: str = "model
     try:
         if folder.is_dir():
             _check_weights(folder)
+        elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise FileNotFoundError("there is no such folder")
         else:
             _check_reachable(name)
         if (folder / ADAPTER_CONFIG).exists() and not weight_files(folder):

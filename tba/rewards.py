@@ -272,6 +272,9 @@ def _checked(
     except Exception as error:  # a user's code may raise anything
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(at.filename).name}, line {at.lineno}"
+        if at.filename == __file__:  # the call itself
+            named = sorted({*COLUMNS, "prompt_id", "answer", *columns})
+            where = f"it is called with {', '.join(named)}, by name; a last parameter **others takes the rest"
         raise ValueError(f"reward {name} failed ({type(error).__name__}: {error}; {where})") from error
     if len(values) != len(responses):
         raise ValueError(

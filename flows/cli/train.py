@@ -140,12 +140,29 @@ def _train(project: Path, config: "RunConfig", store: "RunStore") -> None:
         if submitted:
             with _uninterrupted():
                 flow_runs.cancel(url, credentials, flow_run)
-        say(f"\n{'Stopped' if submitted else 'Left'}. The same command resumes the run:\n  {_command_line()}")
+        told = f"Stopped. {_unsaved(store)}The same command resumes" if submitted else "Left. The same command follows"
+        say(f"\n{told} the run:\n  {_command_line()}")
         raise typer.Exit(130) from None
     finally:
         with _uninterrupted(), contextlib.suppress(stack.StackError):  # it was told above
             _leave(project)
     _tell_end(project, store, state.name)
+
+
+def _unsaved(store: "RunStore") -> str:
+    """A sentence about the steps that the newest checkpoint does not have; empty if there are none."""
+    from storage.attempts import read_heartbeat
+    from storage.checkpoints import list_checkpoints
+    from storage.errors import StoreError
+
+    try:
+        trained = (read_heartbeat(store) or {}).get("step", 0)
+        saved = max((checkpoint.step for checkpoint in list_checkpoints(store)), default=0)
+    except StoreError:
+        return ""
+    if trained <= saved:
+        return ""
+    return f"Its newest checkpoint is of step {saved}, so {trained - saved} steps are trained again; `tba stop` saves. "
 
 
 def _fail_as(project: Path, state, ran_before: bool) -> None:

@@ -16,7 +16,6 @@ import json
 import pyarrow as pa
 import pyarrow.compute as pc
 from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
 from flows.reuse.sources import FileSource, RunSource, open_source
@@ -80,9 +79,7 @@ def copy_sources(store: RunStore, config: RunConfig) -> None:
     get_run_logger().info("the buffer begins with %d trajectories: %s", num_trajectories, taken)
 
 
-copy_sources_task = task(
-    name="warm-start", task_run_name="warm start", cache_policy=NO_CACHE, persist_result=False
-)(copy_sources)  # fmt: skip
+copy_sources_task = task(name="warm-start", task_run_name="warm start", persist_result=False)(copy_sources)
 
 
 def check_enough(config: RunConfig, num_trajectories: int) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import re
 
 from prefect.assets import Asset, AssetProperties, add_asset_metadata, materialize
-from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 
 from storage import attempts, ledger, policies, shards
@@ -69,7 +68,6 @@ class PublishedPolicies:
             asset,
             asset_deps=[asset_key(self._store, shard) for shard in trained_on[-RELATED_SHOWN:]],
             task_run_name=f"steps {steps[0]} to {step}" if steps else f"policy of step {step}",
-            cache_policy=NO_CACHE,
             persist_result=False,
         )(publish)(asset.key, payload)
         emit_event("tba.policy.published", resource=run_resource(self._store), payload=payload)

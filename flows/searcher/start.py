@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from flows.config import RunConfig
 from infra.gpus import GPU_START, free_share, take_gpus
@@ -117,7 +116,7 @@ def samples_ahead(config: RunConfig) -> bool:
     return not config.synchronous and (default_device() != "cpu" or searcher_threads(config) > 1)
 
 
-start_searcher_task = task(task_run_name="start", cache_policy=NO_CACHE, persist_result=False)(start_searcher)
+start_searcher_task = task(task_run_name="start", persist_result=False)(start_searcher)
 
 
 def num_trainer_processes_here(store: RunStore) -> int:

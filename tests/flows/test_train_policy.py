@@ -34,6 +34,7 @@ from infra.memory import tensor_environment
 from storage import attempts
 from storage.errors import AlreadyTraining, RunConfigMismatch, StoreUnreachable
 from storage.process_identity import Identity
+from storage.status import run_status
 from storage.store import RunStore
 from tests.storage.helpers import OWNER
 
@@ -146,6 +147,14 @@ def test_the_reason_why_a_flow_ended_its_trainer_is_seen(local_store, state, mes
     train.tell_failure(local_store, RuntimeError("searcher s0 failed 4 times"))
     with Watcher(local_store) as watcher:
         assert watcher.look().stage == seen
+
+
+def test_the_reason_why_a_run_failed_before_its_first_trainer_is_seen(local_store):
+    train.tell_failure(local_store, ValueError("warm_start: the sources have 160 trajectories"))
+    with Watcher(local_store) as watcher:
+        assert watcher.look().stage == "failed: warm_start: the sources have 160 trajectories"
+    status = run_status(local_store)
+    assert (status.state, status.step, status.message) == ("failed", 0, "warm_start: the sources have 160 trajectories")
 
 
 def test_a_store_that_is_away_hides_neither_the_trainer_nor_its_failure(local_store, monkeypatch):

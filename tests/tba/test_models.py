@@ -159,6 +159,11 @@ def test_a_folder_without_weights_is_refused(tiny, tmp_path):
     assert "no .safetensors file" in refusal(tiny, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "a/b/nowhere"])
+def test_a_folder_that_is_not_there_is_taken_for_no_id_of_the_hub(name, tmp_path):
+    assert "(there is no such folder)" in refusal(name, tmp_path)
+
+
 def test_weights_that_were_cut_off_are_refused(tiny, tmp_path):
     weights = tiny / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

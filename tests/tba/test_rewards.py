@@ -186,6 +186,17 @@ def test_a_reward_that_fails_is_told_with_its_line():
         score([(FunctionReward(broken, "it"), 1.0)], ["a"])
 
 
+def test_a_reward_that_cannot_be_called_is_told_with_the_names_that_it_is_given():
+    def narrow(completions, answer):
+        return [0.0] * len(completions)
+
+    given = (
+        r"it is called with answer, completion_ids, completions, prompt_id, prompts, solution, by name; .*\*\*others"
+    )
+    with pytest.raises(ValueError, match=rf"reward narrow failed \(TypeError: .*; {given}"):
+        score([(FunctionReward(narrow, "narrow"), 1.0)], ["a"])
+
+
 def test_weights_and_the_reward_of_a_cut_response_reach_the_task():
     rewards = [f"{__name__}:half", "task"]
     settings = TaskSettings(rewards=rewards, reward_weights=[3.0, 2.0], missing_eos_reward=-1.0)

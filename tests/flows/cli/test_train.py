@@ -6,7 +6,7 @@ Claims
 - a finished run prints its summary and starts nothing
 - a refused input, or a Trainer unknown to Prefect, ends the command before it submits
 - a Prefect server that fails, and a damaged summary, are one line
-- a second Ctrl-C waits until the run is stopped; signals are heard again after it
+- a second Ctrl-C waits until the run is stopped; signals are heard again after it; it tells how many steps are lost
 - a heartbeat that cannot be read is shown, and the run is followed on
 - a flow run that took the run over is followed in the place of the first one, and Ctrl-C stops it
 - right after `tba stop`, while the flow run still ends, it waits for that and resumes; one that resumes is followed
@@ -256,6 +256,17 @@ def test_a_second_interrupt_waits_until_the_run_is_stopped(project, monkeypatch)
         train._train(project, config, RunStore(config.store, config.run))
     assert stopped == ["run", "stack"]
     assert exit_.value.exit_code == 130
+
+
+def test_the_steps_behind_the_newest_checkpoint_are_told(project, monkeypatch):
+    store = RunStore((project / ".tba").as_uri(), "some")
+    assert train._unsaved(store) == ""  # before the first heartbeat
+    attempts.write_heartbeat(store, {"state": "training", "step": 7})
+    assert "checkpoint is of step 0, so 7 steps are trained again; `tba stop` saves" in train._unsaved(store)
+    monkeypatch.setattr("storage.checkpoints.list_checkpoints", lambda store: [SimpleNamespace(step=n) for n in (5, 7)])
+    assert train._unsaved(store) == ""
+    store.put(attempts.HEARTBEAT, b"{")
+    assert train._unsaved(store) == ""
 
 
 def test_a_heartbeat_that_cannot_be_read_ends_no_run(tmp_path, monkeypatch, capsys):

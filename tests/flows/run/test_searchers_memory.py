@@ -98,8 +98,8 @@ def test_the_reference_policys_own_process_counts(monkeypatch, cores, synchronou
     monkeypatch.setattr(memory, "this_machine", lambda: CPU)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
     searcher = plan_of(RunConfig(searchers=1, synchronous=synchronous), SEVEN_B, Lengths(2, 0, 2)).processes[1]
-    assert ("process of the reference policy" in searcher.parts) == apart
-    assert searcher.parts["a pass of the reference policy"] > 0
+    own = {"process of the reference policy", "a pass of the reference policy"}
+    assert own & searcher.parts.keys() == (own if apart else set())
 
 
 def test_adapters_that_a_cpus_engine_merges_count(monkeypatch):
