@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -53,8 +52,6 @@ def tba(config: RunConfig = RunConfig()) -> dict:  # noqa: B008 - frozen
     Trainer works on the run. RuntimeError: Trainer or Searchers failed too often. prefect.exceptions.Pause: the flow
     run was suspended.
     """
-    if "PREFECT__FLOW_RUN_ID" in os.environ:  # started by a worker
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the Trainer, too, which saves first
     config = continued(config)
     if takeover.is_out_of_date(RunStore(config.store, config.run), flow_run.tags, flow_run.run_count):
         return Completed(name="NotNeeded", message="The Trainer is alive: its heartbeat goes on.")

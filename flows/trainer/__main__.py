@@ -62,8 +62,7 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
         previous=previous, checkpoint=checkpoint.path, processes=config.train.processes,
     )  # fmt: skip
     heart = Heartbeat(store, config, attempt, parent, checkpoint.step)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the flow stops training by SIGTERM; Ctrl-C reaches every process
-        signal.signal(number, lambda *_: heart.stop.set())
+    stop_by_signals(heart.stop)
     state, message = "failed", ""
     try:
         newer = checkpoints.newest_whole_checkpoint(store, before=attempt)
@@ -82,6 +81,20 @@ def learn(store_url: str, run: str, parent: int, devices: dict | None = None) ->
         raise
     finally:
         heart.end(state, message)
+
+
+def stop_by_signals(stop: threading.Event) -> None:
+    """Sets the event at SIGTERM, by which the flow stops training, and at SIGINT: Ctrl-C reaches every process.
+
+    Python runs a signal's handler between two operations of the main thread, and a backward pass is one of them. So a
+    thread reads the signal's number, which Python writes at once.
+    """
+    numbers, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=lambda: (os.read(numbers, 1), stop.set()), name="signals", daemon=True).start()
 
 
 def download(

@@ -1,7 +1,8 @@
 """The Trainer's heartbeat: its step and remaining time, written every two seconds by a thread beside training.
 
 The thread also looks for a stop request, which stays until it is obeyed: a Trainer that is started again obeys it. If
-the flow's process has died, the thread ends the Trainer's process at once.
+the flow's process has died, the thread ends the Trainer's process at once, unless it is stopping: after Ctrl-C, which
+reaches the worker, too, the worker kills the flow.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ class Heartbeat:
     def _beat_on(self) -> None:
         """The first heartbeat is written at once: another Trainer that starts now must see that the run has one."""
         while True:
-            if os.getppid() != self._parent:
+            if os.getppid() != self._parent and not self.stop.is_set():
                 os._exit(1)  # the flow was killed: no process would end the run
             try:
                 self.write()

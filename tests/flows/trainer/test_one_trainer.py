@@ -6,7 +6,7 @@ Claims
 - after a SIGKILL the next one begins at once
 - a Trainer that froze while another took over ends when it wakes, and writes nothing more
 - a Trainer that is told to end (SIGTERM) does so between two steps, and says that it can be resumed
-- a Trainer whose flow is gone ends
+- a Trainer whose flow is gone ends, unless it is stopping: then it saves first
 - the flow does not retry where the run is another's, nor takes the Trainer of a machine with its name for its own
 - a resume takes the newest whole checkpoint; a run that had one and has none that is whole does not begin at step 0
 
@@ -151,13 +151,26 @@ def test_a_trainer_whose_flow_is_gone_ends(store, start):
     assert not store.exists(attempts.HEARTBEAT)
 
 
+def test_a_trainer_that_is_stopping_saves_although_its_flow_is_gone(store):
+    """Ctrl-C in a terminal reaches the worker, too, which kills the flow at once. A step is in one operation of torch,
+    until whose end the main thread runs no handler of a signal."""
+    step = "threading.Timer(1, setattr, [os, 'getppid', lambda: 1]).start(); pbkdf2_hmac('sha256', b'', b'', 8_000_000)"
+    script = "import os, threading\nfrom hashlib import pbkdf2_hmac\n" + TRAINER.replace("heart.stop.wait()", step)
+    trainer = start_python(script, store.url, store.run, str(os.getpid()))
+    begin(trainer)
+    assert [trainer.stdout.readline() for _ in range(2)] == ["ready\n", "training\n"]
+    trainer.send_signal(signal.SIGINT)
+    assert trainer.wait(timeout=START_S) == 0
+    assert attempts.read_heartbeat(store)["state"] == "stopped"
+
+
 @pytest.fixture
 def resumed(store, monkeypatch):
     """resumed() -> the path of the checkpoint that a Trainer resumes from, which trains nothing; "": it begins at 0."""
     taken = []
     session = SimpleNamespace(train_run=lambda *given: (taken.append(given[-1]), "stopped")[1])
     monkeypatch.setitem(sys.modules, "flows.trainer.session", session)
-    monkeypatch.setattr(trainer_main.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(trainer_main, "stop_by_signals", lambda stop: None)
     monkeypatch.setattr(attempts, "is_alive", lambda *_: False)  # this process, which was each Trainer
 
     def resumed() -> str:
