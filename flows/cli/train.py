@@ -156,13 +156,14 @@ def _unsaved(store: "RunStore") -> str:
     from storage.errors import StoreError
 
     try:
-        trained = (read_heartbeat(store) or {}).get("step", 0)
+        beat = read_heartbeat(store) or {"state": "starting", "step": 0}
         saved = max((checkpoint.step for checkpoint in list_checkpoints(store)), default=0)
     except StoreError:
         return ""
-    if trained <= saved:
+    lost = beat["step"] - saved
+    if lost <= 0 or beat["state"] == "finished":  # the last step has no checkpoint: its policy is the result
         return ""
-    return f"Its newest checkpoint is of step {saved}, so {trained - saved} steps are trained again; `tba stop` saves. "
+    return f"Its newest checkpoint is of step {saved}, so {lost} steps are trained again; `tba stop` saves. "
 
 
 def _fail_as(project: Path, state, ran_before: bool) -> None:

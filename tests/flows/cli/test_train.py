@@ -263,6 +263,9 @@ def test_the_steps_behind_the_newest_checkpoint_are_told(project, monkeypatch):
     assert train._unsaved(store) == ""  # before the first heartbeat
     attempts.write_heartbeat(store, {"state": "training", "step": 7})
     assert "checkpoint is of step 0, so 7 steps are trained again; `tba stop` saves" in train._unsaved(store)
+    attempts.write_heartbeat(store, {"state": "finished", "step": 7})
+    assert train._unsaved(store) == ""
+    attempts.write_heartbeat(store, {"state": "training", "step": 7})
     monkeypatch.setattr("storage.checkpoints.list_checkpoints", lambda store: [SimpleNamespace(step=n) for n in (5, 7)])
     assert train._unsaved(store) == ""
     store.put(attempts.HEARTBEAT, b"{")
