@@ -97,15 +97,15 @@ def _view_files(connection: duckdb.DuckDBPyConnection, run: Path, store: RunStor
                 _view_entries(connection, run, values | {"folder": folder})
                 continue
             values["condition"] += f" AND {_is_named(folder, NAMES[folder])}"
-        connection.execute(sql("view_of_files").format(**values))
+        connection.execute(sql("export_files").format(**values))
     columns = ", ".join(STORED["trajectories"][1].names)
     values = {"run": _quoted(run), "pattern": _pattern(run), "columns": columns, "block": shards.ROUNDS_PER_BLOCK}
-    connection.execute(sql("view_of_committed").format(**values, condition=trajectories_named))
-    connection.execute(sql("view_of_attempts").format(folder=_pattern(run / "trainer"), digits="[0-9]" * 8))
+    connection.execute(sql("export_committed").format(**values, condition=trajectories_named))
+    connection.execute(sql("export_attempts").format(folder=_pattern(run / "trainer"), digits="[0-9]" * 8))
 
 
 def _view_entries(connection: duckdb.DuckDBPyConnection, run: Path, values: dict[str, str]) -> None:
-    """The view of a folder of the ledger, of whose entries many may be in one file. values: of view_of_files.sql."""
+    """The view of a folder of the ledger, of whose entries many may be in one file. values: of export_files.sql."""
     folder, table = values["folder"], f"files_{values['table']}"
     group, number = KEYS[folder]
     is_named = _is_named(folder, NAMES[folder], COMPACTED_NAME)
@@ -114,10 +114,10 @@ def _view_entries(connection: duckdb.DuckDBPyConnection, run: Path, values: dict
         "columns": f"{values['columns']}, filename",
         "condition": f"{values['condition']} AND {is_named}",
     }
-    connection.execute(sql("view_of_files").format(**values | files))
+    connection.execute(sql("export_files").format(**values | files))
     # older versions recorded no attempt of evaluations
     of_group = {"group": "coalesce(attempt, 1)" if group == "attempt" else group, "number": number}
-    connection.execute(sql("view_of_entries").format(**values | of_group, pattern=_pattern(run)))
+    connection.execute(sql("export_entries").format(**values | of_group, pattern=_pattern(run)))
 
 
 def _is_named(folder: str, *names: str) -> str:

@@ -185,7 +185,7 @@ def _is_expired(name: str, shards: Shards) -> bool:
 def _effective_steps(resumes: list[attempts.Attempt], rows: pa.Table) -> set[int]:
     """The steps whose entries count. Steps after a checkpoint that training resumed from do not count."""
     places = set(zip(rows["attempt"].to_pylist(), rows["step"].to_pylist(), strict=True))
-    return {step for attempt, step in places if ledger.counts(attempt, step, resumes)}
+    return {step for attempt, step in places if attempts.counts(attempt, step, resumes)}
 
 
 def _unrecorded_steps(resumes: list[attempts.Attempt], entries: dict[str, pa.Table]) -> Iterator[Fault]:

@@ -9,8 +9,7 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from tba.logprobs import Group
-from tba.shared_prefix import in_passes
+from tba.shared_prefix import Group, in_passes
 
 Metrics: TypeAlias = dict[str, float | None]  # columns of the training ledger; None: not measured
 

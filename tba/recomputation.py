@@ -22,7 +22,7 @@ class Again:
         self._result: Tensor | None = None
 
     def will_be_used(self) -> None:
-        """Once more."""
+        """Counts one more product that will take the result."""
         self._uses += 1
 
     def take(self) -> Tensor:

@@ -27,10 +27,11 @@ from transformers import PreTrainedModel
 from tba import baselines, lora, schedule
 from tba.batch import Draw, Metrics, passes
 from tba.config import TrainSettings
-from tba.logprobs import Group, load_policy, response_logprobs, sequence_logprobs
+from tba.logprobs import load_policy, response_logprobs, sequence_logprobs
 from tba.objective import log_partition, residual, taper, trajectory_balance_loss
 from tba.precision import to_bfloat16
 from tba.saved_state import SavedState, write_state
+from tba.shared_prefix import Group
 from tba.weights import as_in_a_checkpoint
 
 # A step whose gradient is not finite is skipped and counted. After so many in a row the run ends, because the policy

@@ -23,8 +23,9 @@ from torch import Tensor
 from tba import lora
 from tba.batch import Draw, Metrics, passes
 from tba.config import TrainSettings
-from tba.logprobs import Group, load_policy, sequence_logprobs
+from tba.logprobs import load_policy, sequence_logprobs
 from tba.saved_state import SavedState, write_state
+from tba.shared_prefix import Group
 from tba.trainer import Result, Trainer
 
 # While the first process waits for a batch, the others wait for it. The death of a process is noticed at once.

@@ -17,7 +17,7 @@ from storage.ledger import Sync
 from storage.shards import is_warm_start_name
 from storage.store import RunStore
 from tba.batch import Batch, Draw, Metrics
-from tba.logprobs import Group
+from tba.shared_prefix import Group
 from tba.training_loop import TooEarly
 
 # Measured on two cores: one minute, or two if vLLM compiles its kernels.
